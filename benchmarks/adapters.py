@@ -24,18 +24,11 @@ from typing import Any
 import torch
 
 from benchmarks.results import parser_of, report
-from lightning_rl import (
-    LoRA,
-    MemoryTransport,
-    Sampling,
-    TransformersAdapters,
-    TransformersEngine,
-    VLLMAdapters,
-    VLLMLocal,
-)
+from lightning_rl import LoRA, MemoryTransport, Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.engines.base import Engine
-from lightning_rl.extend import PolicyEngines, WeightTransport
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.extend import PolicyEngines, TransformersAdapters, VLLMAdapters, WeightTransport
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push
 from recipes.sort_digits.prepare import make_model, make_tokenizer, write_model

@@ -28,9 +28,10 @@ from benchmarks.results import parser_of, report
 from benchmarks.task import GROUP_SIZE, MODEL, make_prompts, prepare
 from lightning_rl import Rollout, Sampling, VLLMLocal
 from lightning_rl.engines.base import Engine
-from lightning_rl.extend import AgentServer
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
+from lightning_rl.serving import AgentServer
 
 TEMPLATE = "{{ messages[-1].content }}"
 """Chats as the quickstart writes its prompts."""

@@ -26,17 +26,12 @@ from lightning.pytorch import Trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.results import parser_of, report
-from lightning_rl import (
-    PolicyModule,
-    RLDataModule,
-    RolloutRouting,
-    Sampling,
-    TransformersEngine,
-)
+from lightning_rl import PolicyModule, RLDataModule, Sampling, TransformersEngine
 from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.extend import RolloutRouting
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.loop import run_async
 from recipes.sort_digits.prepare import make_tokenizer

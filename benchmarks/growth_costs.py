@@ -27,13 +27,15 @@ from lightning_rl.agents.base import new_rollouts
 from lightning_rl.callbacks.report import draw_curves
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.stats import rollout_metrics
-from lightning_rl.data.packing import pack_rollouts, split_packs
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.data.splitting import split_packs
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion
-from lightning_rl.extend import AgentServer, Environment, Episode, Reply
+from lightning_rl.extend import Environment, Episode, Reply
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Row
+from lightning_rl.serving import AgentServer
 from lightning_rl.serving.function_agent import AgentClient
 from recipes.sort_digits.prepare import make_tokenizer, small_qwen2
 

@@ -11,11 +11,12 @@ unit test holds the code against it, and the picture in docs/architecture.md too
 
 ``rooms`` are all folders of ``lightning_rl/``, those in others included, and the files at its root;
 ``arrows`` the pairs of them of which one imports the other (``floor_arrows``: of what ``ORDER``
-names, without folders in others). The spine, the wings ``envs`` and ``games``, and the rest are as
-``house_parts.py`` says; ``core_lines`` are those of all but the optional rooms. ``root_names`` are
-the public names of the package, ``shared_names`` those of classes in two modules. ``files_*`` are
-entered on a way, see ``house_ways.py``; ``*_above_run`` leaves out the helpers of ``run/``, which
-are called everywhere, and of which a busy machine may call one more. The last line is JSON.
+names, without folders in others). The spine, the wings ``serving``, ``envs`` and ``games``, and the
+rest are as ``house_parts.py`` says; ``core_lines`` are those of all but the optional rooms.
+``root_names`` are the public names of the package, ``shared_names`` those of classes in two
+modules. ``files_*`` are entered on a way, see ``house_ways.py``; ``*_above_run`` leaves out the
+helpers of ``run/``, which are called everywhere, and of which a busy machine may call one more. The
+last line is JSON.
 """
 
 import argparse
@@ -41,11 +42,11 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "words and tools": ("errors", "rollout", "config", "run"),
     "data and models": ("vision", "data", "models", "algos"),
-    "who writes, who grades": ("engines", "agents", "rewards", "serving"),
+    "who writes, who grades": ("engines", "agents", "rewards"),
     "sync, collect, learn": ("sync", "collect", "learn"),
     "Lightning's faces": ("module", "datamodule"),
-    "around them": ("offline", "callbacks", "extend", "cli", "__main__"),
-    "wings, and rooms that may be left out": ("envs", "games", "convert", "verifiers"),
+    "around them": ("callbacks", "extend", "cli", "__main__"),
+    "wings, and rooms that may be left out": ("serving", "envs", "games", "convert", "verifiers"),
 }
 """The floor plan, from the ground up: folders and files of ``lightning_rl/``."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 PARTS = {
+    "serving": ("serving",),
     "envs": ("envs", "networks", "algos.steps", "algos.step_kl", "algos.td"),
     "games": (
         "games",
@@ -24,7 +25,7 @@ PARTS = {
         "offline.labelled",
         "offline.label_heads",
     ),
-    "offline": ("offline",),
+    "offline": ("offline", "learn.sft", "learn.dpo", "learn.recorded"),
     "view": ("view", "cli.view"),
     "vision": ("vision", "data.pictured", "data.rollouts.pictures"),
     "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers"),

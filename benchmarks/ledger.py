@@ -34,7 +34,8 @@ from lightning_rl.engines import TransformersEngine, VLLMLocal, VLLMServer
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import WrongWeightsError
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.hooks import StageClock
 from lightning_rl.sync.base import compare, push
 from lightning_rl.sync.sent import SentWeights

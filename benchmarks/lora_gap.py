@@ -41,9 +41,11 @@ from lightning_rl import (
     VLLMLocal,
 )
 from lightning_rl.agents.base import SingleTurn, new_rollouts
-from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.batch import token_rows
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.loop import run_async

@@ -41,7 +41,7 @@ from lightning_rl import (
 )
 from lightning_rl.engines.base import Engine
 from lightning_rl.extend import RolloutPipeline, pack_rollouts
-from lightning_rl.sync.verify import probe_gap
+from lightning_rl.learn.probe import probe_gap
 from recipes.sort_digits.reward import exact_match
 
 

@@ -28,7 +28,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.results import parser_of, report
 from benchmarks.task import LR, OUT
-from lightning_rl.data.packing import pack_rollouts, select, split_packs, token_rows
+from lightning_rl.data.batch import select, token_rows
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.splitting import split_packs
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, Row
 from recipes.sort_digits.prepare import prepare

@@ -4,7 +4,7 @@
 
 In bfloat16 an engine and a trainer with the same weights differ by little on most tokens and by
 much on a few. Here such gaps are drawn from distributions that fit published measurements, and the
-probe of :mod:`lightning_rl.sync.verify` judges them: 4 prompts of 2 tokens, then, after a token
+probe of :mod:`lightning_rl.learn.probe` judges them: 4 prompts of 2 tokens, then, after a token
 above 0.25 nats, 16 tokens of each. The table says how many runs of 1,000 syncs an end at the first
 such token would stop, and what the second probe leaves of that. The last line is JSON. ``--save``
 also writes the table of docs/sync.md. Takes about a minute.
@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.results import report, write_block
 from lightning_rl.engines.base import logprob_tolerance
-from lightning_rl.sync.verify import AGAIN_TOKENS, ONE_PROMPT, OUTLIER
+from lightning_rl.learn.probe import AGAIN_TOKENS, ONE_PROMPT, OUTLIER
 
 PAGE = Path(__file__).parents[1] / "docs" / "sync.md"
 BOUND = logprob_tolerance("bfloat16")

@@ -22,10 +22,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.results import parser_of, report
 from benchmarks.task import LR, MODEL, fit, make_data, make_module, prepare
-from lightning_rl import LoRA, Rollout, Sampling, VLLMAdapters, VLLMLocal, WeightSync
+from lightning_rl import LoRA, Rollout, Sampling, VLLMLocal, WeightSync
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.engines.base import Engine
-from lightning_rl.extend import Agent, Episode, RolloutModule
+from lightning_rl.extend import Agent, Episode, RolloutModule, VLLMAdapters
 from lightning_rl.games import RolesModule, SharedModelGroup
 
 ROLES = ("asks", "answers")

@@ -27,9 +27,10 @@ from benchmarks.results import RESULTS, parser_of, report
 from lightning_rl import Sampling, TransformersEngine, Vision
 from lightning_rl.agents.base import new_rollouts
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.learn.probe import probe_gap
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Picture, Prompt, Rollout
-from lightning_rl.sync.verify import probe_gap
 from lightning_rl.vision.families import Features, Prepared
 from lightning_rl.vision.reader import encode
 from recipes.vision.prepare import make_image_processor, make_model, make_tokenizer

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_rl.callbacks.guards import BatchGuard
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import has_zero_advantage, token_rows
+from lightning_rl.data.batch import token_rows
+from lightning_rl.learn.left_out import has_zero_advantage
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import all_max, all_sum
 
@@ -28,12 +29,12 @@ class LogprobGapGuard(BatchGuard):
     bound: float = 0.05
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
-        gap = log_weights(module, batch)[module.trained_tokens(batch)].abs().double()
+        gap = log_weights(module, batch)[module.left_out.trained_tokens(batch)].abs().double()
         total, count = all_sum(torch.stack([gap.sum(), torch.ones_like(gap).sum()])).tolist()
         return total / count if count else None
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
-        row, trained = token_rows(batch), module.trained_tokens(batch)
+        row, trained = token_rows(batch), module.left_out.trained_tokens(batch)
         gap = log_weights(module, batch).abs() * trained
         zeros = gap.new_zeros(len(batch["rollouts"]))
         count = zeros.index_add(0, row, trained.to(gap.dtype)).clamp(min=1)
@@ -52,7 +53,7 @@ class LogprobSpikeGuard(BatchGuard):
     bound: float = 2.0
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
-        gap = log_weights(module, batch)[module.trained_tokens(batch)].abs()
+        gap = log_weights(module, batch)[module.left_out.trained_tokens(batch)].abs()
         return largest_of(gap)
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
@@ -77,7 +78,7 @@ class EffectiveSampleGuard(BatchGuard):
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         # Bounded so that one absurd weight leaves a number; it is near 0 then.
-        log_w = log_weights(module, batch)[module.trained_tokens(batch)].clamp(max=30.0)
+        log_w = log_weights(module, batch)[module.left_out.trained_tokens(batch)].clamp(max=30.0)
         w = log_w.double().exp()
         sums = torch.stack([w.sum(), (w**2).sum(), torch.ones_like(w).sum()])
         total, squares, count = all_sum(sums).tolist()
@@ -98,7 +99,7 @@ class StalenessGuard(BatchGuard):
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         ages = module.iteration - batch["tokens", "versions"]
-        return largest_of(ages[module.trained_tokens(batch)].double())
+        return largest_of(ages[module.left_out.trained_tokens(batch)].double())
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
         return module.iteration - batch["tokens", "versions"] > self.bound

@@ -9,7 +9,6 @@ from weakref import proxy
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tensordict import TensorDict
@@ -29,10 +28,7 @@ from lightning_rl.errors import (
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run import dist
-from lightning_rl.run.checkpoint_folders import (
-    save_folder,
-    writes_folders,
-)
+from lightning_rl.run.checkpoint_folders import save_folder, writes_folders
 from lightning_rl.run.checkpoint_io import (
     BackgroundCheckpointIO,
     VerifiedCheckpointIO,
@@ -43,6 +39,7 @@ from lightning_rl.run.folders import link_to, remove
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.interrupts import Interrupts, seconds_of
 from lightning_rl.run.loop import runtime
+from lightning_rl.run.newest import continue_newest_run
 from lightning_rl.run.peers import lost_peer
 from lightning_rl.run.resume import (
     enter_run,
@@ -51,7 +48,7 @@ from lightning_rl.run.resume import (
     run_id_of,
     tell_of_beginning,
 )
-from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
+from lightning_rl.run.rundir import output_path
 from lightning_rl.run.slurm import requeue_job, requeue_signal, take_signals
 
 
@@ -356,7 +353,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         """Answer Lightning on ``ckpt_path="last"``."""
         self._asked_for_last = True
         if self._given is None:
-            _continue_newest_run(trainer)
+            continue_newest_run(trainer)
         directory = output_path(trainer, self._given, "checkpoints")
         found = newest_good(directory, run_id_of(directory))
         if found is None:
@@ -364,67 +361,3 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             return set()
         going_on_from[trainer] = found
         return {str(found)}
-
-
-def _continue_newest_run(trainer: Trainer) -> None:
-    """Continue in the last folder that holds a checkpoint; new runs begin a new one.
-
-    Raises:
-        ConfigError: if another process is at it.
-    """
-    own = own_runs(trainer)
-    if own is not None:
-        newest = newest_run(own)
-        if newest is not None:
-            _require_free(trainer, newest)
-            continue_in(trainer, newest)
-        return
-    loggers = [
-        logger
-        for logger in trainer.loggers
-        if isinstance(logger, TensorBoardLogger | CSVLogger) and _is_open(logger)
-    ]
-    if not loggers or loggers[0] is not trainer.logger:
-        return  # the run directory is fixed
-    newest = newest_run(Path(loggers[0].save_dir or ".") / (loggers[0].name or ""))
-    if newest is None:
-        return
-    _require_free(trainer, newest)
-    version = int(newest.name.removeprefix("version_"))
-    for logger in loggers:
-        logger._version = version
-        if isinstance(logger, CSVLogger) and trainer.is_global_zero:
-            _set_aside(Path(logger.log_dir) / "metrics.csv")
-
-
-def _is_open(logger: TensorBoardLogger | CSVLogger) -> bool:
-    """Whether its version is unknown.
-
-    Who asked for its folder before, as ``ModelCheckpoint`` does, has only drawn the next number.
-    """
-    version = logger._version
-    return version is None or (
-        not Path(logger.log_dir).exists() and version == logger._get_next_version()
-    )
-
-
-def newest_run(runs: Path) -> Path | None:
-    """The last among ``runs/version_<n>`` that holds a checkpoint."""
-    begun = [
-        directory.parent
-        for directory in runs.glob("version_*/checkpoints")
-        if checkpoints_in(directory) and directory.parent.name[8:].isdigit()
-    ]
-    return max(begun, key=lambda directory: int(directory.name[8:]), default=None)
-
-
-def _require_free(trainer: Trainer, directory: Path) -> None:
-    if trainer.state.fn == "fit":
-        require_free(directory)
-
-
-def _set_aside(path: Path) -> None:
-    """Lightning's CSVLogger deletes the file of an earlier start."""
-    if path.exists():
-        number = sum(1 for _ in path.parent.glob(f"{path.stem}_before_*{path.suffix}")) + 1
-        path.rename(path.with_name(f"{path.stem}_before_{number}{path.suffix}"))

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -185,10 +185,9 @@ class LearningAlarms(RLCallback):
         if not groups:
             return
         self.rewards.add([sum(group) / len(group) for group in groups.values()])
-        written = [(r.logprobs, r.loss_mask) for r in rollouts if r.logprobs]
-        surprises = [-p for ps, mask in written for p, by in zip(ps, mask, strict=True) if by]
-        if surprises:
-            self.entropies.add([sum(surprises) / len(surprises)])
+        written = [p for r in rollouts for p in compress(r.logprobs, r.loss_mask)]
+        if written:
+            self.entropies.add([-sum(written) / len(written)])
         every = [reward for group in groups.values() for reward in group]
         self.range = [min(self.range[0], *every), max(self.range[1], *every)]
 

@@ -14,7 +14,8 @@ from tensordict import TensorDict
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.loader import RolloutLoader, trainable
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import packed_rows, select
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import packed_rows
 from lightning_rl.data.rollouts.files import Record, as_record, open_rollouts
 from lightning_rl.data.rollouts.jsonl import JSONLRollouts
 from lightning_rl.data.rollouts.pieces import TokenPieces, pieces_of
@@ -184,7 +185,7 @@ def token_columns(
     """Read numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
-    partial = module.trust_engine_logprobs or module.skips_zero_advantage
+    partial = module.trust_engine_logprobs or module.left_out.zero_advantage
     if "old_logprobs" in batch["tokens"] and not partial:
         batch["tokens"]["trainer_logprobs"] = batch["tokens", "old_logprobs"]
     else:

@@ -16,6 +16,7 @@ from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.own_loop import OwnLoop
+from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
@@ -24,7 +25,6 @@ from lightning_rl.sync.base import WeightTransport, compare, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from lightning_rl.sync.sent import SentWeights
-from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 
 @dataclass

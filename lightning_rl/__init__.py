@@ -2,8 +2,9 @@
 
 Importing this package is quick: names are loaded when first used, vLLM only when an engine starts.
 Here are the names that most runs need. Others are in ``lightning_rl.callbacks`` (guards too),
-``lightning_rl.extend`` (what parts of your own derive from), ``lightning_rl.envs``,
-``lightning_rl.games`` and ``lightning_rl.errors``.
+``lightning_rl.extend`` (what parts of your own derive from, and variants of parts that few runs
+need), ``lightning_rl.serving``, ``lightning_rl.envs``, ``lightning_rl.games`` and
+``lightning_rl.errors``.
 """
 
 from lightning_rl.config.names import surface

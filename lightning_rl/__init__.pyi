@@ -36,11 +36,6 @@ from lightning_rl.algos.correction import (
     TokenMIS as TokenMIS,
     TokenTIS as TokenTIS,
 )
-from lightning_rl.algos.experts import (
-    LoadBalance as LoadBalance,
-    OldRouting as OldRouting,
-    RolloutRouting as RolloutRouting,
-)
 from lightning_rl.algos.kl import (
     EntropyBonus as EntropyBonus,
     K1Penalty as K1Penalty,
@@ -111,8 +106,6 @@ from lightning_rl.collect.collector import (
 )
 from lightning_rl.collect.early_cut import (
     PartialCollector as PartialCollector,
-    PartialTailCollector as PartialTailCollector,
-    TailBatchingCollector as TailBatchingCollector,
 )
 from lightning_rl.collect.mixture import (
     Mixture as Mixture,
@@ -144,19 +137,29 @@ from lightning_rl.engines import (
     RayEngine as RayEngine,
     Sampling as Sampling,
     StructuredOutputs as StructuredOutputs,
-    TransformersAdapters as TransformersAdapters,
     TransformersEngine as TransformersEngine,
-    VLLMAdapters as VLLMAdapters,
     VLLMLocal as VLLMLocal,
     VLLMServer as VLLMServer,
 )
 from lightning_rl.errors import (
     LightningRLError as LightningRLError,
 )
+from lightning_rl.learn.dpo import (
+    DPOModule as DPOModule,
+    PairDataModule as PairDataModule,
+    RolloutPairs as RolloutPairs,
+)
+from lightning_rl.learn.recorded import (
+    OfflineDataModule as OfflineDataModule,
+)
 from lightning_rl.learn.schedulers import (
     WarmupConstant as WarmupConstant,
     WarmupCosine as WarmupCosine,
     WarmupLinear as WarmupLinear,
+)
+from lightning_rl.learn.sft import (
+    SFTDataModule as SFTDataModule,
+    SFTModule as SFTModule,
 )
 from lightning_rl.models.heads import (
     SeparateValueHead as SeparateValueHead,
@@ -179,18 +182,6 @@ from lightning_rl.models.sharding import (
 )
 from lightning_rl.module import (
     PolicyModule as PolicyModule,
-)
-from lightning_rl.offline.dpo import (
-    DPOModule as DPOModule,
-    PairDataModule as PairDataModule,
-    RolloutPairs as RolloutPairs,
-)
-from lightning_rl.offline.recorded import (
-    OfflineDataModule as OfflineDataModule,
-)
-from lightning_rl.offline.sft import (
-    SFTDataModule as SFTDataModule,
-    SFTModule as SFTModule,
 )
 from lightning_rl.rewards.base import (
     Rewards as Rewards,
@@ -215,13 +206,6 @@ from lightning_rl.rewards.rules import (
 from lightning_rl.rollout import (
     Prompt as Prompt,
     Rollout as Rollout,
-)
-from lightning_rl.serving.function_agent import (
-    FunctionAgent as FunctionAgent,
-)
-from lightning_rl.serving.program_agent import (
-    ProgramAgent as ProgramAgent,
-    ScriptAgent as ScriptAgent,
 )
 from lightning_rl.sync.checkpoint import (
     CheckpointTransport as CheckpointTransport,

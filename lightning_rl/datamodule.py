@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,9 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, SingleTurn
-from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.base import CollectingDataModule, Hanging
 from lightning_rl.collect.checks import (
-    check_branching,
-    check_collecting,
     check_experts,
-    check_groups,
     check_policies,
     check_rollouts,
     check_streaming,
@@ -31,7 +26,7 @@ from lightning_rl.collect.loader import LazyLoader, RolloutBatches, RolloutLoade
 from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.peek import Peek
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
-from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
+from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.stats import evaluation_metrics, own_metrics, set_metrics
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.collect.tasks import Task, by_name, grader_of, tasks_of
@@ -44,11 +39,11 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.fitting import check_learning, check_sight, follow_trainer
+from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import Stream
-from lightning_rl.models.lora_layers import largest_rank, merged_only
 from lightning_rl.models.tokenizer import with_chat_variables
-from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Group, Prompt, Rollout
@@ -61,7 +56,6 @@ from lightning_rl.run.resume import check_early, enter_directory, leave_director
 from lightning_rl.run.rundir import output_path
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
-from lightning_rl.vision.reader import reader_of
 
 STOP_SECONDS = 10.0
 """How long a failed run waits for what is in flight to stop."""
@@ -274,7 +268,7 @@ class RLDataModule(CollectingDataModule):
             with naming(task.name):
                 task.prompts.bound(room_for_prompts(room, task.sampling))
         self._pipeline = self._made_pipeline(self.train_tasks)
-        policies = list(policies_of(module).values())
+        policies = list(module.policies.values())
         for policy in policies:
             policy.stream = None
         self._stream = None
@@ -340,14 +334,13 @@ class RLDataModule(CollectingDataModule):
             experts=self.expert_prompts is not None,
         )
         if stage == "fit":
-            for policy in policies_of(module).values():
+            for policy in module.policies.values():
                 self._check_learning(policy)
         if self.expert_prompts is not None:
-            for policy in policies_of(module).values():
+            for policy in module.policies.values():
                 check_experts(policy.advantage, policy.objective)
         self._tokenizer = tokenizer = self.load_tokenizer(module)
-        if reader_of(tokenizer) is not None:
-            self.engine.require_sight()
+        check_sight(self.engine, tokenizer)
         with dist.every_rank():
             if dist.rank() == 0:  # it reads the weights once
                 module.require_sound_models()
@@ -365,21 +358,19 @@ class RLDataModule(CollectingDataModule):
                 with naming(task.name):
                     room_for_prompts(limit, task.sampling)
 
-    def _check_learning(self, policy: PolicyModule) -> None:
-        """Check that a policy can learn from what is collected."""
-        for task in self.train_tasks:
-            with naming(task.name):
-                check_collecting(policy.advantage, self.filters, task.sampling, task.group_size)
-                check_branching(policy.advantage, task.agent)
-        check_groups(self.groups_per_iteration, policy.minibatches)
-        if isinstance(self.collector, WorkingAhead) and self.collector.max_staleness:
-            warn_if_uncorrected("asynchronous", policy.objective, policy.trust_engine_logprobs)
-        if self.buffer is not None:
-            self.buffer.check(policy.objective, policy.trust_engine_logprobs)
+    def _check_learning(self, policy: OwnLoop) -> None:
+        check_learning(
+            policy,
+            self.train_tasks,
+            self.collector,
+            self.filters,
+            self.buffer,
+            self.groups_per_iteration,
+        )
         if isinstance(self.collector, StreamedCollector):
             self._check_streaming(policy)
 
-    def can_stream(self, module: PolicyModule) -> bool:
+    def can_stream(self, module: OwnLoop) -> bool:
         """Tell whether ``StreamedCollector`` would take these settings."""
         try:
             self._check_streaming(module)
@@ -387,7 +378,7 @@ class RLDataModule(CollectingDataModule):
             return False
         return True
 
-    def _check_streaming(self, module: PolicyModule) -> None:
+    def _check_streaming(self, module: OwnLoop) -> None:
         check_streaming(
             module.advantage,
             module.aggregation,
@@ -629,26 +620,6 @@ class RLDataModule(CollectingDataModule):
                 f"{type(module).__name__}; for supervised training use SFTDataModule"
             )
         return module
-
-
-def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> None:
-    """Tell an engine, before it starts, what it serves and how the trainer computes it.
-
-    Raises:
-        ConfigError: if the engine cannot do as it is set.
-    """
-    engine.serve(module.roles)
-    engine.follow_dtype(computes_in)
-    for name, policy in policies_of(module).items():
-        of_policy, lora = engine.of_policy(name), policy.lora
-        replay = policy.routing_replay
-        of_policy.follow_routing(replay is not None and replay.from_engine)
-        of_policy.follow_head(policy.cast_lm_head_to_fp32 or computes_in == "float32")
-        if lora is None:
-            of_policy.follow_lora(None, lambda: None)
-        else:
-            obstacle = partial(merged_only, lora, policy.model, policy.loading, policy.vision)
-            of_policy.follow_lora(largest_rank(lora), obstacle)
 
 
 def _states(**parts: Any) -> dict[str, Any]:

@@ -30,20 +30,16 @@ from lightning_rl.algos.objective import (
     loss_tokens,
 )
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import (
+from lightning_rl.data.batch import (
     empty_like,
-    has_zero_advantage,
     host_of,
     select,
-    split_minibatches,
-    split_packs,
-    token_rows,
     with_host,
-    without,
-    without_flags,
 )
+from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.left_out import LeftOut, without, without_flags
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import make_optimizer
@@ -73,7 +69,7 @@ class PolicyModule(OwnLoop, RolloutModule):
 
     ``training_step`` runs the named steps below on one packed batch; each can be called by itself.
     Optimizer steps with a NaN or infinite gradient are left out (``policy/nonfinite_skipped``).
-    Rollouts that cannot move the policy (``skips_zero_advantage``) are left out of them: the
+    Rollouts that cannot move the policy (``left_out``) are left out of them: the
     gradient is the same, and ``policy/*`` and ``rollout/logprob_gap_*`` are over the tokens that
     were trained on.
 
@@ -204,11 +200,11 @@ class PolicyModule(OwnLoop, RolloutModule):
         self.advantage = advantage
         self.aggregation = aggregation
         self.objective = objective
-        # Where nothing but an advantage gives a sampled token a gradient.
-        self.skips_zero_advantage = (
-            loss.zero_at_zero_advantage
+        self.left_out = LeftOut(
+            truncated=mask_truncated,
+            zero_advantage=loss.zero_at_zero_advantage
             and (kl, kl_reward, entropy, balance) == (None, None, None, None)
-            and not advantage.needs_values
+            and not advantage.needs_values,
         )
         self.routing_replay = routing_replay
         self.expert_load = ExpertLoad()
@@ -320,7 +316,7 @@ class PolicyModule(OwnLoop, RolloutModule):
 
         Rollouts that are known to be left out of the update get zeros.
         """
-        left_out = self.left_out(batch) if "advantages" in batch["tokens"] else None
+        left_out = self.left_out.rows(batch) if "advantages" in batch["tokens"] else None
         return self._score(self.loaded_policy, batch, name, left_out)
 
     def _score(
@@ -389,7 +385,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             self.routing_replay.begin(batch)
         if self.stream is not None:
             self.stream.attach(batch)
-        if self.skips_zero_advantage:  # advantages need rewards alone, and tell what to score
+        if self.left_out.zero_advantage:  # advantages need rewards alone, and tell what to score
             batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
         if self.ppo_epochs * self.minibatches > 1 or self.trust_engine_logprobs or self.kl_reward:
@@ -398,7 +394,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             batch = self.compute_values(batch)
         if self.reference is not None:
             batch = self.compute_ref_logprobs(batch)
-        if not self.skips_zero_advantage:
+        if not self.left_out.zero_advantage:
             batch = self.compute_advantages(batch)
         return batch
 
@@ -419,7 +415,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             self.stopping = self.stopping or decision.stop
             if decision.mask is not None:
                 batch["tokens", "loss_mask"] = batch["tokens", "loss_mask"] & ~decision.mask
-                left = all_sum(self.trained_tokens(batch).sum())
+                left = all_sum(self.left_out.trained_tokens(batch).sum())
                 skip = skip or not left
             if decision.correction is not None:
                 objective = replace(objective, correction=decision.correction)
@@ -471,7 +467,7 @@ class PolicyModule(OwnLoop, RolloutModule):
 
         ``done`` (R,): rollouts whose gradient is in the policy already, as a stream leaves it.
         """
-        minibatch = self.without_truncated(minibatch)
+        minibatch = self.left_out.without_truncated(minibatch)
         factor = None
         if done is None:
             minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
@@ -479,7 +475,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             weights = minibatch["tokens", "loss_weights"] = self.aggregation.weights(minibatch)
             factor = self.aggregation.factor(minibatch, weights)
             metrics.add({"policy/streamed_share": done})
-        left_out = self.left_out(minibatch)
+        left_out = self.left_out.rows(minibatch)
         if left_out is not None:  # only now: they count where the loss is averaged
             metrics.add({"policy/skipped_share": left_out})
             done = None if done is None else without_flags(done, left_out)
@@ -561,9 +557,9 @@ class PolicyModule(OwnLoop, RolloutModule):
         Returns:
             Flags of those that have one, and the packs' metrics.
         """
-        batch = self.without_truncated(batch.copy())
+        batch = self.left_out.without_truncated(batch.copy())
         batch["tokens", "loss_weights"] = self.aggregation.weights(batch)
-        left_out = self.left_out(batch)
+        left_out = self.left_out.rows(batch)
         rows = rows if left_out is None else rows & ~left_out.cpu()
         if not rows.any():
             return rows, []
@@ -578,30 +574,6 @@ class PolicyModule(OwnLoop, RolloutModule):
     def dealing(self, epoch: int) -> torch.Generator:
         """What deals the groups of this iteration to minibatches."""
         return derived_generator(self.seed, self.iteration, epoch)
-
-    def without_truncated(self, batch: TensorDict) -> TensorDict:
-        """Take rollouts that hit ``max_tokens`` out of the loss, if that is wanted."""
-        if self.mask_truncated:
-            truncated_T = batch["rollouts", "truncated"][token_rows(batch)]
-            batch["tokens", "loss_mask"] = batch["tokens", "loss_mask"] & ~truncated_T
-        return batch
-
-    def left_out(self, batch: TensorDict) -> Tensor | None:
-        """Rollouts, (R,), that the update leaves out since they cannot move the policy; None: none.
-
-        They have no advantage, where nothing else gives a token a gradient.
-        """
-        return has_zero_advantage(batch) if self.skips_zero_advantage else None
-
-    def trained_tokens(self, batch: TensorDict) -> Tensor:
-        """Tokens, (T,), that an engine wrote and the update is going to train on."""
-        without_loss = batch["rollouts", "expert"]
-        if self.mask_truncated:
-            without_loss = without_loss | batch["rollouts", "truncated"]
-        left_out = self.left_out(batch)
-        if left_out is not None:
-            without_loss = without_loss | left_out
-        return batch["tokens", "loss_mask"] & ~without_loss[token_rows(batch)]
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let what adapts over iterations do so."""

@@ -21,7 +21,8 @@ from lightning_rl.agents.base import append_written
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.extend import RolloutStatus, pack_rollouts
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push as push_weights
 

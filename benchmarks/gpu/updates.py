@@ -20,7 +20,7 @@ from lightning_rl.algos.advantages import Advantage
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli.plan import Placement, training_memory
 from lightning_rl.collect.loader import LazyLoader
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.batch import token_rows
 from lightning_rl.errors import PackMemoryError
 from lightning_rl.extend import pack_rollouts
 from lightning_rl.models import policy as policy_code

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.hostile.call import Call
 from benchmarks.hostile.http_desk import CHAT, CLAUDE, GOOD, TEXT, Desk, Said, http_call
-from lightning_rl.extend import RequestLimits
+from lightning_rl.serving import RequestLimits
 
 HERE = '"HERE"'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

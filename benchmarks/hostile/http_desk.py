@@ -12,8 +12,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from benchmarks.hostile.call import Call
 from lightning_rl import Prompt, Rollout, Sampling, TransformersEngine
-from lightning_rl.extend import AgentServer, RequestLimits, Session
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
+from lightning_rl.serving import AgentServer, RequestLimits, Session
 from recipes.sort_digits.prepare import EOS, PAD, make_model, make_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ eos_token }}"

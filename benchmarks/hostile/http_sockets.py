@@ -5,7 +5,7 @@ import json
 
 from benchmarks.hostile.call import Call
 from benchmarks.hostile.http_desk import CHAT, CLAUDE, GOOD, Desk, Said, http_call
-from lightning_rl.extend import RequestLimits
+from lightning_rl.serving import RequestLimits
 
 SOON = RequestLimits(max_wait_s=1.0)
 BODY = json.dumps(GOOD).encode()

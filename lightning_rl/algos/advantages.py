@@ -9,8 +9,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.batch import episode_rows, token_rows
 from lightning_rl.data.episodes import CallTable, calls_of, received
-from lightning_rl.data.packing import episode_rows, token_rows
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.run.dist import global_mean_std
 

@@ -14,7 +14,7 @@ from lightning_rl.algos.experts import LoadBalance
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import Metrics, PolicyLoss, ValueLoss
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import episode_rows, token_rows
+from lightning_rl.data.batch import episode_rows, token_rows
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.reference import Reference

@@ -40,11 +40,11 @@ from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.dpo import DPOModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
-from lightning_rl.offline.dpo import DPOModule
-from lightning_rl.offline.recorded import OfflineDataModule
-from lightning_rl.offline.sft import SFTModule
+from lightning_rl.learn.recorded import OfflineDataModule
+from lightning_rl.learn.sft import SFTModule
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.interrupts import leave_signals

@@ -26,7 +26,6 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.module import policies_of
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.run.layout_cache import key_of
@@ -129,7 +128,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
         return True
     try:
-        minibatches = max(policy.minibatches for policy in policies_of(module).values())
+        minibatches = max(policy.minibatches for policy in module.policies.values())
         check_groups(data.groups_per_iteration, minibatches, trainer.world_size)
         data.load_prompts("fit")
         prompts = data.train_prompts.first()
@@ -218,7 +217,7 @@ def _run(cli: RLCLI) -> str:
     """Train for one iteration of a few groups as ``fit`` would, and say what came of it."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     if isinstance(module, RolloutModule) and isinstance(data, RLDataModule):
-        minibatches = max(policy.minibatches for policy in policies_of(module).values())
+        minibatches = max(policy.minibatches for policy in module.policies.values())
         fewest = trainer.world_size * max(minibatches, TRIED_GROUPS)
         data.groups_per_iteration = min(data.groups_per_iteration, fewest)
         data.eval_limit = min(data.eval_limit or TRIED_PROMPTS, TRIED_PROMPTS)

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.callbacks.checkpoint import IterationCheckpoint, newest_run
+from lightning_rl.callbacks.checkpoint import IterationCheckpoint
 from lightning_rl.cli.probe import Trial, measure
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.config.hints import import_object
@@ -26,6 +26,7 @@ from lightning_rl.run.checkpoint_io import about, checkpoints_in
 from lightning_rl.run.device_layout import CLOSE, DeviceLayout, fastest, layouts_of
 from lightning_rl.run.layout_cache import Measured
 from lightning_rl.run.machine import usable_cores
+from lightning_rl.run.newest import newest_run
 from lightning_rl.run.rundir import OWN_RUNS
 
 SWITCH = "LIGHTNING_RL_LAYOUT"

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rl.data.packing import select, split_minibatches, split_packs
+from lightning_rl.data.batch import select
+from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens

@@ -2,15 +2,16 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from math import comb, fsum
 from numbers import Real
 from typing import Any
 
+from lightning_rl.agents.endings import ending_metrics
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rewards.log import mean
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
 from lightning_rl.run.metrics import summarize
-from lightning_rl.serving.results import ending_metrics
 
 _CUT = (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)
 """What a collector cut says nothing of how long rollouts are, or how they end."""
@@ -30,7 +31,7 @@ def rollout_metrics(
     metrics = {f"rollout/{status.value}": float(statuses[status]) for status in RolloutStatus}
     ended = [r for r in rollouts if r.status not in _CUT]
     rollouts = ended or rollouts
-    tokens = sum(r.length - sum(r.shared()) for r in rollouts)
+    tokens = sum(r.length - (sum(r.shared()) if r.fork else 0) for r in rollouts)
     graded = [r for r in rollouts if r.reward is not None]
     metrics |= {
         "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
@@ -43,8 +44,7 @@ def rollout_metrics(
         for r in rollouts
         for row in r.rows
         for newest in [(versions or {}).get(row.role, trainer_version)]
-        for version, mine in zip(row.versions, row.loss_mask, strict=True)
-        if mine
+        for version in compress(row.versions, row.loss_mask)
     ]
     if ages:
         metrics["rollout/staleness_max"] = float(max(ages))

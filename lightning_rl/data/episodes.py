@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.data.packing import episode_rows, token_rows
+from lightning_rl.data.batch import episode_rows, token_rows
 
 
 class CallTable(NamedTuple):

@@ -1,6 +1,6 @@
 """Pictures of prompts: which columns of a table hold some, and where a row has its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -42,20 +42,19 @@ class PictureSource:
     Args:
         column: of pictures beside the prompt.
         limits: bounds.
-        base: the folder of relative paths; None: the working directory.
-        access: what a row may name.
+        place: asked where a row has pictures: the folder of relative paths, None for the working
+            directory, and what a row may name.
     """
 
     def __init__(
         self,
         column: str | None,
         limits: PictureLimits,
-        base: str | PathLike[str] | None,
-        access: PictureAccess,
+        place: Callable[[], tuple[str | PathLike[str] | None, PictureAccess]],
     ) -> None:
         self.column = column
-        self._given = (limits, base, access)
         self._limits = limits
+        self._place = place
 
     def of(
         self, prompt: str | list[Message], columns: dict[str, Any]
@@ -68,11 +67,16 @@ class PictureSource:
         sources = _listed(None if self.column is None else columns.pop(self.column, None))
         if isinstance(prompt, str):
             require_few(len(sources), self._limits)
-            return prompt, [load_picture(source, *self._given) for source in sources]
+            if not sources:
+                return prompt, []
+            given = self._limits, *self._place()
+            return prompt, [load_picture(source, *given) for source in sources]
         if sources:
             require_few(len(sources), self._limits)
             prompt = with_sources(prompt, sources)
-        return pictures_of(prompt, *self._given) if has_pictures(prompt) else (prompt, [])
+        if not has_pictures(prompt):
+            return prompt, []
+        return pictures_of(prompt, self._limits, *self._place())
 
 
 def _listed(given: Any) -> Sequence[Any]:

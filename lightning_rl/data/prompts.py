@@ -180,7 +180,7 @@ class PromptDataset(ABC):
 
     @property
     def _pictures(self) -> PictureSource:
-        return PictureSource(self.images_column, self.picture_limits, *self.pictures_from())
+        return PictureSource(self.images_column, self.picture_limits, self.pictures_from)
 
     def pictures_from(self) -> tuple[Path | None, PictureAccess]:
         """The folder of pictures' relative paths, and what rows may name; None: the working one."""

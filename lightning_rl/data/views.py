@@ -10,8 +10,9 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
+from lightning_rl.data.batch import token_rows
 from lightning_rl.data.episodes import calls_of, received
-from lightning_rl.data.packing import packed_rows, token_rows
+from lightning_rl.data.packing import packed_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Rollout, as_text
 

@@ -34,7 +34,8 @@ class ChatEngine:
             ConfigError: if it has no chat template.
         """
         # Here, because who asks over HTTP needs none of it.
-        from lightning_rl.models.policy import Policy, save_skeleton
+        from lightning_rl.models.model_files import save_skeleton
+        from lightning_rl.models.policy import Policy
         from lightning_rl.models.tokenizer import load_tokenizer
 
         if self.engine.running and self.model == model:

@@ -1,4 +1,7 @@
-"""What parts of your own derive from, take or call; ``docs/extend`` has a page for each."""
+"""What parts of your own derive from, take or call, and variants that few runs need.
+
+``docs/extend`` has a page for each base class.
+"""
 
 from lightning_rl.config.names import surface
 

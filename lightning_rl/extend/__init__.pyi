@@ -1,4 +1,4 @@
-"""What parts of your own derive from or call, each from its module."""
+"""What parts of your own derive from or call, and rare variants, each from its module."""
 
 from lightning_rl.agents.base import (
     Agent as Agent,
@@ -37,6 +37,9 @@ from lightning_rl.algos.correction import (
     Correction as Correction,
 )
 from lightning_rl.algos.experts import (
+    LoadBalance as LoadBalance,
+    OldRouting as OldRouting,
+    RolloutRouting as RolloutRouting,
     RoutingReplay as RoutingReplay,
 )
 from lightning_rl.algos.kl import (
@@ -69,6 +72,10 @@ from lightning_rl.collect.collector import (
     Collector as Collector,
     GroupFilter as GroupFilter,
 )
+from lightning_rl.collect.early_cut import (
+    PartialTailCollector as PartialTailCollector,
+    TailBatchingCollector as TailBatchingCollector,
+)
 from lightning_rl.collect.peek import (
     Peek as Peek,
 )
@@ -88,6 +95,9 @@ from lightning_rl.collect.samplers import (
 from lightning_rl.config.arguments import (
     configurable as configurable,
 )
+from lightning_rl.data.batch import (
+    token_rows as token_rows,
+)
 from lightning_rl.data.mixing import (
     ByPassRate as ByPassRate,
     FixedWeights as FixedWeights,
@@ -96,7 +106,6 @@ from lightning_rl.data.mixing import (
 )
 from lightning_rl.data.packing import (
     pack_rollouts as pack_rollouts,
-    token_rows as token_rows,
 )
 from lightning_rl.data.prompts import (
     PromptDataset as PromptDataset,
@@ -116,6 +125,8 @@ from lightning_rl.data.views import (
 from lightning_rl.engines import (
     Completion as Completion,
     Engine as Engine,
+    TransformersAdapters as TransformersAdapters,
+    VLLMAdapters as VLLMAdapters,
 )
 from lightning_rl.engines.base import (
     ReplicaStatus as ReplicaStatus,
@@ -138,6 +149,9 @@ from lightning_rl.learn.precision import (
     BFloat16Precision as BFloat16Precision,
     MasterWeights as MasterWeights,
 )
+from lightning_rl.learn.probe import (
+    probe_gap as probe_gap,
+)
 from lightning_rl.learn.update_schedules import (
     Alternating as Alternating,
     EveryIteration as EveryIteration,
@@ -150,10 +164,12 @@ from lightning_rl.models.attention import (
 from lightning_rl.models.heads import (
     ValueHead as ValueHead,
 )
+from lightning_rl.models.model_files import (
+    save_skeleton as save_skeleton,
+)
 from lightning_rl.models.policy import (
     Policy as Policy,
     Scores as Scores,
-    save_skeleton as save_skeleton,
 )
 from lightning_rl.models.quantization import (
     Quantization as Quantization,
@@ -201,24 +217,6 @@ from lightning_rl.run.retry import (
     ServerError as ServerError,
     retry as retry,
 )
-from lightning_rl.serving.ask import (
-    Answer as Answer,
-)
-from lightning_rl.serving.errors import (
-    RequestError as RequestError,
-)
-from lightning_rl.serving.function_agent import (
-    AgentClient as AgentClient,
-)
-from lightning_rl.serving.limits import (
-    RequestLimits as RequestLimits,
-)
-from lightning_rl.serving.server import (
-    AgentServer as AgentServer,
-)
-from lightning_rl.serving.session import (
-    Session as Session,
-)
 from lightning_rl.sync.base import (
     WeightTransport as WeightTransport,
 )
@@ -239,7 +237,4 @@ from lightning_rl.sync.staged import (
 from lightning_rl.sync.stream import (
     WeightReceiver as WeightReceiver,
     WeightStream as WeightStream,
-)
-from lightning_rl.sync.verify import (
-    probe_gap as probe_gap,
 )

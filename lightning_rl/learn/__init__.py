@@ -1,1 +1,1 @@
-"""Around the mathematics of learning: gradients, precision, schedules, a row of metrics."""
+"""How a policy learns: its own loop, precision and schedules; SFT, DPO, recorded rollouts."""

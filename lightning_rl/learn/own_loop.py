@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -13,21 +14,35 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_rl.algos.advantages import Advantage
+from lightning_rl.algos.experts import RoutingReplay
+from lightning_rl.algos.losses import Metrics
+from lightning_rl.algos.objective import Aggregation, Objective
 from lightning_rl.collect.loader import trainable
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, RecordingModule
+from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
+from lightning_rl.learn.streamed import Stream
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
-from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 
 class OwnLoop(RecordingModule, LearningModule):
     """``prepare``, ``fit`` and ``sync_weights``: one call per step, and no callback hears of it."""
+
+    advantage: Advantage
+    aggregation: Aggregation
+    objective: Objective
+    routing_replay: RoutingReplay | None
+    stream: Stream | None
+    minibatches: int
+    trust_engine_logprobs: bool
+    cast_lm_head_to_fp32: bool
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -40,6 +55,14 @@ class OwnLoop(RecordingModule, LearningModule):
     @abstractmethod
     def update(self, batch: TensorDict) -> dict[str, float]:
         """Optimizer steps on it; returns metrics."""
+
+    @abstractmethod
+    def dealing(self, epoch: int) -> torch.Generator:
+        """What deals the groups of this iteration to minibatches."""
+
+    @abstractmethod
+    def add_ahead(self, batch: TensorDict, rows: Tensor) -> tuple[Tensor, list[Metrics]]:
+        """Add gradients of these rows, flags (R,), undivided; which have one, and metrics."""
 
     @abstractmethod
     def end_iteration(self, metrics: dict[str, float]) -> None:

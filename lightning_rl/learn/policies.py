@@ -12,7 +12,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.precision import use_our_precision
-from lightning_rl.models.policy import require_sound_model, save_skeleton
+from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import is_fast_dev_run, named_callbacks

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.objective import Objective
-from lightning_rl.data.packing import deal_groups, pack_rollouts, packed_rows, tokens_of_rows
+from lightning_rl.data.batch import tokens_of_rows
+from lightning_rl.data.packing import pack_rollouts, packed_rows
+from lightning_rl.data.splitting import deal_groups
 from lightning_rl.models.memory import is_out_of_memory
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Group, Rollout

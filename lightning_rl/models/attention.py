@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lightning_rl.data.packing import host_of, ranges, token_rows
+from lightning_rl.data.batch import host_of, ranges, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention_batches import AttentionBatches, Segments, batch_segments
 from lightning_rl.models.short_attention import attend_short, is_short
@@ -81,7 +81,7 @@ class PackLayout:
 
 
 def build_layout(pack: TensorDict) -> PackLayout:
-    """Lay out a pack (see :mod:`lightning_rl.data.packing`) for :func:`packed_attention`.
+    """Lay out a pack (see :mod:`lightning_rl.data.batch`) for :func:`packed_attention`.
 
     It is worked out on the CPU, also where a strategy makes another device the default one.
     """

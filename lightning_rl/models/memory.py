@@ -8,7 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.data.packing import empty_like, select, split_packs, with_host
+from lightning_rl.data.batch import empty_like, select, with_host
+from lightning_rl.data.splitting import split_packs
 from lightning_rl.errors import PackMemoryError
 from lightning_rl.models.sequence import SequenceRanks, turns
 from lightning_rl.run.dist import world_size

@@ -8,22 +8,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import host_of, select, tokens_of_rows, with_host
+from lightning_rl.data.batch import host_of, select, tokens_of_rows, with_host
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import (
-    ATTENTION,
-    PackLayout,
-    build_layout,
-    of_all_tokens,
-    packed_attention,
-)
+from lightning_rl.models.attention import PackLayout, build_layout, of_all_tokens
+from lightning_rl.models.exact_packing import require_exact_packing
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
@@ -34,36 +26,20 @@ from lightning_rl.models.lora import (
     merged_weights,
 )
 from lightning_rl.models.memory import each_pack
-from lightning_rl.models.pretrained import (
-    PLAIN,
-    Loading,
-    load_config,
-    load_lm,
-    model_of,
-    not_found,
-    require_local,
-)
+from lightning_rl.models.preparation import compile_each_layer, disable_dropout
+from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
 from lightning_rl.models.sequence import Scores as Scores, SequenceRanks
 from lightning_rl.models.sharding import full_tensor
-from lightning_rl.models.soundness import (
-    compare,
-    held_shapes,
-    require_complete,
-    require_embedded,
-    require_exact_packing,
-    require_sound,
-)
+from lightning_rl.models.soundness import require_embedded
 from lightning_rl.models.stacked import FileNames
-from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
+from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.run.dist import rank, world_size
 from lightning_rl.vision.batch import NAME as PICTURES, with_sight
 from lightning_rl.vision.embedding import scored_states
 from lightning_rl.vision.reader import reader_of, supported
 from lightning_rl.vision.training import Vision, seeing_parameters
-
-EXPERTS = "lightning_rl_experts"
 
 
 @configurable(model=model_of, lora=as_lora)
@@ -117,7 +93,7 @@ class Policy(nn.Module):
         self.ends = end_tokens(self.tokenizer, self.lm.config)
         self.reader = reader_of(self.tokenizer)
         self.vision = self._seeing(vision)
-        _disable_dropout(self.lm)
+        disable_dropout(self.lm)
         # transformers recomputes activations in training mode only, and without dropout the mode
         # decides nothing else.
         self.lm.train()
@@ -138,7 +114,8 @@ class Policy(nn.Module):
         """Whether tokens go to the ``routed_experts`` of their packs, where these are known."""
         require_exact_packing(self.lm, lambda pack: self(pack).logprobs, self.reader)
         if compile_layers:
-            _compile(self.lm if self.reader is None else self.reader.family.language_model(self.lm))
+            reader = self.reader
+            compile_each_layer(self.lm if reader is None else reader.family.language_model(self.lm))
 
     def share_packs(self, ranks: int) -> None:
         """Compute packs together with as many neighbouring ranks, from now on; all ranks call it.
@@ -338,64 +315,3 @@ class Policy(nn.Module):
         export = ModelExport(self, merge_adapters)
         if rank() == 0:
             export.write(directory)
-
-
-def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
-    """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed."""
-    save_tokenizer(load_tokenizer(model, loading), directory)
-    load_config(model, loading).save_pretrained(directory)
-    loading.copy_code(model, directory)
-
-
-def require_sound_model(model: str, random_init: bool = False, loading: Loading = PLAIN) -> None:
-    """Find out whether a model can be loaded, without keeping its weights in memory.
-
-    Raises:
-        ConfigError: naming the file, and what is wrong with it.
-    """
-    require_local(model)
-    folder = Path(model, loading.model_kwargs.get("subfolder", ""))
-    require_sound(str(folder), weights=not random_init)
-    if not folder.is_dir() or random_init:
-        return
-    with torch.device("meta"):
-        lm = load_lm(model, random_init, loading)
-    held = held_shapes(folder)
-    if not held and not any(file.suffix in (".bin", ".gguf") for file in folder.iterdir()):
-        raise ConfigError(not_found(model, "causal LM", OSError("it has no model.safetensors")))
-    # Where transformers renames or fuses weights as it reads them, only loading tells.
-    if held and not get_model_conversion_mapping(lm, add_legacy=False):
-        require_complete(str(folder), compare(lm, held))
-    require_embedded(
-        model, load_tokenizer(model, loading), lm.get_input_embeddings().weight.shape[0]
-    )
-
-
-def _disable_dropout(lm: PreTrainedModel) -> None:
-    """Dropout would make the trainer's logprobs differ from the engine's on the same weights.
-
-    So would a router's jitter.
-    """
-    for module in lm.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        # Many layers keep the probability as a number: dropout, attention_dropout, layerdrop, ...
-        for name, value in vars(module).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                setattr(module, name, 0.0)
-
-
-def _compile(lm: PreTrainedModel) -> None:
-    """Compile each layer of ``lm`` but attention and experts, in place; weights keep their names.
-
-    Shapes are dynamic, so that packs of any size run what the first one compiled. Attention loops
-    over batches whose number changes with every pack, and would be recompiled each time. Grouped
-    products of experts fall back to a loop where they are compiled, but for bfloat16.
-    """
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
-    if FileNames(lm).stacked:
-        ExpertsInterface.register(EXPERTS, torch.compiler.disable(grouped_mm_experts_forward))
-        lm.set_experts_implementation(EXPERTS)
-    for module in lm.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.compile(dynamic=True)

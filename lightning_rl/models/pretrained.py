@@ -25,10 +25,11 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION
+from lightning_rl.models.exact_packing import OTHER_MODEL
 from lightning_rl.models.packed_reading import PackedReading
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantize
-from lightning_rl.models.soundness import OTHER_MODEL, require_complete, require_finite
+from lightning_rl.models.soundness import require_complete, require_finite
 from lightning_rl.vision.reader import attention, family_of, supported
 
 _QUANTIZED = "to keep the frozen base of a LoRA in few bits, set lora.quantization: NF4 (or Int8)"

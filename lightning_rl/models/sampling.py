@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.batch import token_rows
 
 
 @dataclass(frozen=True)

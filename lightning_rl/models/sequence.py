@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lightning_rl.data.packing import PackedBatch
+from lightning_rl.data.batch import PackedBatch
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
 from lightning_rl.models.routing import Heard

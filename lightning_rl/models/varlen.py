@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_rl.data.packing import ranges
+from lightning_rl.data.batch import ranges
 from lightning_rl.run.dist import fell_back
 
 CAUSAL = (-1, 0)  # the kernel's window: any number of tokens to the left, none to the right

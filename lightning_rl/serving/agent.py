@@ -8,6 +8,7 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, end, require_seconds
+from lightning_rl.agents.endings import ENDING
 from lightning_rl.agents.rows import drop_unasked, mask_roles
 from lightning_rl.agents.templates import ToolParser
 from lightning_rl.engines.base import Engine
@@ -16,7 +17,7 @@ from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.loop import cancel_here, run_async
 from lightning_rl.serving.limits import RequestLimits
-from lightning_rl.serving.results import ENDING, Ending, note_result
+from lightning_rl.serving.results import Ending, note_result
 from lightning_rl.serving.server import AgentServer
 from lightning_rl.serving.session import Session
 

@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +11,13 @@ from lightning_rl.rewards.parts import LARGEST_REWARD
 from lightning_rl.rollout import Message, Rollout
 from lightning_rl.run.strict_json import require_plain
 
-ENDINGS = ("timeout", "exit", "killed", "output", "result", "silent")
-"""How a run may end besides ``done``; all but the first fail its rollout."""
-ENDING = "agent_end"
-"""The column of ``rollout.extra`` that says how it ended."""
 RESULT_KEYS = ("reward", "role_rewards", "call_rewards", "metrics", "answer")
 """A line of output is a result if it has one of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended: ``done`` or one of ``ENDINGS``, the reason of a failure, the result.
+    """How a run ended: ``done`` or one of ``agents.endings``, the reason of a failure, the result.
 
     ``completion`` is what the rollout's becomes, None: the session's transcript. What the roles in
     ``untrained`` wrote has no loss.
@@ -33,14 +28,6 @@ class Ending:
     said: Mapping[str, Any] = field(default_factory=dict)
     completion: list[Message] | None = None
     untrained: Collection[str] = ()
-
-
-def ending_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """``agent/*_share``: the share of runs with each ending but ``done``; {} where nothing ran."""
-    endings = Counter(r.extra[ENDING] for r in rollouts if ENDING in r.extra)
-    if not endings:
-        return {}
-    return {f"agent/{kind}_share": endings[kind] / endings.total() for kind in ENDINGS}
 
 
 def last_result(output: bytes) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An agent that keeps notes: it reads a text once, and goes on from what it wrote down."""
 
 from lightning_rl import Prompt
-from lightning_rl.extend import AgentClient
+from lightning_rl.serving import AgentClient
 
 
 async def solve(client: AgentClient, prompt: Prompt) -> dict[str, float | str]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_rl.envs.collector import EnvCollector, collector_of
 from lightning_rl.envs.maker import EnvMaker
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.sync.staged import StagedTransport
 from tests.support.bad_configs import furnish
 

@@ -11,7 +11,8 @@ import torch
 from lightning_rl.agents.templates import VLLMParser
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.engines.sampling import Completion
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.serving.server import AgentServer
 from tests.support.engine_checks import ROUNDING, own_logprobs, plain_model, same_draws

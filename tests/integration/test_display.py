@@ -22,7 +22,7 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.offline.sft import SFTDataModule, SFTModule
+from lightning_rl.learn.sft import SFTDataModule, SFTModule
 from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 

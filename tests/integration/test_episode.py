@@ -14,7 +14,8 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.run.loop import run_async

@@ -14,7 +14,8 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMLocal
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import SamplingDistribution

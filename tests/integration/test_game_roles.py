@@ -2,8 +2,8 @@
 
 import torch
 
-from lightning_rl import TransformersAdapters
 from lightning_rl.callbacks import RLCallback, WeightSync
+from lightning_rl.extend import TransformersAdapters
 from lightning_rl.games import PSPG, GameRolesModule
 from tests.support.small_run import SaveAfter, trainer_of
 from tests.support.two_roles import group, roles_data

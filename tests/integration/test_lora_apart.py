@@ -13,7 +13,8 @@ from lightning_rl.engines.vllm_lora import RANKS
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.lora_layers import largest_rank
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport

@@ -21,10 +21,10 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.learn.recorded import OfflineDataModule
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
-from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.rollout import RolloutStatus
 from tests.support.engine_checks import ROUNDING
 from tests.support.small_run import SaveAfter, trainer_of

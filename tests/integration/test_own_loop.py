@@ -10,7 +10,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, StaleWeightsError, WrongWeightsError
-from lightning_rl.models.policy import save_skeleton
+from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.rewards.base import Rewards
 from tests.support.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
 

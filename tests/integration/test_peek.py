@@ -6,8 +6,8 @@ from torch.utils.data import DataLoader
 
 from lightning_rl.callbacks import Evaluate
 from lightning_rl.errors import ConfigError
-from lightning_rl.offline.dpo import DPOModule
-from lightning_rl.offline.sft import SFTModule
+from lightning_rl.learn.dpo import DPOModule
+from lightning_rl.learn.sft import SFTModule
 from lightning_rl.run.seeding import gather_random_states
 from tests.integration.test_resumed_rows import Rows, roles
 from tests.support.small_run import data_module, grpo, trainer_of

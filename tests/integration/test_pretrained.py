@@ -16,10 +16,10 @@ from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.callbacks import Evaluate, WeightSync
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.sft import SFTDataModule, SFTModule
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.tokenizer import with_chat_variables
-from lightning_rl.offline.sft import SFTDataModule, SFTModule
 from tests.support.small_run import data_module, grpo, trainer_of
 
 CODE = """

@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rl.engines import VLLMLocal
 from lightning_rl.errors import StaleWeightsError
+from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
-from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 # vLLM caches blocks of 32 tokens.
 PROMPTS = [Prompt(str(n), "", [3 + (n * i + i // 7) % 10 for i in range(70)]) for n in range(1, 5)]

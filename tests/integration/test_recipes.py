@@ -8,13 +8,13 @@ from reasoning_gym import create_dataset
 
 from benchmarks.memory import Built
 from lightning_rl import MathVerify, ThinkingBudget
+from lightning_rl.agents.endings import ENDINGS
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
 from lightning_rl.config.layers import load_yaml
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.games.staged import command as staged
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.serving.results import ENDINGS
 from recipes.openai_agent.prepare import prepare as prepare_openai_agent
 from recipes.reasoning_gym import prepare
 from recipes.vision import prepare as prepare_vision, warm_start

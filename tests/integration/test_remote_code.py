@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import EngineError
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
 from tests.support.engine_checks import PROMPTS, ROUNDING, generate, true_logprobs
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lightning_rl import AsyncCollector, TransformersAdapters
+from lightning_rl import AsyncCollector
 from lightning_rl.callbacks import Evaluate, RLCallback, StepTimer, WeightSync
 from lightning_rl.envs import ActorCritic, ActorCriticModule, DQNModule, MLPBody, SACModule
-from lightning_rl.extend import Periodic
+from lightning_rl.extend import Periodic, TransformersAdapters
 from lightning_rl.games import PSPG, GameRolesModule
 from tests.support.small_run import SaveAfter, data_module, grpo, ppo, trainer_of
 from tests.support.two_roles import group, roles_data, roles_module

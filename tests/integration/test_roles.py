@@ -4,17 +4,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from lightning_rl import (
-    AsyncCollector,
-    ReplayBuffer,
-    StreamedCollector,
-    VLLMAdapters,
-    VLLMLocal,
-    WarmupCosine,
-)
+from lightning_rl import AsyncCollector, ReplayBuffer, StreamedCollector, VLLMLocal, WarmupCosine
 from lightning_rl.callbacks import Evaluate, HFExport, RLCallback, WeightSync
 from lightning_rl.errors import ConfigError
-from lightning_rl.extend import Engine, Periodic, PolicyEngines
+from lightning_rl.extend import Engine, Periodic, PolicyEngines, VLLMAdapters
 from lightning_rl.models.policy import Policy
 from tests.support.small_run import SaveAfter, numbers, trainer_of
 from tests.support.tiny_models import save_random_model

@@ -15,7 +15,6 @@ import pytest
 from transformers import AutoTokenizer
 
 import benchmarks
-from lightning_rl import ScriptAgent
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
 from lightning_rl.engines.server_process import ServerProcess, free_port
 from lightning_rl.errors import (
@@ -29,6 +28,7 @@ from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.loop import run_async, runtime
+from lightning_rl.serving import ScriptAgent
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport

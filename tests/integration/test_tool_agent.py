@@ -10,7 +10,8 @@ from lightning_rl.agents.templates import ParsedCall, TurnTemplate, VLLMParser
 from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.support.engine_checks import own_logprobs
 from tests.support.tiny_models import chat_tokenizer, save_chat_model

@@ -9,7 +9,8 @@ from transformers import Qwen3Config
 from lightning_rl.engines import Sampling, VLLMAdapters
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError, WeightSyncError
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport

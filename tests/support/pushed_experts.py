@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.engines import Sampling, VLLMLocal
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from tests.support.engine_checks import PROMPTS, ROUNDING, generate, true_logprobs
 from tests.support.mixtures import saved_mixture
 

@@ -14,7 +14,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.models.policy import save_skeleton
+from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from tests.support.lots import LotEngine

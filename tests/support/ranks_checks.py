@@ -22,7 +22,7 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.cli import main
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.batch import token_rows
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.sampling import Sampling

@@ -14,9 +14,10 @@ from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.packing import pack_rollouts, packed_rows
-from lightning_rl.datamodule import RLDataModule, follow_trainer
+from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import DataError
-from lightning_rl.models.policy import save_skeleton
+from lightning_rl.learn.fitting import follow_trainer
+from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout, Row
 from lightning_rl.run.loop import run_async

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.batch import token_rows
 from lightning_rl.errors import DataError
 from lightning_rl.games.algos.moves import GameUpdate
 from lightning_rl.games.algos.steps import game_loss, said_before

@@ -13,7 +13,8 @@ from lightning_rl.algos.advantages import GroupAdvantage
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, check_step_loss
 from lightning_rl.algos.objective import Objective
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import deal_groups, empty_like, select, split_minibatches
+from lightning_rl.data.batch import empty_like, select
+from lightning_rl.data.splitting import deal_groups, split_minibatches
 from lightning_rl.errors import ConfigError
 from lightning_rl.games.algos.game import CrossFitted, Levels
 from lightning_rl.games.algos.moves import GameUpdate
@@ -109,7 +110,7 @@ class GameRolesModule(RolesModule):
         check_step_loss(f"update={type(update).__name__}", update.step_loss)
         _check_policies(self.policies)
         for group in self.policies.values():
-            group.skips_zero_advantage &= update.zero_at_zero_advantage
+            group.left_out.zero_advantage &= update.zero_at_zero_advantage
 
     # ---------------------------------------------------------------- set-up
 
@@ -228,7 +229,7 @@ class GameRolesModule(RolesModule):
         for name, chosen in rows.items():
             part = learning[name]
             minibatch = select(part.batch, chosen) if len(chosen) else empty_like(part.batch)
-            minibatch = part.group.without_truncated(minibatch)
+            minibatch = part.group.left_out.without_truncated(minibatch)
             minibatch["tokens", "loss_weights"] = part.group.aggregation(minibatch)
             player = part.player(minibatch)
             players.append(player)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import select
+from lightning_rl.data.batch import select
 from lightning_rl.errors import ConfigError
 from lightning_rl.games.roles.group import SharedModelGroup
 from lightning_rl.learn.base import LanguageModule, save_primitive_hparams

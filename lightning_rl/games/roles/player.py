@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from lightning_rl.algos.losses import Metrics, PolicyLoss
 from lightning_rl.algos.objective import Objective
-from lightning_rl.data.packing import token_rows, with_host, without
+from lightning_rl.data.batch import token_rows, with_host
 from lightning_rl.games.algos.game import flat
 from lightning_rl.games.algos.scores import GamePlayer
 from lightning_rl.games.roles.group import SharedModelGroup
+from lightning_rl.learn.left_out import without
 from lightning_rl.run.metrics import TokenMetrics
 
 _REACH = 0.03

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import branching as benchmark
-from lightning_rl import GRPO, RLOO, Branching, FunctionAgent, MultiTurn, TreeRLOO
+from lightning_rl import GRPO, RLOO, Branching, MultiTurn, TreeRLOO
 from lightning_rl.agents.rows import captured
 from lightning_rl.algos.tree import Branched, tree_credits
 from lightning_rl.callbacks import RLCallback, WeightSync
@@ -31,6 +31,7 @@ from lightning_rl.errors import ConfigError, EngineError, EpisodeError
 from lightning_rl.extend import EveryCall, RandomCalls, TheseCalls, forked
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Fork, Prompt, Rollout, RolloutStatus
+from lightning_rl.serving import FunctionAgent
 from tests.support.lots import LotEngine
 from tests.support.planted_run import blocks_of
 from tests.support.small_run import SaveAfter, data_module, grpo, trainer_of

@@ -22,7 +22,8 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, EngineError
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus

@@ -14,7 +14,8 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.support.engine_checks import FakeEngine
 from tests.support.tiny_models import chatml_tokenizer, save_random_model

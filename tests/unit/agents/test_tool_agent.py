@@ -15,7 +15,8 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.support.engine_checks import FakeEngine, own_logprobs
 from tests.support.tiny_models import chat_tokenizer, save_chat_model

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_rl.algos.advantages import GRPO
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
-from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.batch import token_rows
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
 from tests.support.tolerances import distance, gradient_rounding, rounding

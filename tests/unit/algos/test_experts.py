@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from lightning_rl import K3Penalty, LoadBalance, OldRouting, PolicyModule, RolloutRouting
+from lightning_rl import K3Penalty, PolicyModule
 from lightning_rl.algos.experts import ExpertLoad, balance_loss
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
+from lightning_rl.extend import LoadBalance, OldRouting, RolloutRouting
 from lightning_rl.models.routing import Heard
 from tests.support.mixtures import saved_mixture
 from tests.support.small_run import grpo
@@ -74,8 +75,8 @@ def test_the_coefficient_is_the_models_own_unless_given(mixture):
 
 
 def test_balance_reaches_tokens_without_an_advantage(mixture, make_rollout):
-    assert module_of(mixture).skips_zero_advantage
-    assert not module_of(mixture, balance=LoadBalance(0.1)).skips_zero_advantage
+    assert module_of(mixture).left_out.zero_advantage
+    assert not module_of(mixture, balance=LoadBalance(0.1)).left_out.zero_advantage
 
 
 def test_metrics_of_load_by_hand():

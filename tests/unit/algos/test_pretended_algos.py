@@ -14,8 +14,10 @@ from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
 from lightning_rl.config import names
+from lightning_rl.data.batch import select
 from lightning_rl.data.episodes import call_numbers
-from lightning_rl.data.packing import has_zero_advantage, select, split_minibatches, without
+from lightning_rl.data.splitting import split_minibatches
+from lightning_rl.learn.left_out import has_zero_advantage, without
 from lightning_rl.models.policy import Scores
 from tests.support.pretended import DEVICE
 

@@ -10,8 +10,9 @@ from benchmarks import turns as benchmark
 from benchmarks.games import WALK
 from lightning_rl import GAE, GRPO, RLOO, GiGPO, ReinforcePlusPlus, RewardToGo, TurnGAE
 from lightning_rl.algos.turns import call_rewards
+from lightning_rl.data.batch import select
 from lightning_rl.data.episodes import calls_of, received
-from lightning_rl.data.packing import pack_rollouts, select
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Call, Rollout, Row
 from tests.support.turn_rollouts import played, random_episodes, with_values

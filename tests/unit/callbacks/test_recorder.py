@@ -15,7 +15,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.cli.view.flags import find_flags
 from lightning_rl.collect.loader import RolloutLoader
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.batch import token_rows
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
 from lightning_rl.data.rollouts.form import upgraded
 from lightning_rl.data.rollouts.log import RerunLog

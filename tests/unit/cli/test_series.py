@@ -14,7 +14,7 @@ from lightning_rl import RLTrainer
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint
 from lightning_rl.cli.series import as_table, checkpoints_named
 from lightning_rl.errors import ConfigError, LightningRLError
-from lightning_rl.offline.sft import SFTDataModule
+from lightning_rl.learn.sft import SFTDataModule
 from tests.support.small_run import trainer_of
 from tests.support.walker import Walker, Walks
 

@@ -23,8 +23,8 @@ from lightning_rl.data.curriculum import RepeatedPrompts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.sft import SFTDataModule, SFTModule
 from lightning_rl.models.policy import Policy, load_tokenizer
-from lightning_rl.offline.sft import SFTDataModule, SFTModule
 from tests.support.lightning_table import PAGE, page
 from tests.support.small_run import data_module, grpo, trainer_of
 

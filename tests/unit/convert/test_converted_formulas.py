@@ -18,7 +18,7 @@ from lightning_rl.convert.checked import PARTS, part_of
 from lightning_rl.convert.conversion import Conversion, sections, table
 from lightning_rl.convert.trl import convert_trl
 from lightning_rl.convert.verl import convert_verl
-from lightning_rl.data.packing import select, token_rows
+from lightning_rl.data.batch import select, token_rows
 from lightning_rl.extend import ValueLoss
 from lightning_rl.models.policy import Scores
 from tests.support.peer_objectives import Leaves, Sampled, trl_objective, verl_objective

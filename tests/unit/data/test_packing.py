@@ -5,13 +5,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tensordict import TensorDict
 
-from lightning_rl.data.packing import (
-    pack_rollouts,
-    select,
-    split_minibatches,
-    split_packs,
-    token_rows,
-)
+from lightning_rl.data.batch import select, token_rows
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.errors import ConfigError
 
 

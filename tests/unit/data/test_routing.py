@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_rl.agents.rows import captured, keep
-from lightning_rl.data.packing import empty_like, pack_rollouts
+from lightning_rl.data.batch import empty_like
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.routing import beginning, extended, of_text, to_text
 from lightning_rl.errors import DataError

@@ -13,7 +13,8 @@ from lightning_rl import (
     TokenMean,
     TokenSum,
 )
-from lightning_rl.data.packing import pack_rollouts, select
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.rollout import Call, Rollout, Row, SamplingDistribution
 
 

@@ -9,7 +9,8 @@ from lightning_rl.engines import Sampling
 from lightning_rl.engines.decoding import Decoder
 from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from tests.support.lots import LotEngine
 
 SAMPLING = Sampling(max_tokens=9, min_tokens=3)

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from lightning_rl.datamodule import follow_trainer
 from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal, VLLMServer
 from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
+from lightning_rl.learn.fitting import follow_trainer
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule

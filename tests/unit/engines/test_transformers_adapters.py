@@ -11,7 +11,8 @@ from lightning_rl.engines import Sampling, TransformersAdapters, TransformersEng
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError, WeightSyncError
 from lightning_rl.extend import PolicyEngines
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.memory import MemoryTransport

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from lightning_rl.engines import Sampling, TransformersEngine, request_seed
 from lightning_rl.engines.decoding import Decoder
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from tests.support.engine_checks import same_draws
 from tests.support.tolerances import scores_rounding

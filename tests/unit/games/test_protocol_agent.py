@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 
 from lightning_rl import Prompt, Rollout, Sampling, TransformersEngine
+from lightning_rl.agents.endings import ending_metrics
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import RolloutStatus
 from lightning_rl.games import (
@@ -24,7 +25,6 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Call
 from lightning_rl.run.loop import run_async
-from lightning_rl.serving.results import ending_metrics
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 SAMPLING = Sampling(max_tokens=5)

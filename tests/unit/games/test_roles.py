@@ -11,7 +11,7 @@ from lightning_rl import LoRA
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.callbacks import LogprobGapGuard, RLCallback, SkipUpdate, ZeroAdvantageGuard
 from lightning_rl.config.hints import parse
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.batch import token_rows
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError, GuardError
 from lightning_rl.extend import Periodic, PolicyEngines, pack_rollouts

@@ -100,7 +100,7 @@ def test_every_file_is_in_one_part_wherever_it_stands():
         "games.staged.trainer": "games",
         "staged": "games",
         "offline.solo": "games",
-        "offline.dpo": "offline",
+        "learn.dpo": "offline",
         "cli.convert.verl": "optional",
         "cli.view.page": "view",
         "data.rollouts.pictures": "vision",

@@ -6,7 +6,9 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rl.algos.advantages import GRPO
 from lightning_rl.algos.objective import SequenceMean
-from lightning_rl.data.packing import pack_rollouts, select, split_packs
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.splitting import split_packs
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy
 from tests.support.tolerances import (

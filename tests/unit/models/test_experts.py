@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.data.packing import pack_rollouts, select
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, IncompleteWeightsError
 from lightning_rl.models.export import ModelExport

@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_rl.algos.baselines import RLOO, ReinforcePlusPlus
 from lightning_rl.algos.turns import RewardToGo
-from lightning_rl.data.packing import pack_rollouts, select
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, StructuredOutputs
 from lightning_rl.errors import ConfigError
 from lightning_rl.models import heads

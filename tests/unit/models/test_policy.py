@@ -8,7 +8,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.data.packing import pack_rollouts, select, split_packs
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.splitting import split_packs
 from lightning_rl.errors import ConfigError
 from lightning_rl.models import attention, attention_batches
 from lightning_rl.models.lora import LoRA

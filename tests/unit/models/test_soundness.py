@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.policy import Policy, require_sound_model
+from lightning_rl.models.model_files import require_sound_model
+from lightning_rl.models.policy import Policy
 from tests.support.small_run import data_module, grpo, trainer_of
 
 

@@ -12,7 +12,8 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.models import heads
 from lightning_rl.models.heads import token_logprobs
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.models.sampling import end_tokens
 from tests.support.tolerances import rounding, scores_rounding
 

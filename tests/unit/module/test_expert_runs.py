@@ -5,10 +5,11 @@ import logging
 import pytest
 import torch
 
-from lightning_rl import LoadBalance, MultiTurn, OldRouting, RolloutRouting, Sampling
+from lightning_rl import MultiTurn, Sampling
 from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.callbacks import DeadExpertGuard, ExpertOverloadGuard, RLCallback, WeightSync
 from lightning_rl.data.routing import of_text
+from lightning_rl.extend import LoadBalance, OldRouting, RolloutRouting
 from lightning_rl.models.lora import LoRA
 from lightning_rl.rewards.rules import EnvironmentReward
 from tests.support.mixtures import saved_mixture

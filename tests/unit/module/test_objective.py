@@ -11,7 +11,8 @@ from lightning_rl.algos.correction import TokenTIS
 from lightning_rl.algos.kl import EntropyBonus, K3Penalty
 from lightning_rl.algos.losses import PPOClip, Reinforce, ValueLoss
 from lightning_rl.algos.objective import Objective, PromptMean, SequenceMean, TokenMean, TokenSum
-from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.batch import token_rows
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.policy import Scores

@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.algos.losses import PPOClip
-from lightning_rl.data.packing import pack_rollouts, select
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import PackMemoryError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.memory import forward_tokens, is_out_of_memory, smaller_budget

@@ -7,7 +7,8 @@ import torch
 from tensordict import TensorDict
 
 from lightning_rl import K3Penalty, TokenTIS
-from lightning_rl.data.packing import empty_like, host_of, select, split_packs, with_host
+from lightning_rl.data.batch import empty_like, host_of, select, with_host
+from lightning_rl.data.splitting import split_packs
 from tests.support.pretended import DEVICE, moving_in_place, on_the_device, waits
 from tests.support.small_run import grpo
 

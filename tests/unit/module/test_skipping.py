@@ -9,7 +9,8 @@ from lightning_rl.algos.correction import SequenceMIS, TokenTIS
 from lightning_rl.algos.kl import EntropyBonus, K1Penalty, K3Penalty
 from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PolicyLoss, PPOClip, Reinforce, SFTMix
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
-from lightning_rl.data.packing import has_zero_advantage, pack_rollouts, without
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.learn.left_out import has_zero_advantage, without
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
@@ -37,8 +38,8 @@ def adamw(parameters):
 def weights_after(tiny_model, train_on, batches, skip, **options):
     """Weights after training with or without skipping, and the metrics of the last iteration."""
     module = PolicyModule(str(tiny_model), optimizer=adamw, **options)
-    assert module.skips_zero_advantage
-    module.skips_zero_advantage = skip
+    assert module.left_out.zero_advantage
+    module.left_out.zero_advantage = skip
     trainer = train_on(module, batches())
     state = torch.cat([p.detach().flatten() for p in module.policy.parameters()])
     return state, {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -128,8 +129,8 @@ class Anchored(PolicyLoss):
     ids=["kl", "kl_reward", "entropy", "critic", "loss", "mixed loss"],
 )
 def test_nothing_is_skipped_where_more_than_advantages_moves_the_policy(options):
-    assert PolicyModule("model").skips_zero_advantage
-    assert not PolicyModule("model", **options).skips_zero_advantage
+    assert PolicyModule("model").left_out.zero_advantage
+    assert not PolicyModule("model", **options).left_out.zero_advantage
 
 
 def test_is_idle_by_hand(make_rollout):

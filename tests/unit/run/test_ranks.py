@@ -23,18 +23,14 @@ from lightning_rl.collect.checks import check_groups
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.pipeline import GroupSource
-from lightning_rl.data import packing
-from lightning_rl.data.packing import (
-    empty_like,
-    has_zero_advantage,
-    pack_rollouts,
-    select,
-    split_minibatches,
-    without,
-)
+from lightning_rl.data import splitting
+from lightning_rl.data.batch import empty_like, select
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.data.splitting import split_minibatches
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, FilterError
+from lightning_rl.learn.left_out import has_zero_advantage, without
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Call
@@ -229,11 +225,11 @@ def dealt(make_rollout, monkeypatch):
             (batch["rollouts", "group"].unique() * ranks + rank).tolist()
             for rank, (batch, _) in enumerate(shares)
         ]
-        monkeypatch.setattr(packing, "world_size", lambda: ranks)
-        monkeypatch.setattr(packing, "gather", lambda own: everyones)
+        monkeypatch.setattr(splitting, "world_size", lambda: ranks)
+        monkeypatch.setattr(splitting, "gather", lambda own: everyones)
         found = []
         for rank, (batch, names) in enumerate(shares):
-            monkeypatch.setattr(packing, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(splitting, "rank", lambda rank=rank: rank)
             parts = split_minibatches(batch, minibatches, torch.Generator().manual_seed(1))
             assert sorted(torch.cat(parts).tolist()) == list(range(len(names)))
             found.append([{names[row] for row in part.tolist()} for part in parts])

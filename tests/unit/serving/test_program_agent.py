@@ -13,23 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl import (
-    FunctionAgent,
-    ProgramAgent,
-    Prompt,
-    Rewards,
-    Rollout,
-    Sampling,
-    ScriptAgent,
-    TransformersEngine,
-)
+from lightning_rl import Prompt, Rewards, Rollout, Sampling, TransformersEngine
+from lightning_rl.agents.endings import ending_metrics
 from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.errors import ConfigError, EngineError
-from lightning_rl.extend import AgentClient, Completion, RolloutPipeline, RolloutStatus
+from lightning_rl.extend import Completion, RolloutPipeline, RolloutStatus
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.run.loop import run_async
-from lightning_rl.serving.results import ending_metrics, last_result, note_result
+from lightning_rl.serving import AgentClient, FunctionAgent, ProgramAgent, ScriptAgent
+from lightning_rl.serving.results import last_result, note_result
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 QUESTION = [{"role": "user", "content": "Why?"}]

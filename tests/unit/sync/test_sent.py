@@ -14,7 +14,8 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers_adapters import TransformersAdapters
 from lightning_rl.errors import EngineError, WeightSyncError, WrongWeightsError
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.digest import digest
 from lightning_rl.run.hooks import StageClock
 from lightning_rl.run.loop import run_async

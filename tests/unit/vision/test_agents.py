@@ -13,7 +13,8 @@ from lightning_rl.agents.tools import ToolAgent
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import PictureError
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Placed, Prompt, Rollout
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.loading import decode

@@ -10,14 +10,16 @@ from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.cli.plan import kept_for_backward
-from lightning_rl.data.packing import pack_rollouts, select
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError, PictureError
 from lightning_rl.extend import as_torchrl
 from lightning_rl.models.heads import SeparateValueHead
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Placed, Prompt, Rollout, Row
 from lightning_rl.vision.reader import encode
 from lightning_rl.vision.training import Vision

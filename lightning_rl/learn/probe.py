@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.agents.base import SingleTurn, new_rollouts
-from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.batch import token_rows
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine, drives_engine, logprob_tolerance
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import NonFiniteWeightsError, StaleWeightsError

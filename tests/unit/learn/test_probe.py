@@ -7,10 +7,10 @@ import torch
 from benchmarks import probe as benchmark
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import StaleWeightsError
+from lightning_rl.learn import probe
+from lightning_rl.learn.probe import AGAIN_TOKENS, Gap, probe_again, probe_gap, require_agreement
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
-from lightning_rl.sync import verify
-from lightning_rl.sync.verify import AGAIN_TOKENS, Gap, probe_again, probe_gap, require_agreement
 
 PROMPTS = [Prompt("a", "", [3, 4, 2]), Prompt("b", "", [5, 2])]
 
@@ -78,8 +78,8 @@ def synced(tiny_model):
 
 def test_a_second_probe_has_other_tokens_and_leaves_randomness_alone(synced, monkeypatch):
     rollouts = []
-    measure = verify._gap
-    monkeypatch.setattr(verify, "_gap", lambda p, rs: rollouts.append(rs) or measure(p, rs))
+    measure = probe._gap
+    monkeypatch.setattr(probe, "_gap", lambda p, rs: rollouts.append(rs) or measure(p, rs))
     before = torch.get_rng_state()
     first, second = probe_gap(*synced, PROMPTS, 1.0), probe_again(*synced, PROMPTS, 1.0)
     assert torch.equal(torch.get_rng_state(), before)
@@ -98,7 +98,7 @@ def test_the_simulation_judges_as_the_probe_does():
     draws = np.random.default_rng(0).exponential(0.24, (40, benchmark.PROMPTS, AGAIN_TOKENS))
     draws[:10, 0] *= 4  # one prompt's alone
     for gaps, alarm in zip(draws, benchmark.alarms(draws), strict=True):
-        wrong = verify._wrong_means(gap(*gaps.tolist()), benchmark.BOUND)
+        wrong = probe._wrong_means(gap(*gaps.tolist()), benchmark.BOUND)
         assert (wrong is not None) == alarm
     assert 5 < benchmark.alarms(draws).sum() < 35
 

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.learn.dpo import DPOModule, PairDataModule, RolloutPairs, dpo
 from lightning_rl.models.policy import load_tokenizer
-from lightning_rl.offline.dpo import DPOModule, PairDataModule, RolloutPairs, dpo
 from tests.support.small_run import trainer_of
 
 
@@ -141,7 +141,7 @@ def test_impossible_values_are_refused(options):
 
 
 def test_a_pair_data_module_wants_a_dpo_module(tiny_model, tmp_path):
-    from lightning_rl.offline.sft import SFTModule
+    from lightning_rl.learn.sft import SFTModule
 
     with pytest.raises(ConfigError, match="PairDataModule works with DPOModule, not SFTModule"):
         fit(SFTModule(str(tiny_model)), PairDataModule(IterablePrompts(PAIRS)), tmp_path)

@@ -15,8 +15,8 @@ from lightning_rl.collect.replay_buffer import warn_if_uncorrected
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.errors import ConfigError, DataError, require_at_least
+from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.models.pretrained import load_config
-from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run import dist
 from lightning_rl.run.metrics import summarize
@@ -199,7 +199,7 @@ class OfflineDataModule(LightningDataModule):
         share = set(dist.shard(list(dict.fromkeys(r.group_id for r in rollouts))))
         return [r for r in rollouts if r.group_id in share]
 
-    def _read(self, module: PolicyModule) -> list[Group]:
+    def _read(self, module: OwnLoop) -> list[Group]:
         recorded = open_rollouts(self.path).groups()
         smallest = module.advantage.min_group_size
         text_config = load_config(module.model, module.loading).get_text_config()
@@ -218,9 +218,9 @@ class OfflineDataModule(LightningDataModule):
             )
         return groups
 
-    def _module(self) -> PolicyModule:
+    def _module(self) -> OwnLoop:
         module = None if self.trainer is None else self.trainer.lightning_module
-        if not isinstance(module, PolicyModule):
+        if not isinstance(module, OwnLoop):
             raise ConfigError(
                 f"OfflineDataModule works with a PolicyModule, not {type(module).__name__}"
             )

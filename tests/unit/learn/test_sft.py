@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rl.data.sources import IterablePrompts, supervised_rollout
 from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.learn.dpo import DPOModule
+from lightning_rl.learn.sft import SFTDataModule, SFTModule
 from lightning_rl.models.policy import load_tokenizer
-from lightning_rl.offline.dpo import DPOModule
-from lightning_rl.offline.sft import SFTDataModule, SFTModule
 from lightning_rl.rollout import Prompt
 from tests.support.small_run import trainer_of
 from tests.support.tolerances import scores_rounding

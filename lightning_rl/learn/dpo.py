@@ -10,17 +10,18 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.batch import token_rows
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.sft import SFTDataModule, SupervisedModule
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
-from lightning_rl.offline.sft import SFTDataModule, SupervisedModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.vision.training import Vision
 

@@ -1,0 +1,72 @@
+"""Whether policies fit to what is collected and to the engine, and what that is told of them."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.collect.ahead import WorkingAhead
+from lightning_rl.collect.checks import check_branching, check_collecting, check_groups
+from lightning_rl.collect.collector import Collector, GroupFilter
+from lightning_rl.collect.mixture import naming
+from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
+from lightning_rl.collect.tasks import Task
+from lightning_rl.engines.base import Engine
+from lightning_rl.learn.own_loop import OwnLoop
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.models.lora_layers import largest_rank, merged_only
+from lightning_rl.vision.reader import reader_of
+
+
+def check_learning(
+    policy: OwnLoop,
+    tasks: Sequence[Task],
+    collector: Collector,
+    filters: Sequence[GroupFilter],
+    buffer: ReplayBuffer | None,
+    groups_per_iteration: int,
+) -> None:
+    """Check that a policy can learn from what is collected.
+
+    Raises:
+        ConfigError: naming the keys that contradict each other, and what to change.
+    """
+    for task in tasks:
+        with naming(task.name):
+            check_collecting(policy.advantage, filters, task.sampling, task.group_size)
+            check_branching(policy.advantage, task.agent)
+    check_groups(groups_per_iteration, policy.minibatches)
+    if isinstance(collector, WorkingAhead) and collector.max_staleness:
+        warn_if_uncorrected("asynchronous", policy.objective, policy.trust_engine_logprobs)
+    if buffer is not None:
+        buffer.check(policy.objective, policy.trust_engine_logprobs)
+
+
+def check_sight(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that an engine reads pictures, where the policy's model does.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    if reader_of(tokenizer) is not None:
+        engine.require_sight()
+
+
+def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> None:
+    """Tell an engine, before it starts, what it serves and how the trainer computes it.
+
+    Raises:
+        ConfigError: if the engine cannot do as it is set.
+    """
+    engine.serve(module.roles)
+    engine.follow_dtype(computes_in)
+    for name, policy in module.policies.items():
+        of_policy, lora = engine.of_policy(name), policy.lora
+        replay = policy.routing_replay
+        of_policy.follow_routing(replay is not None and replay.from_engine)
+        of_policy.follow_head(policy.cast_lm_head_to_fp32 or computes_in == "float32")
+        if lora is None:
+            of_policy.follow_lora(None, lambda: None)
+        else:
+            obstacle = partial(merged_only, lora, policy.model, policy.loading, policy.vision)
+            of_policy.follow_lora(largest_rank(lora), obstacle)

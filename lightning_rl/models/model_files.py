@@ -1,0 +1,55 @@
+"""A model's files: whether they are sound, and what an engine that gets weights pushed needs."""
+
+from pathlib import Path
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.pretrained import (
+    PLAIN,
+    Loading,
+    load_config,
+    load_lm,
+    not_found,
+    require_local,
+)
+from lightning_rl.models.soundness import (
+    compare,
+    held_shapes,
+    require_complete,
+    require_embedded,
+    require_sound,
+)
+from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
+
+
+def require_sound_model(model: str, random_init: bool = False, loading: Loading = PLAIN) -> None:
+    """Find out whether a model can be loaded, without keeping its weights in memory.
+
+    Raises:
+        ConfigError: naming the file, and what is wrong with it.
+    """
+    require_local(model)
+    folder = Path(model, loading.model_kwargs.get("subfolder", ""))
+    require_sound(str(folder), weights=not random_init)
+    if not folder.is_dir() or random_init:
+        return
+    with torch.device("meta"):
+        lm = load_lm(model, random_init, loading)
+    held = held_shapes(folder)
+    if not held and not any(file.suffix in (".bin", ".gguf") for file in folder.iterdir()):
+        raise ConfigError(not_found(model, "causal LM", OSError("it has no model.safetensors")))
+    # Where transformers renames or fuses weights as it reads them, only loading tells.
+    if held and not get_model_conversion_mapping(lm, add_legacy=False):
+        require_complete(str(folder), compare(lm, held))
+    require_embedded(
+        model, load_tokenizer(model, loading), lm.get_input_embeddings().weight.shape[0]
+    )
+
+
+def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
+    """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed."""
+    save_tokenizer(load_tokenizer(model, loading), directory)
+    load_config(model, loading).save_pretrained(directory)
+    loading.copy_code(model, directory)

@@ -1,1 +1,0 @@
-"""Training without an engine: supervised, from preferences, or from recorded rollouts."""

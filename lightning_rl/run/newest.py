@@ -1,0 +1,73 @@
+"""The newest run, where ``ckpt_path="last"`` goes on instead of beginning a new one."""
+
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_rl.run.checkpoint_io import checkpoints_in
+from lightning_rl.run.rundir import continue_in, own_runs, require_free
+
+
+def continue_newest_run(trainer: Trainer) -> None:
+    """Continue in the last folder that holds a checkpoint; new runs begin a new one.
+
+    Raises:
+        ConfigError: if another process is at it.
+    """
+    own = own_runs(trainer)
+    if own is not None:
+        newest = newest_run(own)
+        if newest is not None:
+            _require_free(trainer, newest)
+            continue_in(trainer, newest)
+        return
+    loggers = [
+        logger
+        for logger in trainer.loggers
+        if isinstance(logger, TensorBoardLogger | CSVLogger) and _is_open(logger)
+    ]
+    if not loggers or loggers[0] is not trainer.logger:
+        return  # the run directory is fixed
+    newest = newest_run(Path(loggers[0].save_dir or ".") / (loggers[0].name or ""))
+    if newest is None:
+        return
+    _require_free(trainer, newest)
+    version = int(newest.name.removeprefix("version_"))
+    for logger in loggers:
+        logger._version = version
+        if isinstance(logger, CSVLogger) and trainer.is_global_zero:
+            _set_aside(Path(logger.log_dir) / "metrics.csv")
+
+
+def newest_run(runs: Path) -> Path | None:
+    """The last among ``runs/version_<n>`` that holds a checkpoint."""
+    begun = [
+        directory.parent
+        for directory in runs.glob("version_*/checkpoints")
+        if checkpoints_in(directory) and directory.parent.name[8:].isdigit()
+    ]
+    return max(begun, key=lambda directory: int(directory.name[8:]), default=None)
+
+
+def _is_open(logger: TensorBoardLogger | CSVLogger) -> bool:
+    """Whether its version is unknown.
+
+    Who asked for its folder before, as ``ModelCheckpoint`` does, has only drawn the next number.
+    """
+    version = logger._version
+    return version is None or (
+        not Path(logger.log_dir).exists() and version == logger._get_next_version()
+    )
+
+
+def _require_free(trainer: Trainer, directory: Path) -> None:
+    if trainer.state.fn == "fit":
+        require_free(directory)
+
+
+def _set_aside(path: Path) -> None:
+    """Lightning's CSVLogger deletes the file of an earlier start."""
+    if path.exists():
+        number = sum(1 for _ in path.parent.glob(f"{path.stem}_before_*{path.suffix}")) + 1
+        path.rename(path.with_name(f"{path.stem}_before_{number}{path.suffix}"))
