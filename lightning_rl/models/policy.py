@@ -1,6 +1,6 @@
 """The policy: a Hugging Face causal LM that scores packed rollouts."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_rl.models.lora import (
     adapter_weights,
     as_lora,
     base_weights,
+    divide_frozen,
     merged_weights,
 )
 from lightning_rl.models.memory import each_pack
@@ -46,7 +47,7 @@ from lightning_rl.models.pretrained import (
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
 from lightning_rl.models.sequence import Scores as Scores, SequenceRanks
-from lightning_rl.models.sharding import full_tensor
+from lightning_rl.models.sharding import full_tensor, shape_of
 from lightning_rl.models.soundness import (
     compare,
     held_shapes,
@@ -297,15 +298,23 @@ class Policy(nn.Module):
             groups.append({"params": list(self.value_head.parameters())} | own)
         return groups
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, left_out: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
         merged. Experts have names of their own, as in files.
 
-        If they are sharded, all ranks have to go through them together.
+        If they are sharded, all ranks have to go through them together. Of ``left_out``, some of
+        :meth:`frozen_weights`, come shapes alone, on the ``meta`` device.
         """
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
-        whole = ((name, full_tensor(weight.detach())) for name, weight in weights)
+        whole = (
+            (name, shape_of(weight) if name in left_out else full_tensor(weight.detach()))
+            for name, weight in weights
+        )
         yield from FileNames(self.lm).each(whole)
+
+    def frozen_weights(self) -> tuple[dict[str, nn.Parameter], set[str]]:
+        """The LM's parameters that are neither trained nor adapted, and the names of all others."""
+        return divide_frozen(self.lm)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LoRA alone: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.

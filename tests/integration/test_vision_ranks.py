@@ -35,3 +35,8 @@ def test_two_processes_see_as_one(results, alone, strategy, way):
     for expected, row in zip(one["rows"], two[0]["rows"], strict=True):
         assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
     assert one["rows"][-1]["policy/kl_old"] > 0
+    # What is frozen is gathered and pushed once.
+    first, *later = two[0]["left_out"]
+    assert first == 0
+    assert later == one["left_out"][1:]
+    assert all(later) == (way != "tower")
