@@ -295,12 +295,18 @@ def test_a_recorded_run_is_done_again_bit_by_bit(qwen, rows, tmp_path, monkeypat
     (place / "seen_rewards.py").write_text(
         "def even(completion_ids, **columns):\n"
         "    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
+        "def light(completions, pictures):\n"
+        "    return [sum(i.convert('L').getpixel((9, 9)) for i in p) / 255 for p in pictures]\n"
     )
+    isolated = {
+        "class_path": "lightning_rl.Isolated",
+        "init_args": {"function": "seen_rewards.light"},
+    }
     run = RecordedRun(
         train(
             place,
             qwen,
-            "--data.rewards=[seen_rewards.even]",
+            f"--data.rewards={json.dumps(['seen_rewards.even', isolated])}",
             '--model.vision={"train_projector": true, "tower_lr": 0.001}',
         )
     )
@@ -310,6 +316,10 @@ def test_a_recorded_run_is_done_again_bit_by_bit(qwen, rows, tmp_path, monkeypat
     [again] = rerun_rollout(run, recorded.id)
     assert again.equal
     assert again.gap < ROUNDING
+    # Rewards have looked at pictures, in processes of their own.
+    shown = {bool(r.prompt.pictures): r.reward_parts["light"] for r in run.log.rollouts(4)}
+    assert shown[True] > 0.1
+    assert shown.get(False, 0.0) == 0.0
 
 
 def test_answers_are_imitated_by_the_tower_too(qwen, rows, tmp_path):
