@@ -4,6 +4,7 @@ One group of four has no picture, so that in some packs only one process sees an
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ class Noting(LotEngine):
         super().load_weights(weights, version)
 
 
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": DDPStrategy,
+    "sharded": ShardedStrategy,
+    "sequence": partial(ShardedStrategy, sequence=2),
+}
 WAYS: dict[str, dict[str, Any]] = {
     "frozen": {},
     "tower": {"vision": Vision(train_tower=True, train_projector=True, tower_lr=0.02)},
@@ -71,7 +77,7 @@ def see(model: str, where: Path, strategy: Strategy | str = "auto", **options: A
 def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for way, options in WAYS.items():
-        for name, strategy in (("ddp", DDPStrategy), ("sharded", ShardedStrategy)):
+        for name, strategy in STRATEGIES.items():
             scenario = f"{name}_{way}"
             found[scenario] = lambda s=scenario, k=strategy, o=options: see(
                 model, where / s, k(), **o
