@@ -1,13 +1,21 @@
 """Pictures of prompts: which columns of a table hold some, and where a row has its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from os import PathLike
 from typing import Any
 
 from lightning_rl.rollout import Message, Picture
+from lightning_rl.vision.downloads import Downloads
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
-from lightning_rl.vision.loading import load_picture
-from lightning_rl.vision.messages import has_pictures, pictures_of, require_few, with_sources
+from lightning_rl.vision.loading import is_url, load_picture
+from lightning_rl.vision.messages import (
+    has_pictures,
+    pictures_of,
+    require_few,
+    urls_in,
+    with_sources,
+)
 
 
 def as_stored(features: Any) -> Any:
@@ -54,17 +62,30 @@ class PictureSource:
         access: PictureAccess,
     ) -> None:
         self.column = column
-        self._given = (limits, base, access)
+        self._downloads = Downloads(limits, access)
+        self._given = (limits, base, access, self._downloads.take)
         self._limits = limits
 
     def of(
-        self, prompt: str | list[Message], columns: dict[str, Any]
+        self,
+        prompt: str | list[Message],
+        columns: dict[str, Any],
+        later: Iterable[tuple[str | list[Message], Mapping[str, Any]]] = (),
     ) -> tuple[str | list[Message], list[Picture]]:
         """A prompt as templates take it, and its pictures; their column is taken from the others.
+
+        Where they are downloaded, those of rows to come are begun meanwhile.
+
+        Args:
+            prompt: of the row.
+            columns: the row's others.
+            later: both of the rows that are probably drawn next.
 
         Raises:
             PictureError: if one cannot be had, or is beyond a bound.
         """
+        if urls := list(self._urls(prompt, columns)):
+            self._downloads.want(urls, (url for row in later for url in self._urls(*row)))
         sources = _listed(None if self.column is None else columns.pop(self.column, None))
         if isinstance(prompt, str):
             require_few(len(sources), self._limits)
@@ -73,6 +94,12 @@ class PictureSource:
             require_few(len(sources), self._limits)
             prompt = with_sources(prompt, sources)
         return pictures_of(prompt, *self._given) if has_pictures(prompt) else (prompt, [])
+
+    def _urls(self, prompt: str | list[Message], columns: Mapping[str, Any]) -> Iterator[str]:
+        beside = _listed(None if self.column is None else columns.get(self.column))
+        yield from filter(is_url, beside[: self._limits.max_per_prompt])
+        if not isinstance(prompt, str):
+            yield from islice(urls_in(prompt), self._limits.max_per_prompt)
 
 
 def _listed(given: Any) -> Sequence[Any]:
