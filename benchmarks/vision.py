@@ -110,7 +110,7 @@ def answered(asked: Prompt, number: int) -> Rollout:
 
 def accuracy() -> dict[str, float | None]:
     """Of the recipe's runs, if they were kept."""
-    kept = RESULTS / "vision_recipe-cpu.json"
+    kept = RESULTS / "vision-recipe-cpu.json"
     found = json.loads(kept.read_text())["result"] if kept.exists() else {}
     return {name: found.get(name) for name in ("accuracy_before", "accuracy_after")}
 
