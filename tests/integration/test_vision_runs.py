@@ -16,6 +16,7 @@ from lightning_rl import (
     MultiTurn,
     PolicyModule,
     Sampling,
+    SeparateValueHead,
     SFTDataModule,
     SFTModule,
     SharedValueHead,
@@ -139,6 +140,21 @@ def test_the_way_through_minibatches_epochs_and_a_critic(qwen, rows, tmp_path):
     )  # fmt: skip
     assert gap(trainer) < 1e-5
     assert "visual" in changed(module, qwen)
+
+
+def test_a_critic_with_a_tower_of_its_own(qwen, rows, tmp_path):
+    module, trainer = run(
+        qwen, rows, tmp_path, advantage=GAE(), value_head=SeparateValueHead(), value_lr=1e-2
+    )
+    assert gap(trainer) < 1e-5
+    assert changed(module, qwen) == {"language_model", "lm_head.weight"}
+    before, body = Policy(str(qwen)).lm.model, module.policy.value_head.body
+    moved = {
+        name.partition(".")[0]
+        for (name, old), new in zip(before.named_parameters(), body.parameters(), strict=True)
+        if not torch.equal(old, new)
+    }
+    assert moved == {"language_model"}
 
 
 def test_lora_adapts_what_is_trained(qwen, rows, tmp_path):

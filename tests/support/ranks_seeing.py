@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from benchmarks.parallel_ranks import compare_packs, policy_of
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Picture, Placed, Prompt, Rollout, Row
@@ -27,6 +27,7 @@ TRAINED = Vision(train_tower=True, train_projector=True)
 WAYS: dict[str, dict[str, Any]] = {
     "frozen": {},
     "trained": {"vision": TRAINED, "value_head": SharedValueHead()},
+    "separate": {"vision": TRAINED, "value_head": SeparateValueHead()},
     "recomputed": {"vision": TRAINED, "gradient_checkpointing": True},
     "lora": {"vision": TRAINED, "lora": LoRA(rank=2)},
 }
