@@ -230,12 +230,41 @@ def test_an_environment_shows_pictures(qwen, rows, tmp_path):
         assert {len(r.rows[0].pictures) - len(r.prompt.pictures) for r in rollouts} == {2}
 
 
-def test_a_run_that_was_interrupted_ends_as_one_that_was_not(qwen, rows, tmp_path):
-    vision = Vision(train_tower=True, tower_lr=1e-3)
+TRAINED = {"vision": Vision(train_tower=True, tower_lr=1e-3)}
+
+
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        pytest.param(TRAINED, {}, id="tower"),
+        pytest.param({}, {}, id="frozen"),
+        pytest.param(TRAINED | {"lora": LoRA(rank=2)}, {}, id="lora"),
+        pytest.param(
+            TRAINED | {"minibatches": 2, "ppo_epochs": 2, "max_tokens_per_pack": 64,
+                       "gradient_checkpointing": True},
+            {},
+            id="minibatches",
+        ),
+        pytest.param(
+            TRAINED | {"advantage": GAE(), "value_head": SeparateValueHead()}, {}, id="critic"
+        ),
+        pytest.param(
+            TRAINED | {"correction": TokenTIS()}, {"buffer": Mixed(replayed=0.5)}, id="buffer"
+        ),
+        pytest.param(
+            TRAINED, {"collector": StreamedCollector(max_groups_in_flight=1)}, id="streamed"
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(qwen, rows, tmp_path, options, data):
+    options = dict(options)
+    if "buffer" in data:  # its file is the run's, and has more by then than the checkpoint
+        data = {"buffer": ReplayBuffer(str(tmp_path / "groups.db"), sampler=data["buffer"])}
     saved = SaveAfter(1, tmp_path / "one.ckpt")
-    whole, _ = run(qwen, rows, tmp_path / "whole", [saved], vision=vision)
-    again, _ = run(qwen, rows, tmp_path / "again", vision=vision, ckpt_path=tmp_path / "one.ckpt")
-    pairs = zip(whole.policy.lm.parameters(), again.policy.lm.parameters(), strict=True)
+    whole, _ = run(qwen, rows, tmp_path / "whole", [saved], data=data, **options)
+    options["ckpt_path"] = tmp_path / "one.ckpt"
+    again, _ = run(qwen, rows, tmp_path / "again", data=data, **options)
+    pairs = zip(whole.policy.parameters(), again.policy.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
