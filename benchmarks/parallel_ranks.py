@@ -8,7 +8,7 @@ The environment is torchrun's. Each scenario leaves ``<scenario>_<rank>.json``.
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,21 +113,31 @@ def counted_bytes() -> Iterator[list[int]]:
 
 
 def compare(model: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, float]:
-    """Largest differences between packs computed by one rank each, and by all together."""
-    size = dist.get_world_size()
+    """As :func:`compare_packs`, of a kind of policy; packs of ``silent`` ranks have no loss."""
+    packs = [pack_of(rank, rank in silent) for rank in range(dist.get_world_size())]
+    return compare_packs(policy_of(model, **KINDS[kind](model)), packs)
+
+
+def policy_of(model: str, **options: Any) -> Policy:
+    """In float64; the same on all ranks."""
     torch.manual_seed(0)
     with in_float64():
-        policy = Policy(model, **KINDS[kind](model)).double()
+        policy = Policy(model, **options).double()
         # A LoRA begins at zero, which would hide half of its gradients; so does a value head.
         for parameter in policy.parameters():
             if parameter.requires_grad and not parameter.abs().sum():
                 torch.nn.init.normal_(parameter, std=0.1)
-        packs = [pack_of(rank, rank in silent) for rank in range(size)]
+    return policy
+
+
+def compare_packs(policy: Policy, packs: Sequence[TensorDict]) -> dict[str, float]:
+    """Largest differences between packs computed by one rank each, and by all together."""
+    with in_float64():
         alone = [loss_of(policy, pack, rank) for rank, pack in enumerate(packs)]
         sum(loss for loss, _ in alone).backward()  # type: ignore[union-attr]
         expected = gradients(policy)
         policy.zero_grad()
-        policy.sequence = SequenceRanks(size, policy.lm.config)
+        policy.sequence = SequenceRanks(len(packs), policy.lm.config)
         rank = dist.get_rank()
         loss, columns = loss_of(policy, packs[rank], rank)
         loss.backward()

@@ -15,13 +15,13 @@ from lightning_rl import (
     Int8,
     IterablePrompts,
     LoRA,
-    RolloutRouting,
     SharedValueHead,
     TransformersEngine,
     Vision,
     VLLMLocal,
 )
 from lightning_rl.engines.base import Engine
+from lightning_rl.extend import RolloutRouting
 from lightning_rl.vision.loading import decode
 from tests.support.tiny_vision import picture, save_vision_model
 

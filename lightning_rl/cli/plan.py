@@ -1,9 +1,10 @@
 """The algebra of a configuration's batches, and the memory that training will take."""
 
 import copy
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import torch
@@ -97,6 +98,19 @@ def largest_share(groups: int, ranks: int, minibatches: int) -> int:
 def _count(number: int, what: str) -> str:
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{number} {what if number == 1 else plural}"
+
+
+def with_longest_whole(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
+    """All prompts, of which the ``count`` longest have their pictures: those of all may be many."""
+    found: list[Prompt] = []
+    whole: list[tuple[int, int]] = []  # a heap of lengths and places; of equals the last goes first
+    for prompt in prompts:
+        found.append(prompt)
+        heapq.heappush(whole, (len(prompt.token_ids), -len(found)))
+        if len(whole) > count:
+            _, place = heapq.heappop(whole)
+            found[-place - 1] = replace(found[-place - 1], pictures=[], places=[])
+    return found
 
 
 def largest_rollouts(

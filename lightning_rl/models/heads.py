@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lightning_rl.models.sampling import (
     sampled_by,
     sampled_logits,
 )
+from lightning_rl.vision.reader import attention
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
@@ -177,8 +178,10 @@ def token_logprobs(
 class ValueHead(nn.Module, ABC):
     """Predicts the return from each position; built once the policy's body is known."""
 
-    sees: ClassVar[bool] = True
-    """False if it reads tokens by itself, and so knows nothing of pictures among them."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: PreTrainedModel | None = None
+        """What reads tokens, and pictures among them, for it alone; None: the policy's does."""
 
     @abstractmethod
     def configure(self, body: PreTrainedModel) -> None:
@@ -186,16 +189,23 @@ class ValueHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, hidden: Tensor, layout: PackLayout) -> Tensor:
-        """Values (M,) of the states that predict the live tokens; ``hidden`` (S, D)."""
+        """Values (M,) of the states that predict the live tokens.
+
+        ``hidden`` (S, D) are the last states of its ``body``, or of the policy's.
+        """
 
 
 def _load_body(model: str) -> PreTrainedModel:
     if without_weights():
         return skeleton(AutoConfig.from_pretrained(model), PLAIN, ATTENTION, AutoModel).train()
     try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         with torch.device("cpu"):  # transformers needs accelerate to load to another
             body = AutoModel.from_pretrained(
-                model, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+                model,
+                dtype=torch.float32,
+                attn_implementation=attention(config, ATTENTION),
+                trust_remote_code=False,
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"value_head model={model!r} cannot be loaded: {error}") from error
@@ -234,14 +244,12 @@ class SharedValueHead(ValueHead):
 
 @configurable(model=model_of)
 class SeparateValueHead(ValueHead):
-    """A critic with its own body, which reads texts only.
+    """A critic with its own body, which reads what the policy's does.
 
     Args:
         model: directory or hub name to start it from, with the same tokenizer; None: a copy of the
             policy's.
     """
-
-    sees = False
 
     def __init__(self, model: str | None = None) -> None:
         super().__init__()
@@ -258,10 +266,4 @@ class SeparateValueHead(ValueHead):
         self.linear = _zero_linear(body)
 
     def forward(self, hidden: Tensor, layout: PackLayout) -> Tensor:
-        states = self.body(
-            input_ids=layout.input_ids[None],
-            position_ids=layout.position_ids[None],
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state[0, layout.predictors]
-        return at_least_float32(self.linear(states).squeeze(-1))
+        return at_least_float32(self.linear(hidden[layout.predictors]).squeeze(-1))

@@ -2,9 +2,10 @@
 
 Each of n ranks embeds and computes 1/n of a pack's tokens. Attention needs all of them: there an
 all-to-all gives each rank 1/n of the heads for every token, and another takes them back (Jacobs et
-al. 2023, arXiv 2309.14509). A pack stays its owner's. The others lend it their devices, for which
-they call the policy at the same time, and hear nothing of it: so losses, advantages, minibatches
-and metrics are what they are without.
+al. 2023, arXiv 2309.14509). A picture is seen by the ranks that have some of its tokens. A pack
+stays its owner's. The others lend it their devices, for which they call the policy at the same
+time, and hear nothing of it: so losses, advantages, minibatches and metrics are what they are
+without.
 
 Activations of a rollout take 1/n of the memory, so it may be n times as long.
 """
@@ -25,6 +26,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
 from lightning_rl.models.routing import Heard
 from lightning_rl.run.dist import all_reduce_max
+from lightning_rl.vision.batch import NAME as PICTURES, as_column, sight_in
 
 T = TypeVar("T")
 
@@ -57,17 +59,11 @@ class SequenceRanks:
         config: of the model.
 
     Raises:
-        ConfigError: if it does not divide the number of ranks, or of the model's heads; if the
-            model sees pictures.
+        ConfigError: if it does not divide the number of ranks, or of the model's heads.
     """
 
     def __init__(self, size: int, config: PretrainedConfig) -> None:
         world = dist.get_world_size()
-        if hasattr(config, "vision_config"):
-            raise ConfigError(
-                f"sequence={size}: the tokens of a model that sees pictures ({config.model_type}) "
-                "cannot be shared between processes yet; set sequence: 1"
-            )
         if world % size:
             raise ConfigError(
                 f"sequence={size} does not divide the run's {world} processes; change it, or "
@@ -151,9 +147,13 @@ def _columns(pack: TensorDict) -> TensorDict:
     """What scoring reads of a pack, on the CPU."""
     tokens = pack["tokens"]
     names = [n for n in _SCORED if n in tokens]
-    return PackedBatch(
-        {"tokens": tokens.select(*names).cpu(), "rollouts": pack["rollouts"].cpu()}, batch_size=[]
-    )
+    parts = {"tokens": tokens.select(*names, *sight_in(tokens)).cpu(), **_table(pack)}
+    return PackedBatch({**parts, "rollouts": pack["rollouts"].cpu()}, batch_size=[])
+
+
+def _table(pack: TensorDict) -> dict[str, Any]:
+    """That of its pictures, if it has any."""
+    return {PICTURES: as_column(pack[PICTURES])} if PICTURES in pack else {}
 
 
 def _on(device: torch.device, pack: TensorDict) -> TensorDict:
@@ -161,7 +161,7 @@ def _on(device: torch.device, pack: TensorDict) -> TensorDict:
     if device.type == "cpu":
         return pack
     parts = {name: pack[name].to(device) for name in ("tokens", "rollouts")}
-    return PackedBatch({**parts, "host": pack}, batch_size=[])
+    return PackedBatch({**parts, **_table(pack), "host": pack}, batch_size=[])
 
 
 def require_heads(size: int, query: int, key: int) -> None:

@@ -156,6 +156,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def shape_of(tensor: Tensor) -> Tensor:
+    """A sharded tensor, or any other, in full, but without its numbers: on the ``meta`` device."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 @configurable
 class ShardedStrategy(ModelParallelStrategy):
     """Weights, gradients and optimizer state are sharded over all processes (FSDP2).
