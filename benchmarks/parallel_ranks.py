@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_rl.cli.plan import kept_for_backward, shared_activations
 from lightning_rl.data.packing import pack_rollouts
@@ -24,7 +25,9 @@ from lightning_rl.models import sequence
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.sequence import SequenceRanks
+from lightning_rl.models.sequence import PackRanks
+from lightning_rl.models.sharding import full_tensor
+from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, SamplingDistribution
 
 KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -35,6 +38,12 @@ KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "recomputed": lambda model: {"gradient_checkpointing": True},
 }
 FEATURES = (*KINDS, "one_silent", "all_silent")
+LAYOUTS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "sequence": lambda ranks: (ranks, 1),
+    "tensor": lambda ranks: (1, 2),
+    "both": lambda ranks: (ranks // 2, 2),
+}
+"""Ranks that share a pack's tokens, and those that share the model's matrices; by name."""
 
 
 def rollouts(rank: int) -> list[Rollout]:
@@ -88,11 +97,22 @@ def loss_of(policy: Policy, pack: TensorDict, rank: int) -> tuple[Tensor, list[l
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
+    """Of whole parameters, though a rank may have a part of them."""
     return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        name: full_tensor(torch.zeros_like(p) if p.grad is None else p.grad).clone()
         for name, p in policy.named_parameters()
         if p.requires_grad
     }
+
+
+def share(policy: Policy, layout: str) -> None:
+    """Let all ranks compute packs together in a layout, each with all weights that it needs."""
+    size = dist.get_world_size()
+    sequence, tensor = LAYOUTS[layout](size)
+    if tensor > 1:
+        mesh = init_device_mesh("cpu", (size // tensor, tensor), mesh_dim_names=("data", "tensor"))
+        policy.split(TensorRanks(mesh["tensor"]))
+    policy.share_packs(sequence)
 
 
 @contextmanager
@@ -112,7 +132,7 @@ def counted_bytes() -> Iterator[list[int]]:
         sequence._exchanged = exchange
 
 
-def compare(model: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, float]:
+def compare(model: str, layout: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, float]:
     """Largest differences between packs computed by one rank each, and by all together."""
     size = dist.get_world_size()
     torch.manual_seed(0)
@@ -127,7 +147,7 @@ def compare(model: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, fl
         sum(loss for loss, _ in alone).backward()  # type: ignore[union-attr]
         expected = gradients(policy)
         policy.zero_grad()
-        policy.sequence = SequenceRanks(size, policy.lm.config)
+        share(policy, layout)
         rank = dist.get_rank()
         loss, columns = loss_of(policy, packs[rank], rank)
         loss.backward()
@@ -158,7 +178,7 @@ def kept(model: str) -> dict[str, int]:
     row = Row([2], [3] * count, [True] * count, [0.0] * count, [0] * count)
     pack = pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
     alone, _ = kept_for_backward(policy, pack)
-    policy.sequence = SequenceRanks(size, policy.lm.config)
+    policy.sequence = PackRanks(policy.lm.config, size)
     if dist.get_rank():
         pack["tokens", "loss_mask"] = torch.zeros_like(pack["tokens", "loss_mask"])
     together, _ = kept_for_backward(policy, pack)
@@ -179,17 +199,17 @@ def kept(model: str) -> dict[str, int]:
 
 
 def scenarios(model: str) -> dict[str, Callable[[], Any]]:
-    """By name."""
+    """By name: a layout and a feature."""
+    ranks = dist.get_world_size()
+    everyone = tuple(range(ranks))
 
-    def of_kind(kind: str) -> Callable[[], Any]:
-        return lambda: compare(model, kind)
+    def of(layout: str, feature: str) -> Callable[[], Any]:
+        silent = {"one_silent": everyone[:1], "all_silent": everyone}.get(feature, ())
+        kind = {"one_silent": "shared", "all_silent": "plain"}.get(feature, feature)
+        return lambda: compare(model, layout, kind, silent)
 
-    everyone = tuple(range(dist.get_world_size()))
-    return {kind: of_kind(kind) for kind in KINDS} | {
-        "one_silent": lambda: compare(model, "shared", silent=everyone[:1]),
-        "all_silent": lambda: compare(model, "plain", silent=everyone),
-        "kept": lambda: kept(model),
-    }
+    found = {f"{name}_{feature}": of(name, feature) for name in LAYOUTS for feature in FEATURES}
+    return found | {"kept": lambda: kept(model)}
 
 
 def main() -> None:

@@ -276,7 +276,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             sequence = getattr(strategy, "sequence", 1)
             for policy in [part for part in self.modules() if isinstance(part, Policy)]:
                 shard(policy, mesh, precision, offload)
-                if sequence > 1:
+                if sequence > 1 or policy.tensor is not None:
                     policy.share_packs(sequence)
 
     def _use_routing(self, policy: Policy) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.data.packing import empty_like, select, split_packs, with_host
 from lightning_rl.errors import PackMemoryError
-from lightning_rl.models.sequence import SequenceRanks, turns
+from lightning_rl.models.sequence import PackRanks, turns
 from lightning_rl.run.dist import world_size
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def each_pack(
     rows: Tensor,
     max_tokens: int,
     together: bool = False,
-    ranks: SequenceRanks | None = None,
+    ranks: PackRanks | None = None,
 ) -> Iterator[tuple[Tensor, T]]:
     """``call`` on packs of the rollouts ``rows`` (r,) of a batch: the rows of each, and what came.
 
@@ -62,9 +62,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
 
 
-def smaller_budget(
-    pack: TensorDict, error: RuntimeError, ranks: SequenceRanks | None = None
-) -> int:
+def smaller_budget(pack: TensorDict, error: RuntimeError, ranks: PackRanks | None = None) -> int:
     """Half the forward tokens of a pack that failed: for ``split_packs``, to try again.
 
     Raises:

@@ -45,7 +45,7 @@ from lightning_rl.models.pretrained import (
 )
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
-from lightning_rl.models.sequence import Scores as Scores, SequenceRanks
+from lightning_rl.models.sequence import PackRanks, Scores as Scores
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.models.soundness import (
     compare,
@@ -56,7 +56,10 @@ from lightning_rl.models.soundness import (
     require_sound,
 )
 from lightning_rl.models.stacked import FileNames
+from lightning_rl.models.tensor import TensorRanks, split
+from lightning_rl.models.tensor_limits import require_splittable
 from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
+from lightning_rl.models.vocabulary import WHOLE, SplitVocabulary, Vocabulary
 from lightning_rl.run.dist import rank, world_size
 from lightning_rl.vision.batch import NAME as PICTURES, with_sight
 from lightning_rl.vision.embedding import scored_states
@@ -110,8 +113,11 @@ class Policy(nn.Module):
             )
         self.lm = load_lm(model, random_init, loading, quantization) if lm is None else lm
         self.lora = lora
-        self.sequence: SequenceRanks | None = None
+        self.sequence: PackRanks | None = None
         """Ranks that compute packs together with this one; None: it computes its own."""
+        self.tensor: TensorRanks | None = None
+        """Ranks that have its matrices together with this one; None: it has all of them."""
+        self.vocabulary: Vocabulary = WHOLE
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = end_tokens(self.tokenizer, self.lm.config)
@@ -140,8 +146,22 @@ class Policy(nn.Module):
         if compile_layers:
             _compile(self.lm if self.reader is None else self.reader.family.language_model(self.lm))
 
-    def share_packs(self, ranks: int) -> None:
-        """Compute packs together with as many neighbouring ranks, from now on; all ranks call it.
+    def split(self, ranks: TensorRanks) -> None:
+        """Keep this rank's part of the matrices only (:mod:`lightning_rl.models.tensor`).
+
+        Raises:
+            ConfigError: if the ranks cannot share them.
+        """
+        require_splittable(self.lm, self.lora, ranks.size)
+        size = self.lm.get_output_embeddings().weight.shape[0]
+        split(self.lm, ranks)
+        if self.value_head is not None:
+            self.value_head.split(ranks)
+        self.tensor, self.vocabulary = ranks, SplitVocabulary(ranks, size)
+
+    def share_packs(self, ranks: int = 1) -> None:
+        """Compute packs together with as many neighbouring ranks, each with some of the tokens, and
+        with those that have the other matrices; from now on, and all ranks call it.
 
         Raises:
             ConfigError: if the model's tokens, layers or losses cannot be shared so.
@@ -151,7 +171,7 @@ class Policy(nn.Module):
                 f"balance needs the routers' choices for a whole pack, and sequence={ranks} "
                 "leaves them on several processes; leave out balance, or set sequence: 1"
             )
-        self.sequence = SequenceRanks(ranks, self.lm.config)
+        self.sequence = PackRanks(self.lm.config, ranks, self.tensor)
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
@@ -182,6 +202,7 @@ class Policy(nn.Module):
             rollouts["min_p"] if min_p else None,
             penalties_of(pack, layout.live),
             self.cast_lm_head_to_fp32,
+            self.vocabulary,
         )
         values = None if self.value_head is None else self.value_head(hidden, layout)
         heard = None if self.routing is None else self.routing.heard()

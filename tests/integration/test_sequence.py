@@ -10,21 +10,27 @@ from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.tiny_models import save_random_model
 from tests.support.two_ranks import Results, run_two
 
-OF_FOUR = ("plain", "separate", "one_silent", "kept")
+OF_TWO = ("sequence", "tensor")
+OF_FOUR = (
+    "sequence_plain", "sequence_separate", "sequence_one_silent",
+    "tensor_plain", "tensor_lora", "tensor_one_silent",  # two pairs, with packs of their own
+    "both_plain", "both_separate", "both_lora",
+)  # fmt: skip
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
 
 
 @pytest.fixture(scope="module")
 def two(folder, tmp_path_factory) -> Results:
     """Two ranks; four heads on two of keys."""
-    return _started(folder / "two", Qwen2Config, 2, num_key_value_heads=2)
+    named = [f"{layout}_{feature}" for layout in OF_TWO for feature in FEATURES]
+    return _started(folder / "two", Qwen2Config, 2, *named, "kept", num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")
 def four(folder) -> Results:
-    """Four ranks; one head each, and fewer of keys than ranks."""
+    """Four ranks; one head each, and fewer of keys than ranks; norms of queries and keys."""
     sizes = {"num_key_value_heads": 2, "head_dim": 16}
-    return _started(folder / "four", Qwen3Config, 4, *OF_FOUR, **sizes)
+    return _started(folder / "four", Qwen3Config, 4, *OF_FOUR, "kept", **sizes)
 
 
 def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> Results:
@@ -38,15 +44,15 @@ def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> 
 @pytest.mark.parametrize(
     ("ranks", "scenario"),
     [
-        *(("two", scenario) for scenario in FEATURES),
-        *(("four", scenario) for scenario in OF_FOUR[:-1]),
+        *(("two", f"{layout}_{feature}") for layout in OF_TWO for feature in FEATURES),
+        *(("four", scenario) for scenario in OF_FOUR),
     ],
 )
 def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenario):
     for result in request.getfixturevalue(ranks)(scenario):
         assert result["scores"] < 1e-12
         assert result["gradients"] < 1e-11 * max(1.0, result["gradient"])
-        if scenario in KINDS:
+        if scenario.endswith(tuple(KINDS)):
             assert result["numbers"] > 20
             assert result["gradient"] > 0.1
 
