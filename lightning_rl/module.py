@@ -517,7 +517,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
         ranks = self.loaded_policy.sequence
-        budget = self.max_tokens_per_pack * (1 if ranks is None else ranks.size)
+        budget = self.max_tokens_per_pack * (1 if ranks is None else ranks.shares)
         while True:
             if done is None or self.stream is None:
                 self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory

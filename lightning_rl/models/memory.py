@@ -30,13 +30,13 @@ def each_pack(
 
     A pack that does not fit into memory, and all after it, are cut into smaller ones. ``together``:
     all ranks call as often as any has to, since they gather sharded weights. With ``ranks``, which
-    compute each other's packs, a pack may have ``max_tokens`` for each of them.
+    compute each other's packs, a pack may have ``max_tokens`` for each that has some of its tokens.
 
     Raises:
         PackMemoryError: if that does not help, or other ranks cannot take part.
     """
     batch, rows = with_host(batch), rows.cpu()
-    budget = max_tokens * (1 if ranks is None else ranks.size)
+    budget = max_tokens * (1 if ranks is None else ranks.shares)
     packs = [rows[p] for p in split_packs(select(batch, rows), budget)]
     left = rows
     for members in turns(packs, ranks, together):
@@ -72,7 +72,7 @@ def smaller_budget(pack: TensorDict, error: RuntimeError, ranks: PackRanks | Non
     """
     if not is_out_of_memory(error):
         raise error
-    tokens, size = forward_tokens(pack), 1 if ranks is None else ranks.size
+    tokens, size = forward_tokens(pack), 1 if ranks is None else ranks.shares
     count, what = len(pack["rollouts"]), str(error).splitlines()[0]
     if count == 1:
         raise PackMemoryError(

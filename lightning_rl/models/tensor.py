@@ -162,9 +162,14 @@ def within(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _local_class(kind: Any) -> Any:
-    if kind is nn.Embedding:
-        return _SplitEmbedding
     return type(kind.__name__, (_Local, kind), {"__module__": kind.__module__})
+
+
+@cache
+def _split_embedding_class(kind: Any) -> Any:
+    """What a subclass does with embeddings, such as to scale them, it does with those of all."""
+    bases = (_SplitEmbedding,) if kind is nn.Embedding else (kind, _SplitEmbedding)
+    return type(kind.__name__, bases, {"__module__": kind.__module__})
 
 
 # ---------------------------------------------------------------- splitting
@@ -198,9 +203,11 @@ def split(model: PreTrainedModel, ranks: TensorRanks) -> None:
             if whole not in known:
                 known[whole] = ranks.parameter(whole, dims.get(whole))
             module.register_parameter(name, known[whole])
-        if own:
+        if module is body.get_input_embeddings():
+            _compute(module, _split_embedding_class, ranks)
+        elif own:
             alike = not any(parameter in dims for parameter in own.values())
-            _compute(module, ranks, alike and module in inside)
+            _compute(module, _local_class, ranks, alike and module in inside)
 
 
 def replicate(module: nn.Module, ranks: TensorRanks) -> None:
@@ -210,11 +217,13 @@ def replicate(module: nn.Module, ranks: TensorRanks) -> None:
         for name, whole in own.items():
             part.register_parameter(name, ranks.parameter(whole, None))
         if own:
-            _compute(part, ranks, False)
+            _compute(part, _local_class, ranks)
 
 
-def _compute(module: Any, ranks: TensorRanks, inside: bool) -> None:
-    module.__class__ = _local_class(module.__class__)
+def _compute(
+    module: Any, as_class: Callable[[Any], Any], ranks: TensorRanks, inside: bool = False
+) -> None:
+    module.__class__ = as_class(module.__class__)
     module._computing = _Computing(ranks, inside)
 
 
