@@ -1,5 +1,6 @@
 """Weights sharded over ranks (FSDP2), for models that are too large for one device to train."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -85,6 +86,9 @@ def shard(
     _keep_shapes(module)
     if tensor.size() > 1:
         cast(Shardable, module).split(TensorRanks(tensor))
+        # Whoever gathers a tensor is told by torch that two steps, along one dimension of the mesh
+        # and then the other, could be one. All ranks take them in the same order.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             fully_shard(layer, mesh=data, **policies)

@@ -1,5 +1,6 @@
 """Processes that have matrices together train as one, and their checkpoints are for all layouts."""
 
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -49,20 +50,35 @@ def alone(model, folder) -> Callable[[str], dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two(model, folder, alone) -> Results:
     alone("whole")  # one of them goes on with it
-    named = [name for name in scenarios("", Path()) if not name.startswith("four")]
-    return run_two("tests.support.ranks_tensor", model, folder, *named)
+    return run_two("tests.support.ranks_tensor", model, folder, *named("two"))
 
 
 @pytest.fixture(scope="module")
 def four(model, folder) -> Results:
-    return run_two("tests.support.ranks_tensor", model, folder, "four", "four_both", ranks=4)
+    return run_two("tests.support.ranks_tensor", model, folder, *named("four"), ranks=4)
+
+
+@pytest.fixture(scope="module")
+def two_after_four(model, folder, four) -> Results:
+    return run_two("tests.support.ranks_tensor", model, folder, *named("from_four"))
+
+
+def named(processes: str) -> list[str]:
+    """Scenarios of four processes, of two that go on from theirs, or of two."""
+    found: dict[str, list[str]] = {"two": [], "four": [], "from_four": []}
+    for name in scenarios("", Path()):
+        kind = "four" if name.startswith("four_") else "two"
+        found["from_four" if name.endswith("_from_four") else kind].append(name)
+    return found[processes]
 
 
 @pytest.mark.parametrize(
     ("ranks", "scenario", "name"),
     [
         *(("two", name, name) for name in OPTIONS),
-        ("four", "four", "critic"),
+        ("two", "offload", "plain"),
+        ("four", "four_critic", "critic"),
+        ("four", "four_lora", "lora"),
         ("four", "four_both", "critic"),
     ],
 )
@@ -83,24 +99,38 @@ def test_processes_that_share_matrices_train_as_one(request, alone, folder, rank
         torch.testing.assert_close(exported[key], weight, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("scenario", ["saved_file", "saved_folder", "saved_data"])
-def test_layouts_leave_checkpoints_of_the_same_run(two, alone, scenario):
-    for expected, row in zip(alone("whole")["rows"], two(scenario)[0]["rows"], strict=True):
+@pytest.mark.parametrize(
+    ("ranks", "scenario"),
+    [
+        ("two", "saved_file"), ("two", "saved_folder"), ("two", "saved_data"),
+        ("four", "four_file"), ("four", "four_folder"),
+    ],
+)  # fmt: skip
+def test_layouts_leave_checkpoints_of_the_same_run(request, alone, ranks, scenario):
+    rows = request.getfixturevalue(ranks)(scenario)[0]["rows"]
+    for expected, row in zip(alone("whole")["rows"], rows, strict=True):
         assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    "scenario",
-    ["file_to_data", "folder_to_data", "data_to_tensor", "one_to_tensor", "folder_to_tensor"],
+    ("ranks", "scenario"),
+    [
+        *(("two", f"{name}_to_data") for name in ("file", "folder")),
+        *(("two", f"{name}_to_tensor") for name in ("data", "one", "folder")),
+        ("four", "four_on"),
+        *(("two_after_four", f"{name}_from_four") for name in ("file", "folder")),
+    ],
 )
-def test_a_checkpoint_goes_on_in_another_layout(two, alone, scenario):
-    require_rest(alone("whole"), two(scenario)[0])
+def test_a_checkpoint_goes_on_in_another_layout(request, alone, ranks, scenario):
+    require_rest(alone("whole"), request.getfixturevalue(ranks)(scenario)[0])
 
 
-def test_one_process_goes_on_with_what_two_that_share_matrices_saved(two, alone, model, folder):
-    two("saved_file")
-    path = checkpoint_of(folder / "saved_file", "iteration_2.ckpt")
-    require_rest(alone("whole"), gone_on(str(model), folder / "alone" / "rest", "auto", path))
+@pytest.mark.parametrize(("ranks", "scenario"), [("two", "saved_file"), ("four", "four_file")])
+def test_one_process_goes_on_with_what_others_saved(request, alone, model, folder, ranks, scenario):
+    request.getfixturevalue(ranks)(scenario)
+    path = checkpoint_of(folder / scenario, "iteration_2.ckpt")
+    where = folder / "alone" / f"rest_of_{scenario}"
+    require_rest(alone("whole"), gone_on(str(model), where, "auto", path))
 
 
 def require_rest(whole: dict[str, Any], rest: dict[str, Any]) -> None:
@@ -108,3 +138,22 @@ def require_rest(whole: dict[str, Any], rest: dict[str, Any]) -> None:
     assert len(rest["rollouts"]) == 2
     for expected, row in zip(whole["rows"][-2:], rest["rows"][-2:], strict=True):
         assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
+
+
+def test_a_rank_never_holds_the_whole_model(two):
+    """Rank 0 reads it; the other gets its parts of policy and reference, one tensor at a time.
+
+    A tensor is scattered over the mesh dimension by dimension, each time with a copy; gloo lets go
+    of these a little sooner or later.
+    """
+    first, second = two("loaded")
+    assert first["whole"] == second["whole"] > 20 * second["largest"]
+    assert first["peak"] < 1.5 * first["whole"]
+    assert second["peak"] < second["whole"] / 2 + 8 * second["largest"]
+
+
+def test_bfloat16_computes_and_float32_is_trained(two):
+    for rank in two("bf16"):
+        assert rank["gathered"] == ["torch.bfloat16"]
+        assert rank["trained"] == ["torch.float32"]  # weights and gradients
+        assert math.isfinite(rank["rows"][-1]["policy/loss"])
