@@ -31,11 +31,14 @@ from lightning_rl.models.preparation import compile_each_layer, disable_dropout
 from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
-from lightning_rl.models.sequence import Scores as Scores, SequenceRanks
+from lightning_rl.models.sequence import PackRanks, Scores as Scores
 from lightning_rl.models.sharding import full_tensor, shape_of
 from lightning_rl.models.soundness import require_embedded
 from lightning_rl.models.stacked import FileNames
+from lightning_rl.models.tensor import TensorRanks, split
+from lightning_rl.models.tensor_limits import require_splittable
 from lightning_rl.models.tokenizer import load_tokenizer
+from lightning_rl.models.vocabulary import WHOLE, SplitVocabulary, Vocabulary
 from lightning_rl.run.dist import rank, world_size
 from lightning_rl.vision.batch import NAME as PICTURES, with_sight
 from lightning_rl.vision.embedding import scored_states
@@ -87,8 +90,11 @@ class Policy(nn.Module):
             )
         self.lm = load_lm(model, random_init, loading, quantization) if lm is None else lm
         self.lora = lora
-        self.sequence: SequenceRanks | None = None
+        self.sequence: PackRanks | None = None
         """Ranks that compute packs together with this one; None: it computes its own."""
+        self.tensor: TensorRanks | None = None
+        """Ranks that have its matrices together with this one; None: it has all of them."""
+        self.vocabulary: Vocabulary = WHOLE
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = end_tokens(self.tokenizer, self.lm.config)
@@ -117,8 +123,22 @@ class Policy(nn.Module):
             reader = self.reader
             compile_each_layer(self.lm if reader is None else reader.family.language_model(self.lm))
 
-    def share_packs(self, ranks: int) -> None:
-        """Compute packs together with as many neighbouring ranks, from now on; all ranks call it.
+    def split(self, ranks: TensorRanks) -> None:
+        """Keep this rank's part of the matrices only (:mod:`lightning_rl.models.tensor`).
+
+        Raises:
+            ConfigError: if the ranks cannot share them.
+        """
+        require_splittable(self.lm, self.lora, ranks.size)
+        size = self.lm.get_output_embeddings().weight.shape[0]
+        split(self.lm, ranks)
+        if self.value_head is not None:
+            self.value_head.split(ranks)
+        self.tensor, self.vocabulary = ranks, SplitVocabulary(ranks, size)
+
+    def share_packs(self, ranks: int = 1) -> None:
+        """Compute packs together with as many neighbouring ranks, each with some of the tokens, and
+        with those that have the other matrices; from now on, and all ranks call it.
 
         Raises:
             ConfigError: if the model's tokens, layers or losses cannot be shared so.
@@ -128,7 +148,7 @@ class Policy(nn.Module):
                 f"balance needs the routers' choices for a whole pack, and sequence={ranks} "
                 "leaves them on several processes; leave out balance, or set sequence: 1"
             )
-        self.sequence = SequenceRanks(ranks, self.lm.config)
+        self.sequence = PackRanks(self.lm.config, ranks, self.tensor)
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
@@ -159,6 +179,7 @@ class Policy(nn.Module):
             rollouts["min_p"] if min_p else None,
             penalties_of(pack, layout.live),
             self.cast_lm_head_to_fp32,
+            self.vocabulary,
         )
         values = None
         if self.value_head is not None:

@@ -84,7 +84,7 @@ def scenarios(models: Path) -> dict[str, Callable[[], Any]]:
         def run() -> dict[str, float]:
             policy = policy_of(str(models / family), **WAYS[way])
             with rounding_nothing():
-                return compare_packs(policy, packs(policy, sees))
+                return compare_packs(policy, "sequence", packs(policy, sees))
 
         return run
 
