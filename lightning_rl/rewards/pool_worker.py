@@ -94,7 +94,7 @@ class Server:
         """First load the function, and say ``{}`` or ``{"error": reason}``."""
         try:
             function = pickle.loads(self.connection.recv_bytes())
-            if "pictures" in inspect.signature(function).parameters:
+            if {"pictures", "images"} & inspect.signature(function).parameters.keys():
                 import_module("lightning_rl.vision.decoded")  # here, not in each process anew
         except Exception as error:  # importing a user's module may raise anything; it is sent on
             self.connection.send_bytes(_json(error=_describe(error)))

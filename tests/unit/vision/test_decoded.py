@@ -60,6 +60,19 @@ def test_a_reward_asks_for_them_by_name():
     assert grade(others, groups()) == [[1.0, 1.0], [1.0]]
 
 
+def test_a_reward_of_trl_gets_the_prompts_images():
+    def width(completions, images, **kwargs):
+        return [float(sum(image.width for image in shown)) for shown in images]
+
+    def own(images):
+        return [float(len(images[0]))]
+
+    assert grade(width, [[rollout([ONE, OTHER], [LATER])]]) == [[64.0]]
+    given = rollout([ONE])
+    given.prompt.columns["images"] = "four"  # a column of the data set
+    assert grade(own, [[given]]) == [[4.0]]
+
+
 def test_one_that_is_not_looked_at_is_not_decoded(monkeypatch):
     def count(pictures):
         return [float(len(images)) for images in pictures]
