@@ -15,6 +15,9 @@ third of these programs are killed too, between their calls.
 
 With ``--quantization NF4`` a LoRA is trained, whose frozen base is packed in few bits.
 
+With ``--pictures`` a tiny model that sees is trained, its tower too, on questions about pictures,
+and a reward looks at them.
+
 With ``--collector AsyncCollector`` runs are not repeatable, so other things are checked: that every
 prompt that was drawn was trained on exactly once or is still waiting in the last checkpoint, and
 that no token was staler than allowed.
@@ -33,17 +36,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from PIL.Image import Image
 
 from benchmarks import forked
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.rollout import Message, as_text
+from lightning_rl.vision.loading import decode
 from recipes.sort_digits.prepare import prepare
+from tests.support.tiny_vision import picture, save_vision_model
 
 ITERATIONS, PER_EPOCH, GROUPS, GROUP_SIZE = 6, 3, 4, 4
 STAGES = ("collect", "backward", "between_steps", "save", "epoch_end", "any")
@@ -213,6 +220,36 @@ def with_killed_programs(config: dict[str, Any], out: Path) -> dict[str, Any]:
     return changed
 
 
+def prepare_pictures(folder: Path) -> None:
+    """A tiny model that sees, and questions about pictures of three sizes."""
+    save_vision_model(folder / "model", "qwen3_vl")
+    for name, seeds in (("train", range(16)), ("heldout", range(16, 20))):
+        lines = []
+        for seed in seeds:
+            decode(picture(seed, 32 + 16 * (seed % 3))).save(folder / f"{seed}.png")
+            parts = [{"type": "image", "image": f"{seed}.png"}, {"type": "text", "text": "What?"}]
+            lines.append(json.dumps({"prompt": [{"role": "user", "content": parts}]}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def with_pictures(config: dict[str, Any]) -> dict[str, Any]:
+    """The same run, on them; all that sees is trained."""
+    changed: dict[str, Any] = json.loads(json.dumps(config))
+    vision = {"train_tower": True, "train_projector": True, "tower_lr": 1e-4}
+    changed["model"]["init_args"]["vision"] = vision
+    changed["data"]["init_args"]["rewards"] = ["benchmarks.kill.even_and_bright"]
+    return changed
+
+
+def even_and_bright(
+    completion_ids: list[list[int]], pictures: list[Sequence[Image]]
+) -> list[float]:
+    """A reward that an untrained model earns, and that depends on what it saw."""
+    light = [images[0].convert("L").getpixel((9, 9)) / 255 for images in pictures]  # type: ignore[operator]
+    even = [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+    return [share * bright for share, bright in zip(even, light, strict=True)]
+
+
 def run_command(config: dict[str, Any], out: Path, *options: str) -> int:
     """``lightning-rl fit --ckpt_path last`` in a process of its own; its exit status."""
     out.mkdir(parents=True, exist_ok=True)
@@ -334,6 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quantization", choices=["NF4", "Int8"], help="train a LoRA whose base is in few bits"
     )
+    parser.add_argument("--pictures", action="store_true", help="train a model that sees")
     parser.add_argument("--keep", type=Path, help="a folder for the runs (default: deleted)")
     options = parser.parse_args(arguments)
     out = options.keep or Path(tempfile.mkdtemp(prefix="kill_"))
@@ -346,7 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, out: Path) -> int:
     """Run everything, print the table; 0 if all points are equal."""
-    prepare(out / "data")
+    (prepare_pictures if options.pictures else prepare)(out / "data")
 
     def config(name: str) -> dict[str, Any]:
         made = configuration(
@@ -357,6 +395,7 @@ def measure(options: argparse.Namespace, out: Path) -> int:
             options.program,
             options.quantization,
         )
+        made = with_pictures(made) if options.pictures else made
         killed = options.program and name != "whole"
         return with_killed_programs(made, out / name) if killed else made
 
@@ -383,7 +422,7 @@ def measure(options: argparse.Namespace, out: Path) -> int:
         if not found and options.keep is None:
             shutil.rmtree(out / name)
     result = {"points": options.points, "equal": equal, "collector": options.collector,
-              "engine": options.engine, "program": options.program,
+              "engine": options.engine, "program": options.program, "pictures": options.pictures,
               "seed": options.seed}  # fmt: skip
     print(json.dumps(result))
     return 0 if equal == options.points else 1

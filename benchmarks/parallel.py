@@ -2,19 +2,22 @@
 
     python -m benchmarks.parallel [--ranks 2 4] [--save]
 
-``ShardedStrategy(sequence=n)`` for tiny random models of two kinds, over gloo, in float64. Of each
-feature: the largest difference of scores (logprobs, entropies, values) and, relative to the largest
-gradient, of gradients, between packs that one process computes and those that n compute together.
-Each rank has packs of its own, with shared prompts, tokens that nobody wrote, and penalties; in
-``one_silent`` a rank has nothing to train on. Then, of one rollout in float32: bytes that autograd
-keeps on a rank, against what ``lightning-rl check`` plans, and bytes that a rank sends in both
-passes, against the formula of Ulysses.
+``ShardedStrategy(sequence=n)``, ``tensor=2`` and both, for tiny random models of two kinds, over
+gloo, in float64. Of each feature: the largest difference of scores (logprobs, entropies, values)
+and, relative to the largest gradient, of gradients, between packs that one process computes and
+those that several compute together. Each rank has packs of its own, with shared prompts, tokens
+that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to train on. Then, in
+float32, of one rollout: bytes that autograd keeps on a rank, against what ``lightning-rl check``
+plans, and bytes that a rank sends in both passes, against the formulas of Ulysses and Megatron-LM.
+And of a whole update: the most that a rank has allocated at a time, against the plan.
 
-The last line is JSON: ``layouts``, how many (feature, processes) were compared; ``equal``, how many
-of them are within 1e-11; ``max_difference``; ``memory_plan_error``, the largest of any layout.
+The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;
+``equal``, how many of them are within 1e-11; ``max_difference``; ``memory_plan_error``, the largest
+of any layout.
 """
 
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,22 @@ KINDS = {
 CLOSE = 1e-11
 
 
+def layouts_of(ranks: int) -> list[str]:
+    """Those for so many processes."""
+    return ["sequence", "tensor", *(["both"] if ranks >= 4 else [])]
+
+
 def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]:
     """Of a model on so many ranks: what each scenario found, the largest of all ranks."""
     kind, heads = KINDS[name]
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
     save_random_model(folder / "model", make_tokenizer(), kind, **sizes, **heads)
-    results = run_two("benchmarks.parallel_ranks", folder / "model", folder, ranks=ranks)
+    wanted = [
+        f"{layout}_{what}" for layout in layouts_of(ranks) for what in (*FEATURES, "kept", "peak")
+    ]
+    results = run_two("benchmarks.parallel_ranks", folder / "model", folder, *wanted, ranks=ranks)
     found = {}
-    for scenario in (*FEATURES, "kept"):
+    for scenario in wanted:
         rows = results(scenario)
         found[scenario] = {key: max(row[key] for row in rows) for key in rows[0]}
     return found
@@ -52,22 +63,27 @@ def main() -> None:
     arguments = parser.parse_args()
     off: dict[str, float] = {}
     plan: dict[str, float] = {}
-    print(f"{'model':<8}{'ranks':<7}{'feature':<12}{'scores':>10}{'gradients':>11}")
-    for name in KINDS:
-        for ranks in arguments.ranks:
-            with tempfile.TemporaryDirectory() as folder:
-                found = measured(name, ranks, Path(folder))
+    print(f"{'model':<8}{'ranks':<7}{'layout':<10}{'feature':<12}{'scores':>10}{'gradients':>11}")
+    for name, ranks in product(KINDS, arguments.ranks):
+        with tempfile.TemporaryDirectory() as folder:
+            found = measured(name, ranks, Path(folder))
+        for layout in layouts_of(ranks):
+            begin = f"{name:<8}{ranks:<7}{layout:<10}"
             for feature in FEATURES:
-                row = found[feature]
+                row = found[f"{layout}_{feature}"]
                 gradients = row["gradients"] / max(1.0, row["gradient"])
-                off[f"{name}/{ranks}/{feature}"] = max(row["scores"], gradients)
-                print(f"{name:<8}{ranks:<7}{feature:<12}{row['scores']:>10.1e}{gradients:>11.1e}")
-            kept = found["kept"]
-            plan[f"{name}/{ranks}"] = abs(kept["planned"] / kept["together"] - 1)
+                off[f"{name}/{ranks}/{layout}/{feature}"] = max(row["scores"], gradients)
+                print(f"{begin}{feature:<12}{row['scores']:>10.1e}{gradients:>11.1e}")
+            kept, peak = found[f"{layout}_kept"], found[f"{layout}_peak"]
+            plan[f"{name}/{ranks}/{layout}/kept"] = abs(kept["planned"] / kept["together"] - 1)
+            plan[f"{name}/{ranks}/{layout}/peak"] = abs(peak["planned"] / peak["measured"] - 1)
             print(
-                f"{name:<8}{ranks:<7}a rollout: {kept['together']:,.0f} bytes kept, planned "
-                f"{kept['planned']:,.0f}; {kept['sent']:,.0f} sent, formula "
-                f"{kept['formula']:,.0f}"
+                f"{begin}a rollout: {kept['together']:,.0f} bytes kept, planned "
+                f"{kept['planned']:,.0f}; {kept['sent']:,.0f} sent, formula {kept['formula']:,.0f}"
+            )
+            print(
+                f"{begin}an update: {peak['measured']:,.0f} bytes at most, planned "
+                f"{peak['planned']:,.0f}"
             )
     result = {
         "layouts": len(off),

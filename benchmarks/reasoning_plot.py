@@ -30,7 +30,7 @@ def _curves(axes: Axes, runs: list[dict[str, Any]], tasks: int) -> None:
     for run, color in zip(runs, SEEDS, strict=False):
         label = f"seed {run['seed']}"
         axes.plot(run["iterations"], run["accuracy"], ".-", color=color, label=label)
-    axes.set_ylim(0, 1)
+    axes.margins(y=0.4)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False, loc="lower right")

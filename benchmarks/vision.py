@@ -48,8 +48,8 @@ def prompt(policy: Policy, pictures: Sequence[Picture], text: str) -> Prompt:
     return Prompt(text, chat, ids, pictures=list(pictures), places=places)
 
 
-def gap_of(family: str, folder: Path) -> float:
-    """The largest distance of an engine's logprob from the trainer's."""
+def gap_of(family: str, folder: Path) -> dict[str, float]:
+    """The largest distance of an engine's logprob from the trainer's, and the mean."""
     policy = Policy(str(save_vision_model(folder / family, family)))
     shown = [picture(seed, 32 + 16 * (seed % 3), 32) for seed in range(12)]
     prompts = [prompt(policy, shown[n : n + n % 4], f"{n}?") for n in range(12)]
@@ -58,7 +58,8 @@ def gap_of(family: str, folder: Path) -> float:
     engine.start(folder / "skeleton")
     try:
         engine.load_weights(policy.named_weights(), 0)
-        return probe_gap(engine, policy, prompts, 1.0, tokens=12, samples=8).value
+        gap = probe_gap(engine, policy, prompts, 1.0, tokens=12, samples=8)
+        return {"max": gap.value, "mean": gap.mean}
     finally:
         engine.close()
 
@@ -111,7 +112,7 @@ def answered(asked: Prompt, number: int) -> Rollout:
 
 def accuracy() -> dict[str, float | None]:
     """Of the recipe's runs, if they were kept."""
-    kept = RESULTS / "vision_recipe-cpu.json"
+    kept = RESULTS / "vision-recipe-cpu.json"
     found = json.loads(kept.read_text())["result"] if kept.exists() else {}
     return {name: found.get(name) for name in ("accuracy_before", "accuracy_after")}
 
@@ -121,10 +122,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         gaps = {family: gap_of(family, Path(place)) for family in FAMILIES}
         for family, gap in gaps.items():
-            print(f"{family:<14} {gap:.2g} nats")
+            print(f"{family:<14} {gap['max']:.2g} nats at most, {gap['mean']:.2g} on average")
         ratio = shared_ratio(Path(place))
-    result = {"families": list(gaps), "gap_max": max(gaps.values()), "gaps": gaps, **accuracy()}
-    report("vision", result | {"shared_tower_ratio": ratio}, arguments.save)
+    result = {"families": list(gaps), "gap_max": max(gap["max"] for gap in gaps.values())}
+    result |= {"gaps": gaps, **accuracy(), "shared_tower_ratio": ratio}
+    report("vision", result, arguments.save)
 
 
 if __name__ == "__main__":

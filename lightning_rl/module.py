@@ -272,7 +272,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             sequence = getattr(strategy, "sequence", 1)
             for policy in [part for part in self.modules() if isinstance(part, Policy)]:
                 shard(policy, mesh, precision, offload)
-                if sequence > 1:
+                if sequence > 1 or policy.tensor is not None:
                     policy.share_packs(sequence)
 
     def _use_routing(self, policy: Policy) -> None:
@@ -513,7 +513,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
         ranks = self.loaded_policy.sequence
-        budget = self.max_tokens_per_pack * (1 if ranks is None else ranks.size)
+        budget = self.max_tokens_per_pack * (1 if ranks is None else ranks.shares)
         while True:
             if done is None or self.stream is None:
                 self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory

@@ -2,7 +2,7 @@
 
     make gpu-check                                     (or: python -m benchmarks.gpu)
     make gpu-check GPU_PYTHON=python3                  with the machine's own packages, no .venv
-    make gpu-check LIST=1 | ONLY=push | DEVICE=cpu
+    make gpu-check LIST=1 | ONLY=push,sleep | DEVICE=cpu
 
 A line of JSON per check, most important first: its outcome (pass, fail or skipped), figures,
 seconds, and the end of its error. The last line is the summary. No check needs a network.
@@ -30,13 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all checks that ran passed; 1 if one failed, or none ran; 2 if none can."""
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="name the checks, and run none")
-    parser.add_argument("--only", default="", help="those with this in their name")
+    parser.add_argument(
+        "--only", default="", help="those with one of these in their name, by commas"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all together")
     parser.add_argument("--out", type=Path, help="keep the records in this file too")
     parser.add_argument("--scratch", type=Path, help="where the checks' files stay")
     options = parser.parse_args(arguments)
-    checks = [check for check in CHECKS if options.only in check.name]
+    wanted = options.only.split(",")
+    checks = [check for check in CHECKS if any(part in check.name for part in wanted)]
     if options.list:
         print("\n".join(check.name for check in checks))
         return 0

@@ -1,6 +1,6 @@
 """Training as users start it, in every precision; saved, resumed, and done twice."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,16 +8,12 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.kinds import KINDS
 from benchmarks.gpu.made import adamw, model_of, rollouts_of, trainer_of
 from lightning_rl import (
-    GAE,
-    IterablePrompts,
-    LoRA,
     PolicyModule,
     RLDataModule,
     Sampling,
-    SharedValueHead,
-    TransformersEngine,
     WeightSync,
 )
 from lightning_rl.callbacks import RLCallback
@@ -30,9 +26,9 @@ ALWAYS = ("32-true", "bf16-mixed")
 """Precisions that no version of the library refuses."""
 
 
-def zeros_share(completions: list[str], **columns: object) -> list[float]:
-    """Of the digits written; something that a random model can learn."""
-    return [text.count("0") / max(1, len(text)) for text in completions]
+def evens_share(completion_ids: list[list[int]], **columns: object) -> list[float]:
+    """Of the tokens written, how many have an even number; a random model can learn that."""
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 class Watch(RLCallback):
@@ -53,9 +49,12 @@ class Watch(RLCallback):
         self.rows.append(metrics)
 
 
-def fit(bench: Bench, precision: str) -> None:
-    """GRPO, PPO with a critic, and LoRA: two iterations, a checkpoint, two more from there."""
-    for name in ("grpo", "critic", "lora"):
+def fit(bench: Bench, precision: str, kinds: Sequence[str] = ("grpo", "critic", "lora")) -> None:
+    """Of each kind: two iterations, a checkpoint, two more from there."""
+    for name in kinds:
+        if (package := KINDS[name].lacks) is not None:
+            bench.note({name: f"skipped: {package} is not installed"})
+            continue
         with bench.case(name):
             try:
                 _save_and_resume(bench, name, precision)
@@ -110,19 +109,13 @@ def _run(
     bench: Bench, name: str, precision: str, checkpoint: str | None = None
 ) -> tuple[Trainer, Watch]:
     """One epoch, or a second from a checkpoint."""
-    parts: dict[str, dict[str, Any]] = {
-        "grpo": {},
-        "critic": {"advantage": GAE(), "value_head": SharedValueHead(), "minibatches": 2},
-        "lora": {"lora": LoRA(rank=4)},
-    }
+    kind = KINDS[name]
     seed_everything(0, verbose=False)
-    module = PolicyModule(
-        str(model_of(bench, "tiny", weights=True)), optimizer=adamw(3e-3), **parts[name]
-    )
+    module = PolicyModule(str(kind.model(bench)), optimizer=adamw(3e-3), **kind.parts)
     data = RLDataModule(
-        IterablePrompts([{"prompt": f"{i}="} for i in range(100)]),
-        [zeros_share],
-        TransformersEngine(device=bench.device),
+        kind.prompts(),
+        [evens_share],
+        kind.engine(bench),
         sampling=Sampling(max_tokens=6),
         group_size=4,
         groups_per_iteration=4,

@@ -2,11 +2,12 @@
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict
 
 import torch
 
 from benchmarks.gpu.bench import Bench
+from benchmarks.results import version_of
 from lightning_rl.run.machine import cpu_model, driver_gpus, memory_bytes, usable_cores
 
 PACKAGES = [
@@ -36,9 +37,9 @@ def describe(bench: Bench) -> None:
         shm_gib=_free_gib("/dev/shm"),
         python=platform.python_version(),
         cuda=torch.version.cuda,
-        driver=driver_gpus(),
+        driver=[asdict(gpu) for gpu in driver_gpus()],
     )
-    bench.note({name: found for name in PACKAGES if (found := _version(name))})
+    bench.note({name: found for name in PACKAGES if (found := version_of(name))})
     if bench.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         bench.note(
@@ -48,13 +49,6 @@ def describe(bench: Bench) -> None:
             bf16=torch.cuda.is_bf16_supported(),
             tf32=torch.backends.cuda.matmul.allow_tf32,
         )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _free_gib(path: str) -> float | None:

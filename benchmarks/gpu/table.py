@@ -36,6 +36,21 @@ CHECKS = (
     _ours("fit-bf16-mixed", "fits:fit", 90, precision="bf16-mixed"),
     _ours("fit-32-true", "fits:fit", 90, precision="32-true"),
     _ours("fit-bf16-true", "fits:fit", 90, precision="bf16-true"),
+    _ours("fit-quantized", "fits:fit", 90, precision="bf16-mixed", kinds=("nf4", "int8")),
+    _ours(
+        "fit-experts",
+        "fits:fit",
+        90,
+        precision="bf16-mixed",
+        kinds=("experts", "experts-replayed"),
+    ),
+    _ours(
+        "fit-pictures",
+        "fits:fit",
+        120,
+        precision="bf16-mixed",
+        kinds=("qwen2_5_vl", "qwen3_vl", "llava"),
+    ),
     _ours("update-twice", "fits:update_twice", 60),
     # Does the engine hold the trainer's weights, and let go of the memory?
     _with_vllm("engine-memory", "engines:memory", 150),
@@ -43,6 +58,7 @@ CHECKS = (
     _with_vllm("push-untied", "engines:push", 120, tied=False, dtype="bfloat16"),
     _with_vllm("push-float32", "engines:push", 120, tied=True, dtype="float32"),
     _with_vllm("push-in-flight", "engines:push_in_flight", 120),
+    _with_vllm("fit-vllm", "fits:fit", 150, precision="bf16-mixed", kinds=("vllm-lora",)),
     # How long it takes, and in how much memory.
     _ours("update-0.5B", "updates:update", 120, shape="0.5B"),
     _ours("head-chunks", "kernels:head_chunks", 60),

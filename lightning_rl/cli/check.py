@@ -15,7 +15,7 @@ from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.layouts import candidates, compare
 from lightning_rl.cli.parser import card_of
-from lightning_rl.cli.plan import CardPlan, MemoryPlan
+from lightning_rl.cli.plan import CardPlan, MemoryPlan, with_longest_whole
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED, time_iterations
 from lightning_rl.cli.training_plan import largest_model, training_plan
@@ -131,7 +131,8 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         minibatches = max(policy.minibatches for policy in module.policies.values())
         check_groups(data.groups_per_iteration, minibatches, trainer.world_size)
         data.load_prompts("fit")
-        prompts = data.train_prompts.first()
+        each = (prompt for _, prompt in data.train_prompts.numbered())
+        prompts = with_longest_whole(each, data.groups_per_iteration)
         print(_prompts(prompts, data))
         print("".join(_require_monitored(callbacks_of(trainer), data)), end="")
         module.configure_model()

@@ -1,9 +1,10 @@
 """The algebra of a configuration's batches, and the memory that training will take."""
 
 import copy
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import torch
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_rl.cli.plan_parts import one_part, parts_of
 from lightning_rl.data.batch import select
 from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
@@ -18,6 +20,7 @@ from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import quantized_layers
+from lightning_rl.models.tensor import local
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 
 
@@ -99,6 +102,19 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what if number == 1 else plural}"
 
 
+def with_longest_whole(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
+    """All prompts, of which the ``count`` longest have their pictures: those of all may be many."""
+    found: list[Prompt] = []
+    whole: list[tuple[int, int]] = []  # a heap of lengths and places; of equals the last goes first
+    for prompt in prompts:
+        found.append(prompt)
+        heapq.heappush(whole, (len(prompt.token_ids), -len(found)))
+        if len(whole) > count:
+            _, place = heapq.heappop(whole)
+            found[-place - 1] = replace(found[-place - 1], pictures=[], places=[])
+    return found
+
+
 def largest_rollouts(
     prompts: Sequence[Prompt], groups: int, group_size: int, max_tokens: int
 ) -> list[Rollout]:
@@ -133,9 +149,10 @@ class Placement:
     """The way a Trainer computes, and the place where it keeps what it trains.
 
     Weights are shared by ``shards`` processes (FSDP2), 1: each has them whole; with ``cpu_offload``
-    what each has of them is in host memory. ``sequence`` processes compute a pack together.
-    ``device`` is what computes, in Lightning's
-    ``precision``; with ``masters`` weights of 16 bits are trained in copies of 32.
+    what each has of them is in host memory. ``sequence`` processes compute a pack together, and
+    ``tensor`` have matrices together, of which each part has its own ``shards``. ``device`` is what
+    computes, in Lightning's ``precision``; with ``masters`` weights of 16 bits are trained in
+    copies of 32.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -144,6 +161,7 @@ class Placement:
     shards: int = 1
     cpu_offload: bool = False
     sequence: int = 1
+    tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -200,13 +218,18 @@ def training_memory(
     - activations: what autograd keeps for the backward pass, in the dtypes that compute. Measured
       on one group of the pack and scaled by its tokens, for attention and everything else keep
       memory in proportion to them. With gradient checkpointing one layer's come on top. Processes
-      that compute a pack together share them (:func:`shared_activations`).
+      that compute a pack together share them (:func:`shared_activations`). Where matrices are
+      split, all of this is of one process's parts, and measured on them.
     - bfloat16 weights: autocast's copies of whole weights, which autograd keeps as well.
     - logits: two chunks of fp32 logits (:mod:`lightning_rl.models.heads` never holds more).
     - backward: the gradient of the largest parameter, before it is added to the others.
     - an unpacked layer: the largest weight that is kept in few bits, while it is multiplied.
     """
     placement = placement or Placement()
+    if placement.tensor > 1:
+        whole, policy = policy, one_part(policy, placement.tensor)
+        known = parts_of(known, whole, policy)
+        others = [one_part(other, placement.tensor) for other in others]
     true, mixed = (placement.precision == name for name in ("bf16-true", "bf16-mixed"))
     width = 2 if true else 4
     trained = [p for p in policy.parameters() if p.requires_grad]
@@ -217,7 +240,7 @@ def training_memory(
     measured = copy.deepcopy(policy).bfloat16() if true and head.dtype != torch.bfloat16 else policy
     kept, copies = kept_for_backward(measured, sample, mixed)
     kept += _recomputed(measured, sample, mixed)
-    loss_tokens = int(pack["tokens", "loss_mask"].sum())
+    loss_tokens = ceil(int(pack["tokens", "loss_mask"].sum()) / placement.sequence)
     state = {
         "weights": _size((p for p in policy.parameters() if p not in known), width),
         "other models": sum(_size(module.parameters(), width) for module in others),
@@ -236,7 +259,7 @@ def training_memory(
     }
     if packed := [m.in_features * m.out_features for m in quantized_layers(policy).values()]:
         parts["an unpacked layer"] = (2 if true or mixed else 4) * max(packed)
-    if placement.shards > 1:
+    if placement.shards * placement.tensor > 1:  # FSDP2 copies even what one process has whole
         parts["gathered"] = _gathered(policy, 2 if true or mixed else 4)
     elif mixed:
         parts["bfloat16 weights"] = copies + 2 * head.numel()
@@ -263,7 +286,8 @@ def shared_activations(policy: Policy, kept: int, tokens: int, ranks: int, width
     text, layers = policy.lm.config.get_text_config(), _layers(policy)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     outputs = 1 if any(layer.gradient_checkpointing for layer in layers) else len(layers)
-    sent = outputs * text.num_attention_heads * size * width
+    heads = text.num_attention_heads // (1 if policy.tensor is None else policy.tensor.size)
+    sent = outputs * heads * size * width
     return ceil((kept + tokens * sent) / ranks)
 
 
@@ -288,8 +312,9 @@ def kept_for_backward(
 
     The first are in proportion to the tokens. Parameters themselves are not counted.
     """
-    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    shapes = {shape for p in policy.parameters() for shape in (p.shape, p.shape[::-1])}
+    parameters = [local(p) for p in policy.parameters()]
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    shapes = {shape for p in parameters for shape in (p.shape, p.shape[::-1])}
     kept: dict[int, tuple[int, bool]] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -297,7 +322,7 @@ def kept_for_backward(
         if storage.data_ptr() not in own:  # views share a storage, which counts once
             is_weight = bf16_mixed and tensor.dtype == torch.bfloat16 and tensor.shape in shapes
             kept[storage.data_ptr()] = storage.nbytes(), is_weight
-        return tensor
+        return tensor.detach()  # an output that its own graph refers to would never be freed
 
     # As Lightning's autocast is, which caches no copy.
     kind = policy.lm.device.type

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.nn import Parameter
 
 from lightning_rl.callbacks import WeightSync
@@ -139,14 +139,25 @@ class _Learning:
     def _placement(self) -> Placement:
         trainer = self.module.trainer
         strategy = trainer.strategy
+        tensor = tensor_size(strategy)
+        shards = trainer.world_size if isinstance(strategy, ModelParallelStrategy) else 1
         return Placement(
             self.device,
             str(trainer.precision),
             getattr(trainer.precision_plugin, "master_weights", True),
-            trainer.world_size if isinstance(strategy, ModelParallelStrategy) else 1,
+            shards // tensor,
             getattr(strategy, "cpu_offload", False),
             getattr(strategy, "sequence", 1),
+            tensor,
         )
+
+
+def tensor_size(strategy: Strategy) -> int:
+    """How many processes have a model's matrices together under a strategy."""
+    if not isinstance(strategy, ModelParallelStrategy):
+        return 1
+    size = strategy._tensor_parallel_size
+    return strategy.num_processes if size == "auto" else size
 
 
 def _schedule(

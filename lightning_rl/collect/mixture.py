@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, zip_longest
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,6 @@ from lightning_rl.errors import (
 )
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.dist import interleaved
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -166,13 +165,10 @@ class Mixture(PromptDataset):
         self.dropped = sum(one.prompts.dropped for one in self.sets)
         return replace(prompt, set=chosen.name)
 
-    def first(self, count: int | None = None) -> list[Prompt]:
-        """The first ``count`` prompts (all for None), taken from the sets in turn."""
-        found = [
-            [replace(prompt, set=one.name) for prompt in one.prompts.first(count)]
-            for one in self.sets
-        ]
-        return list(islice(interleaved(found), count))
+    def numbered(self) -> Iterator[tuple[int | None, Prompt]]:
+        """The prompts of all sets, taken from these in turn."""
+        rounds = zip_longest(*map(_named, self.sets))
+        return ((None, prompt) for prompt in chain.from_iterable(rounds) if prompt is not None)
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Tell each set of its groups, and the mixing how they were graded."""
@@ -222,6 +218,11 @@ class Mixture(PromptDataset):
         if learned is not None:
             self.mixing.load_state_dict(learned)
         self.dropped = sum(one.prompts.dropped for one in self.sets)
+
+
+def _named(one: PromptSet) -> Iterator[Prompt]:
+    """A set's prompts, which say that they are its own."""
+    return (replace(prompt, set=one.name) for _, prompt in one.prompts.numbered())
 
 
 def _rewards(group: Sequence[Rollout]) -> list[float]:

@@ -168,6 +168,9 @@ class PassRateCurriculum(PromptDataset):
         self.pass_rates = np.full(len(self), 0.5)
         self.pass_rates[state["learned"]] = state["pass_rates"]
 
+    def _upcoming(self) -> Iterable[int]:
+        return ()  # which come depends on how those before are graded
+
     def _next_index(self) -> int:
         if self._free is None:
             free = self.weights()

@@ -1,13 +1,22 @@
 """Pictures of prompts: which columns of a table hold some, and where a row has its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
 from os import PathLike
 from typing import Any
 
 from lightning_rl.rollout import Message, Picture
+from lightning_rl.vision.downloads import Downloads
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
-from lightning_rl.vision.loading import load_picture
-from lightning_rl.vision.messages import has_pictures, pictures_of, require_few, with_sources
+from lightning_rl.vision.loading import is_url, load_picture
+from lightning_rl.vision.messages import (
+    has_pictures,
+    pictures_of,
+    require_few,
+    urls_in,
+    with_sources,
+)
 
 
 def as_stored(features: Any) -> Any:
@@ -57,26 +66,58 @@ class PictureSource:
         self._place = place
 
     def of(
-        self, prompt: str | list[Message], columns: dict[str, Any]
+        self,
+        prompt: str | list[Message],
+        columns: dict[str, Any],
+        later: Iterable[tuple[str | list[Message], Mapping[str, Any]]] = (),
     ) -> tuple[str | list[Message], list[Picture]]:
         """A prompt as templates take it, and its pictures; their column is taken from the others.
+
+        Where they are downloaded, those of rows to come are begun meanwhile.
+
+        Args:
+            prompt: of the row.
+            columns: the row's others.
+            later: both of the rows that are probably drawn next.
 
         Raises:
             PictureError: if one cannot be had, or is beyond a bound.
         """
+        if urls := list(self._urls(prompt, columns)):
+            self._downloads.want(urls, (url for row in later for url in self._urls(*row)))
         sources = _listed(None if self.column is None else columns.pop(self.column, None))
         if isinstance(prompt, str):
             require_few(len(sources), self._limits)
             if not sources:
                 return prompt, []
-            given = self._limits, *self._place()
+            given = self._given
             return prompt, [load_picture(source, *given) for source in sources]
         if sources:
             require_few(len(sources), self._limits)
             prompt = with_sources(prompt, sources)
         if not has_pictures(prompt):
             return prompt, []
-        return pictures_of(prompt, self._limits, *self._place())
+        return pictures_of(prompt, *self._given)
+
+    @property
+    def _given(
+        self,
+    ) -> tuple[PictureLimits, str | PathLike[str] | None, PictureAccess, Callable[[str], bytes]]:
+        return self._limits, *self._placed, self._downloads.take
+
+    @cached_property
+    def _placed(self) -> tuple[str | PathLike[str] | None, PictureAccess]:
+        return self._place()
+
+    @cached_property
+    def _downloads(self) -> Downloads:
+        return Downloads(self._limits, self._placed[1])
+
+    def _urls(self, prompt: str | list[Message], columns: Mapping[str, Any]) -> Iterator[str]:
+        beside = _listed(None if self.column is None else columns.get(self.column))
+        yield from filter(is_url, beside[: self._limits.max_per_prompt])
+        if not isinstance(prompt, str):
+            yield from islice(urls_in(prompt), self._limits.max_per_prompt)
 
 
 def _listed(given: Any) -> Sequence[Any]:

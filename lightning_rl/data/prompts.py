@@ -3,7 +3,8 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from lightning_rl.data.tables import ListTable, Table
 from lightning_rl.errors import ConfigError, DataError, PictureError
 from lightning_rl.rollout import Message, Picture, Prompt, Rollout
 from lightning_rl.run.seeding import permutation, run_seed
+from lightning_rl.vision.downloads import AT_ONCE
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
 from lightning_rl.vision.reader import encode
 
@@ -172,13 +174,19 @@ class PromptDataset(ABC):
 
     def __getitem__(self, index: int) -> Prompt:
         """Row ``index`` as a prompt, tokenised now."""
+        return self._read_prompt(index)
+
+    def _read_prompt(self, index: int, upcoming: Iterable[int] = ()) -> Prompt:
+        """As :meth:`__getitem__`; ``upcoming`` are rows that are probably read next."""
         columns = self._loaded()[index]
         prompt_id = str(columns[self.id_column] if self.id_column else self._number(index))
-        text, pictures = self._pictures.of(columns.pop(self.prompt_column), columns)
+        rows = (self._loaded()[row] for row in upcoming)
+        later = ((row[self.prompt_column], row) for row in rows)
+        text, pictures = self._pictures.of(columns.pop(self.prompt_column), columns, later)
         token_ids, places = self._tokenize(index, text, pictures)
         return Prompt(prompt_id, text, token_ids, columns, pictures=pictures, places=places)
 
-    @property
+    @cached_property
     def _pictures(self) -> PictureSource:
         return PictureSource(self.images_column, self.picture_limits, self.pictures_from)
 
@@ -204,7 +212,7 @@ class PromptDataset(ABC):
         misses = 0
         while len(prompts) < count:
             index = self._next_index()
-            prompt = self._fitting(index)
+            prompt = self._fitting(index, self._upcoming())
             if prompt is not None:
                 prompts.append(prompt)
                 misses = 0
@@ -224,7 +232,11 @@ class PromptDataset(ABC):
         self._cursor += 1
         return int(self._order[self._cursor - 1])
 
-    def _fitting(self, index: int) -> Prompt | None:
+    def _upcoming(self) -> Iterable[int]:
+        """Some of the rows that :meth:`draw` reads next, as far as that is known."""
+        return map(int, self._order[self._cursor : self._cursor + AT_ONCE])
+
+    def _fitting(self, index: int, upcoming: Iterable[int] = ()) -> Prompt | None:
         """Row ``index`` as a prompt; None if it is too long, or lacks a picture.
 
         One that is known to be too long, even without its pictures, is not looked at.
@@ -232,7 +244,7 @@ class PromptDataset(ABC):
         if self._lengths is not None and not self._within(int(self._lengths[index])):
             return None
         try:
-            prompt = self[index]
+            prompt = self._read_prompt(index, upcoming)
         except PictureError as error:
             self._leave_out(index, error)
             return None
@@ -251,14 +263,18 @@ class PromptDataset(ABC):
 
     def first(self, count: int | None = None) -> list[Prompt]:
         """The first ``count`` rows (all for None) that are short enough, in file order."""
-        prompts: list[Prompt] = []
+        return [prompt for _, prompt in islice(self.numbered(), count)]
+
+    def numbered(self) -> Iterator[tuple[int | None, Prompt]]:
+        """Rows that are short enough, one at a time, in file order.
+
+        With each comes the index by which it can be had again; None: it cannot.
+        """
         for index in range(len(self)):
-            if count is not None and len(prompts) == count:
-                break
-            prompt = self._fitting(index)
+            upcoming = range(index + 1, min(index + 1 + AT_ONCE, len(self)))
+            prompt = self._fitting(index, upcoming)
             if prompt is not None:
-                prompts.append(prompt)
-        return prompts
+                yield index, prompt
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Hear of every group of these prompts that was graded, kept or not; here: nothing."""

@@ -1,6 +1,6 @@
 """Prompts of a dataset that is read as it is used, and never whole."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -119,20 +119,18 @@ class HFStreamingPrompts(PromptDataset):
         self._stream.seek(state)
         self._read_block(before)
 
-    def first(self, count: int | None = None) -> list[Prompt]:
-        """The first ``count`` rows (all for None) that are short enough, from a fresh stream."""
+    def numbered(self) -> Iterator[tuple[int | None, Prompt]]:
+        """Rows that are short enough, from a fresh stream."""
         fresh = copy(self)
         fresh.shuffle, fresh._epoch = False, 0
         fresh._open()
-        prompts: list[Prompt] = []
-        while count is None or len(prompts) < count:
+        while True:
             index = fresh._next_index()
             if fresh._epoch:
-                break
-            prompt = fresh._fitting(index)
+                return
+            prompt = fresh._fitting(index, fresh._upcoming())
             if prompt is not None:
-                prompts.append(prompt)
-        return prompts
+                yield None, prompt
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"stream": self._begin, "before": self._before}

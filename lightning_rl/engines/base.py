@@ -58,7 +58,7 @@ def checked(
     expected: Mapping[str, torch.Size],
     engine: str = "the engine",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on, one by one, if they are the engine's.
+    """Pass weights on, one by one, if they are the engine's; also those that a push leaves out.
 
     Raises:
         IncompleteWeightsError: naming one that is unknown, of another shape, or left out.
@@ -218,6 +218,10 @@ class Engine(ABC):
 
         Of several, not each has another version then: they may learn in different iterations.
         """
+
+    keeps_left_out: ClassVar[bool] = False
+    """Whether a push may leave weights out that one before has brought: those of it that are on the
+    ``meta`` device stay as they are."""
 
     @property
     def takes_adapters(self) -> bool:

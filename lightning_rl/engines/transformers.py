@@ -62,6 +62,7 @@ class TransformersEngine(LoRAEngine):
     """
 
     routed_experts = False
+    keeps_left_out = True
 
     def __init__(
         self,
@@ -309,7 +310,8 @@ class TransformersEngine(LoRAEngine):
         held = _held(lm)
         shapes = {name: weight.shape for name, weight in held.items()}
         for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
-            held[name].copy_(weight)
+            if not weight.is_meta:
+                held[name].copy_(weight)
 
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
         if self._lm is None:

@@ -115,12 +115,17 @@ def keep_apart(worker: Any) -> None:
     """Have a worker keep the LoRA of its only policy beside the weights, from now on.
 
     Raises:
-        WeightSyncError: if it was started without ``enable_lora``.
+        WeightSyncError: if it was started without ``enable_lora``, or is too old.
     """
     if getattr(worker.model_runner, "lora_manager", None) is None:
         raise WeightSyncError(
             "this vLLM cannot keep adapters apart; start it with --enable-lora --max-lora-rank of "
             "at least the LoRA's, or set engine adapters: merged"
+        )
+    if not hasattr(worker.model_runner, "reset_lora_state"):
+        raise WeightSyncError(
+            "this vLLM takes no new base weights while a LoRA is kept beside them; install "
+            "vLLM >= 0.28, or set engine adapters: merged"
         )
     model = worker.get_model()
     if policy_adapter(model) is None:  # a server may be used by one run after the other

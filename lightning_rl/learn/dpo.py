@@ -22,7 +22,7 @@ from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.vision.training import Vision
 
 
@@ -167,12 +167,10 @@ class PairDataModule(SFTDataModule):
         super().__init__(train, val, chosen_column, batch_size, seed, chat_template_kwargs)
         self.rejected_column = rejected_column
 
-    def rows(self, prompts: PromptDataset) -> list[Any]:
+    def row(self, prompt: Prompt) -> Any:
+        """A pair of rollouts, the better one first."""
         columns = (self.completion_column, self.rejected_column)
-        return [
-            [supervised_rollout(prompt, column, self._tokenizer) for column in columns]
-            for prompt in prompts.first()
-        ]
+        return [supervised_rollout(prompt, column, self._tokenizer) for column in columns]
 
     @staticmethod
     def collate(rows: list[Any]) -> TensorDict:

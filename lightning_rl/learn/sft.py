@@ -1,5 +1,6 @@
 """Supervised fine-tuning: the warm start before RL, with the same model, packing and head."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,11 +19,12 @@ from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
+from lightning_rl.learn.rows import OfflineRows
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.hooks import named_callbacks
 from lightning_rl.run.openmp import stop_spinning_when_crowded
 from lightning_rl.run.seeding import derived_generator, run_seed
@@ -185,12 +187,13 @@ class SFTDataModule(LightningDataModule):
         rows = self.rows(prompts)
         return DataLoader(rows, self.batch_size, collate_fn=self.collate, **options)  # type: ignore[arg-type]
 
-    def rows(self, prompts: PromptDataset) -> list[Any]:
-        """Rows that batches are made of: one rollout to imitate per row of ``prompts``."""
-        return [
-            supervised_rollout(prompt, self.completion_column, self._tokenizer)
-            for prompt in prompts.first()
-        ]
+    def rows(self, prompts: PromptDataset) -> Sequence[Any]:
+        """What batches are made of: of each row of ``prompts`` what :meth:`row` makes."""
+        return OfflineRows(prompts, self.row)
+
+    def row(self, prompt: Prompt) -> Any:
+        """A rollout to imitate."""
+        return supervised_rollout(prompt, self.completion_column, self._tokenizer)
 
     @staticmethod
     def collate(rows: list[Any]) -> TensorDict:

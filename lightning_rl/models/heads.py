@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from lightning_rl.models.sampling import (
     sampled_by,
     sampled_logits,
 )
+from lightning_rl.models.tensor import TensorRanks, replicate, split
+from lightning_rl.models.vocabulary import WHOLE, Sums, Vocabulary
+from lightning_rl.vision.reader import attention
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
@@ -47,10 +50,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         by: SampledBy,
         dtype: torch.dtype,
+        vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(dtype, torch.float32)
-        logprobs, entropy, lse = (
-            torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(3)
+        sums = Sums(
+            *(torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in Sums._fields)
         )
         states, matrix = hidden.to(dtype), weight.to(dtype)
         offset = None if bias is None else bias.to(dtype)
@@ -61,13 +65,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 )
             top = scaled.amax(-1, keepdim=True)
             exps = (scaled - top).exp_()
-            total = exps.sum(-1)
-            lse[part] = top.squeeze(-1) + total.log()
-            picked = scaled.gather(-1, targets[part, None]).squeeze(-1)
-            logprobs[part] = picked - lse[part]
-            entropy[part] = lse[part] - exps.mul_(scaled).sum(-1) / total
+            sums.top[part], sums.total[part] = top.squeeze(-1), exps.sum(-1)
+            sums.picked[part] = vocabulary.pick(scaled, targets[part])
+            sums.weighted[part] = exps.mul_(scaled).sum(-1)
+        sums = vocabulary.merged(sums)
+        lse = sums.top + sums.total.log()
+        logprobs, entropy = sums.picked - lse, lse - sums.weighted / sums.total
         ctx.save_for_backward(states, weight, bias, targets, lse, entropy)
-        ctx.by, ctx.hidden_dtype = by, hidden.dtype
+        ctx.by, ctx.hidden_dtype, ctx.vocabulary = by, hidden.dtype, vocabulary
         ctx.set_materialize_grads(False)  # an output without a loss has None, and costs nothing
         return logprobs, entropy
 
@@ -75,7 +80,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
         # Autocast's state here is the thread's own: on a GPU not that of the forward pass.
         with _no_autocast(ctx.saved_tensors[0]):
-            return *_ChunkedLogprobs._gradients(ctx, grad_logprobs, grad_entropy), None, None, None
+            gradients = _ChunkedLogprobs._gradients(ctx, grad_logprobs, grad_entropy)
+        return *gradients, None, None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
@@ -101,7 +107,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     slope.add_(grad_logprobs[part, None])
                 grad = slope.mul_(probs).neg_()
             if grad_logprobs is not None:
-                grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
+                ctx.vocabulary.add(grad, targets[part], grad_logprobs[part])
             grad = grad.div_(by.temperature)
             grad = (grad if bend is None else grad.mul_(bend)).to(states.dtype)
             if grad_states is not None:
@@ -111,7 +117,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         if grad_states is not None:
-            grad_states = grad_states.to(ctx.hidden_dtype)
+            grad_states = ctx.vocabulary.summed(grad_states).to(ctx.hidden_dtype)
         return grad_states, grad_weight, grad_bias
 
 
@@ -160,6 +166,7 @@ def token_logprobs(
     min_p: Tensor | None = None,
     penalties: Penalties | None = None,
     fp32: bool = False,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of ``targets`` and entropies, float32, both (M,), of the distribution sampled from.
 
@@ -167,35 +174,51 @@ def token_logprobs(
     sampling (0) is scored at 1, since its own distribution has no gradient. ``top_k`` (0: all) and
     ``top_p`` (1: all) and ``min_p`` (0: all), all (M,), cut the distribution as the engine did;
     where ``no_end`` (M,) is True, ``ends`` could not be sampled (``min_tokens``). With ``fp32``
-    logits are computed in float32, whatever dtype the states have.
+    logits are computed in float32, whatever dtype the states have. ``vocabulary`` says which part
+    of the logits this rank computes.
     """
     by = sampled_by(targets, temperature, top_k, top_p, no_end, ends, min_p, penalties)
-    dtype = _logits_dtype(hidden, fp32)
-    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, by, dtype)
+    by, dtype = vocabulary.settings(by), _logits_dtype(hidden, fp32)
+    weight, bias = vocabulary.matrix(output)
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, by, dtype, vocabulary)
 
 
 class ValueHead(nn.Module, ABC):
     """Predicts the return from each position; built once the policy's body is known."""
 
-    sees: ClassVar[bool] = True
-    """False if it reads tokens by itself, and so knows nothing of pictures among them."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: PreTrainedModel | None = None
+        """What reads tokens, and pictures among them, for it alone; None: the policy's does."""
 
     @abstractmethod
     def configure(self, body: PreTrainedModel) -> None:
         """Create the parameters, given the policy's transformer body."""
 
+    def split(self, ranks: TensorRanks) -> None:
+        """Share its weights with ranks that share the policy's; unless it says otherwise, each has
+        all of them."""
+        replicate(self, ranks)
+
     @abstractmethod
     def forward(self, hidden: Tensor, layout: PackLayout) -> Tensor:
-        """Values (M,) of the states that predict the live tokens; ``hidden`` (S, D)."""
+        """Values (M,) of the states that predict the live tokens.
+
+        ``hidden`` (S, D) are the last states of its ``body``, or of the policy's.
+        """
 
 
 def _load_body(model: str) -> PreTrainedModel:
     if without_weights():
         return skeleton(AutoConfig.from_pretrained(model), PLAIN, ATTENTION, AutoModel).train()
     try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         with torch.device("cpu"):  # transformers needs accelerate to load to another
             body = AutoModel.from_pretrained(
-                model, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+                model,
+                dtype=torch.float32,
+                attn_implementation=attention(config, ATTENTION),
+                trust_remote_code=False,
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"value_head model={model!r} cannot be loaded: {error}") from error
@@ -234,14 +257,12 @@ class SharedValueHead(ValueHead):
 
 @configurable(model=model_of)
 class SeparateValueHead(ValueHead):
-    """A critic with its own body, which reads texts only.
+    """A critic with its own body, which reads what the policy's does.
 
     Args:
         model: directory or hub name to start it from, with the same tokenizer; None: a copy of the
             policy's.
     """
-
-    sees = False
 
     def __init__(self, model: str | None = None) -> None:
         super().__init__()
@@ -257,11 +278,9 @@ class SeparateValueHead(ValueHead):
         self.body = copy.deepcopy(body) if self.model is None else _load_body(self.model)
         self.linear = _zero_linear(body)
 
+    def split(self, ranks: TensorRanks) -> None:
+        split(self.body, ranks)
+        replicate(self.linear, ranks)
+
     def forward(self, hidden: Tensor, layout: PackLayout) -> Tensor:
-        states = self.body(
-            input_ids=layout.input_ids[None],
-            position_ids=layout.position_ids[None],
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state[0, layout.predictors]
-        return at_least_float32(self.linear(states).squeeze(-1))
+        return at_least_float32(self.linear(hidden[layout.predictors]).squeeze(-1))

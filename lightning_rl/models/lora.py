@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -224,6 +224,25 @@ def merged_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if owner in adapted and leaf == "weight":
             weight = _merged(adapted[owner], weight)
         yield name, weight.detach()
+
+
+def divide_frozen(lm: PreTrainedModel) -> tuple[dict[str, nn.Parameter], set[str]]:
+    """Parameters that are neither trained nor adapted, and the names of all other weights.
+
+    Names are those of the model without LoRA. Buffers, and what is kept in few bits, are others.
+    """
+    state, adapted = lm.state_dict(keep_vars=True), adapted_layers(lm)
+    frozen, others = dict[str, nn.Parameter](), set[str]()
+    for full_name, weight in state.items():
+        name = full_name.replace(".base_layer.", ".")
+        trained = weight.requires_grad or name.rpartition(".")[0] in adapted
+        if ".lora_" in name:
+            continue
+        if isinstance(weight, nn.Parameter) and not trained:
+            frozen[name] = weight
+        else:
+            others.add(name)
+    return frozen, others
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:

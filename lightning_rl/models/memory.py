@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rl.data.batch import empty_like, select, with_host
 from lightning_rl.data.splitting import split_packs
 from lightning_rl.errors import PackMemoryError
-from lightning_rl.models.sequence import SequenceRanks, turns
+from lightning_rl.models.sequence import PackRanks, turns
 from lightning_rl.run.dist import world_size
 
 _log = logging.getLogger(__name__)
@@ -25,19 +25,19 @@ def each_pack(
     rows: Tensor,
     max_tokens: int,
     together: bool = False,
-    ranks: SequenceRanks | None = None,
+    ranks: PackRanks | None = None,
 ) -> Iterator[tuple[Tensor, T]]:
     """``call`` on packs of the rollouts ``rows`` (r,) of a batch: the rows of each, and what came.
 
     A pack that does not fit into memory, and all after it, are cut into smaller ones. ``together``:
     all ranks call as often as any has to, since they gather sharded weights. With ``ranks``, which
-    compute each other's packs, a pack may have ``max_tokens`` for each of them.
+    compute each other's packs, a pack may have ``max_tokens`` for each that has some of its tokens.
 
     Raises:
         PackMemoryError: if that does not help, or other ranks cannot take part.
     """
     batch, rows = with_host(batch), rows.cpu()
-    budget = max_tokens * (1 if ranks is None else ranks.size)
+    budget = max_tokens * (1 if ranks is None else ranks.shares)
     packs = [rows[p] for p in split_packs(select(batch, rows), budget)]
     left = rows
     for members in turns(packs, ranks, together):
@@ -63,9 +63,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
 
 
-def smaller_budget(
-    pack: TensorDict, error: RuntimeError, ranks: SequenceRanks | None = None
-) -> int:
+def smaller_budget(pack: TensorDict, error: RuntimeError, ranks: PackRanks | None = None) -> int:
     """Half the forward tokens of a pack that failed: for ``split_packs``, to try again.
 
     Raises:
@@ -75,7 +73,7 @@ def smaller_budget(
     """
     if not is_out_of_memory(error):
         raise error
-    tokens, size = forward_tokens(pack), 1 if ranks is None else ranks.size
+    tokens, size = forward_tokens(pack), 1 if ranks is None else ranks.shares
     count, what = len(pack["rollouts"]), str(error).splitlines()[0]
     if count == 1:
         raise PackMemoryError(

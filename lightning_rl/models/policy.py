@@ -1,6 +1,6 @@
 """The policy: a Hugging Face causal LM that scores packed rollouts."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_rl.models.lora import (
     adapter_weights,
     as_lora,
     base_weights,
+    divide_frozen,
     merged_weights,
 )
 from lightning_rl.models.memory import each_pack
@@ -30,11 +31,14 @@ from lightning_rl.models.preparation import compile_each_layer, disable_dropout
 from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
-from lightning_rl.models.sequence import Scores as Scores, SequenceRanks
-from lightning_rl.models.sharding import full_tensor
+from lightning_rl.models.sequence import PackRanks, Scores as Scores
+from lightning_rl.models.sharding import full_tensor, shape_of
 from lightning_rl.models.soundness import require_embedded
 from lightning_rl.models.stacked import FileNames
+from lightning_rl.models.tensor import TensorRanks, split
+from lightning_rl.models.tensor_limits import require_splittable
 from lightning_rl.models.tokenizer import load_tokenizer
+from lightning_rl.models.vocabulary import WHOLE, SplitVocabulary, Vocabulary
 from lightning_rl.run.dist import rank, world_size
 from lightning_rl.vision.batch import NAME as PICTURES, with_sight
 from lightning_rl.vision.embedding import scored_states
@@ -86,8 +90,11 @@ class Policy(nn.Module):
             )
         self.lm = load_lm(model, random_init, loading, quantization) if lm is None else lm
         self.lora = lora
-        self.sequence: SequenceRanks | None = None
+        self.sequence: PackRanks | None = None
         """Ranks that compute packs together with this one; None: it computes its own."""
+        self.tensor: TensorRanks | None = None
+        """Ranks that have its matrices together with this one; None: it has all of them."""
+        self.vocabulary: Vocabulary = WHOLE
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = end_tokens(self.tokenizer, self.lm.config)
@@ -101,12 +108,11 @@ class Policy(nn.Module):
             self.lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.value_head = value_head
         if value_head is not None:
-            if self.reader is not None and not value_head.sees:
-                raise ConfigError(
-                    f"value_head={type(value_head).__name__} would judge pictures without seeing "
-                    "them; use SharedValueHead, which reads the policy's own states"
-                )
             value_head.configure(self.lm.base_model)
+            if self.vision is not None and value_head.body is not None:
+                assert self.reader is not None
+                self.reader.require_alike(value_head.body, "value_head")
+                self.vision.freeze(type(self.reader.family), value_head.body)
         if lora is not None:
             lora.attach(self.lm, self._adapted())
         self.routing = routing_of(self.lm)
@@ -117,8 +123,22 @@ class Policy(nn.Module):
             reader = self.reader
             compile_each_layer(self.lm if reader is None else reader.family.language_model(self.lm))
 
-    def share_packs(self, ranks: int) -> None:
-        """Compute packs together with as many neighbouring ranks, from now on; all ranks call it.
+    def split(self, ranks: TensorRanks) -> None:
+        """Keep this rank's part of the matrices only (:mod:`lightning_rl.models.tensor`).
+
+        Raises:
+            ConfigError: if the ranks cannot share them.
+        """
+        require_splittable(self.lm, self.lora, ranks.size)
+        size = self.lm.get_output_embeddings().weight.shape[0]
+        split(self.lm, ranks)
+        if self.value_head is not None:
+            self.value_head.split(ranks)
+        self.tensor, self.vocabulary = ranks, SplitVocabulary(ranks, size)
+
+    def share_packs(self, ranks: int = 1) -> None:
+        """Compute packs together with as many neighbouring ranks, each with some of the tokens, and
+        with those that have the other matrices; from now on, and all ranks call it.
 
         Raises:
             ConfigError: if the model's tokens, layers or losses cannot be shared so.
@@ -128,7 +148,7 @@ class Policy(nn.Module):
                 f"balance needs the routers' choices for a whole pack, and sequence={ranks} "
                 "leaves them on several processes; leave out balance, or set sequence: 1"
             )
-        self.sequence = SequenceRanks(ranks, self.lm.config)
+        self.sequence = PackRanks(self.lm.config, ranks, self.tensor)
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
@@ -144,7 +164,7 @@ class Policy(nn.Module):
         if self.routing is not None:
             known = pack["tokens"].get("routed_experts", None) if self.replays else None
             self.routing.begin(None if known is None else known[layout.tokens])
-        hidden = self._states(pack, layout)
+        hidden = self._states(pack, layout, self.lm)
         cuts, min_p = settings_in_use(host_of(pack)["rollouts"])
         rollouts = pack["rollouts"][layout.rows]
         logprobs, entropy = token_logprobs(
@@ -159,16 +179,21 @@ class Policy(nn.Module):
             rollouts["min_p"] if min_p else None,
             penalties_of(pack, layout.live),
             self.cast_lm_head_to_fp32,
+            self.vocabulary,
         )
-        values = None if self.value_head is None else self.value_head(hidden, layout)
+        values = None
+        if self.value_head is not None:
+            if self.value_head.body is not None:
+                hidden = self._states(pack, layout, self.value_head.body)
+            values = self.value_head(hidden, layout)
         heard = None if self.routing is None else self.routing.heard()
         return Scores(layout.live, logprobs, entropy, values, heard)
 
-    def _states(self, pack: TensorDict, layout: PackLayout) -> Tensor:
-        """The body's last states (S, D) of a pack's layout."""
+    def _states(self, pack: TensorDict, layout: PackLayout, lm: PreTrainedModel) -> Tensor:
+        """The last states (S, D) of a model's body, of a pack's layout."""
         if self.reader is not None and ("picture" in pack["tokens"] or world_size() > 1):
-            return scored_states(self.reader, self.lm, pack, layout)
-        states: Tensor = self.lm.base_model(
+            return scored_states(self.reader, lm, pack, layout)
+        states: Tensor = lm.base_model(
             input_ids=layout.input_ids[None],
             position_ids=layout.position_ids[None],
             use_cache=False,
@@ -271,18 +296,27 @@ class Policy(nn.Module):
             groups.append({"params": rest, "lr": self.vision.tower_lr})
         if self.value_head is not None:
             own = {} if value_lr is None else {"lr": value_lr}
-            groups.append({"params": list(self.value_head.parameters())} | own)
+            critic = [p for p in self.value_head.parameters() if p.requires_grad]
+            groups.append({"params": critic} | own)
         return groups
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, left_out: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
         merged. Experts have names of their own, as in files.
 
-        If they are sharded, all ranks have to go through them together.
+        If they are sharded, all ranks have to go through them together. Of ``left_out``, some of
+        :meth:`frozen_weights`, come shapes alone, on the ``meta`` device.
         """
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
-        whole = ((name, full_tensor(weight.detach())) for name, weight in weights)
+        whole = (
+            (name, shape_of(weight) if name in left_out else full_tensor(weight.detach()))
+            for name, weight in weights
+        )
         yield from FileNames(self.lm).each(whole)
+
+    def frozen_weights(self) -> tuple[dict[str, nn.Parameter], set[str]]:
+        """The LM's parameters that are neither trained nor adapted, and the names of all others."""
+        return divide_frozen(self.lm)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LoRA alone: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.

@@ -2,9 +2,10 @@
 
 Each of n ranks embeds and computes 1/n of a pack's tokens. Attention needs all of them: there an
 all-to-all gives each rank 1/n of the heads for every token, and another takes them back (Jacobs et
-al. 2023, arXiv 2309.14509). A pack stays its owner's. The others lend it their devices, for which
-they call the policy at the same time, and hear nothing of it: so losses, advantages, minibatches
-and metrics are what they are without.
+al. 2023, arXiv 2309.14509). A picture is seen by the ranks that have some of its tokens. A pack
+stays its owner's. The others lend it their devices, for which they call the policy at the same
+time, and hear nothing of it: so losses, advantages, minibatches and metrics are what they are
+without.
 
 Activations of a rollout take 1/n of the memory, so it may be n times as long.
 """
@@ -24,7 +25,9 @@ from lightning_rl.data.batch import PackedBatch
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
 from lightning_rl.models.routing import Heard
+from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.run.dist import all_reduce_max
+from lightning_rl.vision.batch import NAME as PICTURES, as_column, sight_in
 
 T = TypeVar("T")
 
@@ -47,39 +50,61 @@ Scorer = Callable[[TensorDict, PackLayout], Scores]
 """Scores those loss tokens of a pack that a layout names."""
 
 
-class SequenceRanks:
+class PackRanks:
     """Neighbouring ranks that compute each other's packs together.
+
+    Each has some of a pack's tokens (``sequence``), or some of the model's matrices (``tensor``,
+    :mod:`lightning_rl.models.tensor`), or both. Also where they share matrices, packs stay their
+    owners': ranks that had the same rollouts would have to agree on which of them collects,
+    records and saves them, and their engines would write everything n times, or all but one idle.
+    So of n ranks that share matrices each learns from all n packs, one after another. Losses are
+    weighted to be averaged over all ranks of the run, and FSDP2 averages over world / n of them,
+    those with the same part of the matrices: it gets 1/n of each gradient.
 
     All ranks of the run make theirs at the same time.
 
     Args:
-        size: how many they are.
         config: of the model.
+        sequence: how many ranks have the tokens of a pack.
+        tensor: ranks that have the matrices; None: each has all of them.
 
     Raises:
-        ConfigError: if it does not divide the number of ranks, or of the model's heads; if the
-            model sees pictures.
+        ConfigError: if they do not divide the number of ranks, or of the model's heads.
     """
 
-    def __init__(self, size: int, config: PretrainedConfig) -> None:
+    def __init__(
+        self, config: PretrainedConfig, sequence: int = 1, tensor: TensorRanks | None = None
+    ) -> None:
         world = dist.get_world_size()
-        if hasattr(config, "vision_config"):
+        self.copies = 1 if tensor is None else tensor.size
+        self.size = sequence * self.copies
+        if world % self.size:
             raise ConfigError(
-                f"sequence={size}: the tokens of a model that sees pictures ({config.model_type}) "
-                "cannot be shared between processes yet; set sequence: 1"
-            )
-        if world % size:
-            raise ConfigError(
-                f"sequence={size} does not divide the run's {world} processes; change it, or "
-                "trainer.devices and num_nodes"
+                f"sequence={sequence} does not divide the run's {world // self.copies} processes; "
+                "change it, or trainer.devices and num_nodes"
             )
         text = config.get_text_config()
         heads = text.num_attention_heads
-        require_heads(size, heads, getattr(text, "num_key_value_heads", None) or heads)
-        self.size = size
+        keys = getattr(text, "num_key_value_heads", None) or heads
+        require_heads(sequence, heads // self.copies, keys // self.copies)
         self.group: Any
-        self.group, _ = dist.new_subgroups(size)
+        self.group, _ = dist.new_subgroups(self.size)
         self.index = dist.get_rank(self.group)
+        self.shares, self.share = sequence, self.index // self.copies
+        self.holders = self.group if self.copies == 1 else self._holders()
+        """Ranks that have this one's part of the matrices, and other tokens of the same packs."""
+
+    def _holders(self) -> Any:
+        if self.shares == 1:
+            return None  # this one alone
+        firsts = range(0, dist.get_world_size(), self.size)
+        groups = [
+            list(range(first + copy, first + self.size, self.copies))
+            for first in firsts
+            for copy in range(self.copies)
+        ]
+        found, _ = dist.new_subgroups_by_enumeration(groups)
+        return found
 
     def scores(self, pack: TensorDict, score: Scorer) -> Scores:
         """Score this rank's pack; all of these ranks call it together, each with its own.
@@ -117,10 +142,10 @@ class SequenceRanks:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logprobs, entropies and values (M,) of one pack, for its owner; for others (0,)."""
         layout = build_layout(pack)
-        share = -(-len(layout.input_ids) // self.size)
-        begin, missing = self.index * share, share * self.size - len(layout.input_ids)
+        share = -(-len(layout.input_ids) // self.shares)
+        begin, missing = self.share * share, share * self.shares - len(layout.input_ids)
         holder = layout.predictors // share
-        own = (holder == self.index).nonzero().squeeze(1)
+        own = (holder == self.share).nonzero().squeeze(1)
         part = slice(begin, begin + share)
         found = score(
             pack,
@@ -132,7 +157,9 @@ class SequenceRanks:
                 live=layout.live[own],
                 rows=layout.rows[own],
                 predictors=layout.predictors[own] - begin,
-                exchange=HeadExchange(self.group, self.size, len(layout.input_ids)),
+                exchange=None
+                if self.shares == 1
+                else HeadExchange(self.holders, self.shares, len(layout.input_ids)),
             ),
         )
         columns = [found.logprobs, found.entropy]
@@ -151,9 +178,13 @@ def _columns(pack: TensorDict) -> TensorDict:
     """What scoring reads of a pack, on the CPU."""
     tokens = pack["tokens"]
     names = [n for n in _SCORED if n in tokens]
-    return PackedBatch(
-        {"tokens": tokens.select(*names).cpu(), "rollouts": pack["rollouts"].cpu()}, batch_size=[]
-    )
+    parts = {"tokens": tokens.select(*names, *sight_in(tokens)).cpu(), **_table(pack)}
+    return PackedBatch({**parts, "rollouts": pack["rollouts"].cpu()}, batch_size=[])
+
+
+def _table(pack: TensorDict) -> dict[str, Any]:
+    """That of its pictures, if it has any."""
+    return {PICTURES: as_column(pack[PICTURES])} if PICTURES in pack else {}
 
 
 def _on(device: torch.device, pack: TensorDict) -> TensorDict:
@@ -161,7 +192,7 @@ def _on(device: torch.device, pack: TensorDict) -> TensorDict:
     if device.type == "cpu":
         return pack
     parts = {name: pack[name].to(device) for name in ("tokens", "rollouts")}
-    return PackedBatch({**parts, "host": pack}, batch_size=[])
+    return PackedBatch({**parts, **_table(pack), "host": pack}, batch_size=[])
 
 
 def require_heads(size: int, query: int, key: int) -> None:
@@ -235,17 +266,19 @@ class _ToOwner(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ranks: SequenceRanks, owner: int, holder: Tensor, own: Tensor, *columns: Tensor
+        ctx: Any, ranks: PackRanks, owner: int, holder: Tensor, own: Tensor, *columns: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.ranks, ctx.owner, ctx.count = ranks, owner, len(holder)
         ctx.like = columns[0]
         ctx.save_for_backward(own)
         ctx.set_materialize_grads(False)
         given = torch.stack(columns)
-        counts = torch.bincount(holder, minlength=ranks.size).tolist()
+        counts = torch.bincount(holder, minlength=ranks.shares).tolist()
         padded = F.pad(given, (0, max(counts) - given.shape[1]))
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=ranks.group)
+        parts = [padded]
+        if ranks.shares > 1:
+            parts = [torch.empty_like(padded) for _ in counts]
+            dist.all_gather(parts, padded, group=ranks.holders)
         if ranks.index != owner:
             return tuple(given[:, :0].unbind())
         ordered = torch.cat([p[:, :n] for p, n in zip(parts, counts, strict=True)], 1)
@@ -261,7 +294,7 @@ class _ToOwner(torch.autograd.Function):
         if ctx.ranks.index == ctx.owner:
             for row, grad in zip(told, grads, strict=True):
                 if grad is not None:
-                    row[:-1], row[-1] = grad, 1.0
+                    row[:-1], row[-1] = grad / ctx.ranks.copies, 1.0
         dist.broadcast(told, group=ctx.ranks.group, group_src=ctx.owner)
         has_any = told[:, -1].tolist()
         found = [row[own] if has else None for row, has in zip(told, has_any, strict=True)]
@@ -269,7 +302,7 @@ class _ToOwner(torch.autograd.Function):
 
 
 def turns(
-    packs: Sequence[T], ranks: SequenceRanks | None, together: bool, least: int = 0
+    packs: Sequence[T], ranks: PackRanks | None, together: bool, least: int = 0
 ) -> Iterator[T | None]:
     """Own packs as they are due; None where this rank lends its device, or only keeps step.
 

@@ -1,9 +1,10 @@
 """Weights sharded over ranks (FSDP2), for models that are too large for one device to train."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -23,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.run.dist import every_rank, rank, take_from_rank_zero
 
 
@@ -50,6 +52,13 @@ def read_by_rank_zero() -> Iterator[None]:
         yield
 
 
+class Shardable(Protocol):
+    """A module that ranks can have together."""
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Keep this rank's part of its matrices only, as DTensors."""
+
+
 def shard(
     module: nn.Module, mesh: DeviceMesh, precision: str = "32-true", cpu_offload: bool = False
 ) -> None:
@@ -57,33 +66,34 @@ def shard(
 
     Each transformer layer is gathered when it computes, the rest while ``module`` does. All ranks
     start from rank 0's parameters and buffers, one at a time, so that no other ever holds more than
-    its shards and the largest. From then on a forward pass takes all ranks.
+    its shards and the largest. From then on a forward pass takes all ranks. Where the mesh splits
+    tensors too, the module splits itself before, and each part is sharded.
 
     Args:
         module: with its weights on rank 0; on others maybe on the meta device.
-        mesh: of data-parallel ranks, and of one tensor-parallel rank.
+        mesh: of data-parallel times tensor-parallel ranks.
         precision: of the Trainer.
         cpu_offload: keep shards, gradients and the optimizer's state in host memory.
 
     Raises:
-        ConfigError: if the mesh splits tensors too.
+        ConfigError: if the module cannot be split.
     """
     data, tensor = mesh["data_parallel"], mesh["tensor_parallel"]
-    if tensor.size() > 1:
-        raise ConfigError(
-            f"tensor_parallel_size={tensor.size()} is not supported; in the strategy set "
-            f"data_parallel_size: {mesh.size()} and tensor_parallel_size: 1"
-        )
     offload = CPUOffloadPolicy(torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     policies: dict[str, Any] = {"mp_policy": mixed_precision(precision), "offload_policy": offload}
     named = (*module.named_parameters(), *module.named_buffers())
     tensors = {name: tensor.detach() for name, tensor in named}
     _keep_shapes(module)
+    if tensor.size() > 1:
+        cast(Shardable, module).split(TensorRanks(tensor))
+        # Whoever gathers a tensor is told by torch that two steps, along one dimension of the mesh
+        # and then the other, could be one. All ranks take them in the same order.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             fully_shard(layer, mesh=data, **policies)
     fully_shard(module, mesh=data, **policies)
-    _scatter(module, tensors, data, cpu_offload)
+    _scatter(module, tensors, _device_of(mesh), cpu_offload)
     module.register_forward_hook(_reshard_after_scoring)
 
 
@@ -116,10 +126,9 @@ def _keep_shapes(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _scatter(
-    module: nn.Module, tensors: dict[str, Tensor], mesh: DeviceMesh, cpu_offload: bool
+    module: nn.Module, tensors: dict[str, Tensor], device: torch.device, cpu_offload: bool
 ) -> None:
     """Scatter rank 0's tensors, and forget each when it is done."""
-    device = _device_of(mesh)
     module.to_empty(device="cpu" if cpu_offload else device)
 
     def on_device(name: str) -> Tensor:
@@ -128,7 +137,8 @@ def _scatter(
 
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
-        scattered = distribute_tensor(on_device(name), mesh, parameter.placements)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        scattered = distribute_tensor(on_device(name), mesh, placements)
         parameter.to_local().copy_(scattered.to_local())
     for name, _ in list(module.named_buffers()):
         buffer = on_device(name)
@@ -156,12 +166,17 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def shape_of(tensor: Tensor) -> Tensor:
+    """A sharded tensor, or any other, in full, but without its numbers: on the ``meta`` device."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 @configurable
 class ShardedStrategy(ModelParallelStrategy):
     """Weights, gradients and optimizer state are sharded over all processes (FSDP2).
 
-    What ``ModelParallelStrategy`` does with as many data-parallel processes as there are; it can be
-    used as well, except for ``cpu_offload``. With ``precision: bf16-mixed`` weights are gathered in
+    What ``ModelParallelStrategy`` does, which can be used as well, except for ``cpu_offload`` and
+    ``sequence``. With ``precision: bf16-mixed`` weights are gathered in
     bfloat16, gradients summed and weights trained in float32.
 
     Args:
@@ -170,32 +185,44 @@ class ShardedStrategy(ModelParallelStrategy):
         sequence: processes that compute each pack together, each its share of the tokens, for
             rollouts whose activations do not fit on one device; a divisor of the number of
             processes and of the model's attention heads.
+        tensor: processes that have each layer's matrices together, and compute each pack together,
+            for models whose layers do not fit on one device; a divisor of the number of processes,
+            of the model's attention and key-value heads, of its MLPs' width and its vocabulary.
         save_distributed_checkpoint: each process writes its share into a folder; False: rank 0
             writes one file.
         timeout: of collectives.
 
     Raises:
-        ConfigError: for a ``sequence`` below 1.
+        ConfigError: for a ``sequence`` or ``tensor`` below 1, or one that does not divide the
+            number of processes.
     """
 
     def __init__(
         self,
         cpu_offload: bool = False,
         sequence: int = 1,
+        tensor: int = 1,
         save_distributed_checkpoint: bool = False,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(
-            tensor_parallel_size=1,
+            tensor_parallel_size=tensor,
             save_distributed_checkpoint=save_distributed_checkpoint,
             timeout=timeout,
         )
-        require_at_least(1, sequence=sequence)
+        require_at_least(1, sequence=sequence, tensor=tensor)
         self.cpu_offload = cpu_offload
         self.sequence = sequence
+        self.tensor = tensor
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        world = self.num_nodes * self.num_processes
+        if world % self.tensor:
+            raise ConfigError(
+                f"tensor={self.tensor} does not divide the run's {world} processes; change it, or "
+                "trainer.devices and num_nodes"
+            )
+        self._data_parallel_size = world // self.tensor
         if self.cpu_offload and self.root_device.type == "cuda":
             # Norms and gathered weights of offloaded parameters travel by gloo.
             self._process_group_backend = "cpu:gloo,cuda:nccl"

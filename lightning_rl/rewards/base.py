@@ -22,6 +22,7 @@ from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
 from lightning_rl.rollout import Rollout, RolloutStatus
 from lightning_rl.run.loop import note_progress, run_async
+from lightning_rl.vision.decoded import DecodedPictures, seen_in
 
 _Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
 
@@ -209,11 +210,16 @@ class Rewards:
         for column in dict.fromkeys(name for r in rollouts for name in r.prompt.columns):
             values = [_own(r.prompt.columns.get(column)) for r in rollouts]
             available.setdefault(column, values)
-        # Only what the function has parameters for, unless it takes ``**kwargs``.
+        # Only what the function has parameters for, unless it takes ``**kwargs``; pictures are much
+        # to send to another process, for who does not look at them.
         parameters = inspect.signature(function).parameters.values()
+        names = {p.name for p in parameters}
+        if "pictures" in names:
+            available["pictures"] = [seen_in(r) for r in rollouts]
+        if "images" in names:
+            available.setdefault("images", [DecodedPictures(r.prompt.pictures) for r in rollouts])
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             return available
-        names = {p.name for p in parameters}
         return {name: value for name, value in available.items() if name in names}
 
 

@@ -79,7 +79,8 @@ RewardFunction = Callable[..., list[Any]]
 
 It gets one group at a time, unless :func:`batch_reward` marks it. Besides the dataset's columns it
 may ask by name for ``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]),
-``environment_rewards`` (list[float | None]), ``group_ids`` (list[str]) and, as in TRL, for
+``environment_rewards`` (list[float | None]), ``group_ids`` (list[str]), ``pictures`` (a sequence of
+PIL images for each completion) and, as in TRL, for ``images`` (of the prompt alone),
 ``trainer_state`` (a :class:`~.log.TrainerState`), ``log_extra(column, values)`` and
 ``log_metric(name, value)``. ``None`` in what it returns means that this reward does not apply to
 that completion, a :class:`RewardFailure` that it could not be graded. In place of a number it may

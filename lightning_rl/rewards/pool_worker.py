@@ -5,6 +5,7 @@ Results come back as JSON, never as a pickle: whoever unpickles runs what the se
 """
 
 import contextlib
+import inspect
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import select
 import shutil
 import tempfile
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -92,6 +94,8 @@ class Server:
         """First load the function, and say ``{}`` or ``{"error": reason}``."""
         try:
             function = pickle.loads(self.connection.recv_bytes())
+            if {"pictures", "images"} & inspect.signature(function).parameters.keys():
+                import_module("lightning_rl.vision.decoded")  # here, not in each process anew
         except Exception as error:  # importing a user's module may raise anything; it is sent on
             self.connection.send_bytes(_json(error=_describe(error)))
             return

@@ -14,6 +14,7 @@ from lightning_rl.engines.lora import divide
 from lightning_rl.errors import ConfigError, WeightSyncError, WrongWeightsError
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import merged, seen_apart, weights_apart
+from lightning_rl.sync.frozen import FrozenWeights
 from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.stream import Weights
 
@@ -192,7 +193,7 @@ def by_reference(weights: Weights, version: int) -> Weights:
 
 
 class InProcess(WeightTransport):
-    """All weights, a LoRA merged into them.
+    """All weights, a LoRA merged into them; frozen ones once, where the engine keeps them.
 
     Args:
         engine: that takes them.
@@ -201,9 +202,18 @@ class InProcess(WeightTransport):
 
     def __init__(self, engine: Engine, passage: Passage = by_reference) -> None:
         self.engine, self.passage = engine, passage
+        self._frozen = FrozenWeights()
+        self._pushed: int | None = None
+
+    def weights_of(self, policy: "Policy") -> Weights:
+        engine = self.engine
+        kept = engine.keeps_left_out and self.passage is by_reference  # what is staged is whole
+        holds = kept and engine.version == self._pushed
+        return self._frozen.weights_of(policy, drives_engine(engine) and not holds)
 
     def push(self, weights: Weights, version: int) -> None:
         self.engine.load_weights(self.passage(weights, version), version)
+        self._pushed = version
 
 
 class AdaptersInProcess(InProcess):

@@ -243,7 +243,7 @@ class CollectiveTransport(StagedTransport):
         timeout_s: for meeting, for each step of a push, and each bucket.
     """
 
-    stages_in_memory = True
+    stages_in_memory = leaves_out = True
     reaches = (ReplicatedEngine,)
     instead = "it is in the trainer's own process: use MemoryTransport or CheckpointTransport"
 

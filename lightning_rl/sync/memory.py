@@ -40,11 +40,14 @@ class BufferLayout:
     def copy_changed(self, flat: Tensor, everything: bool) -> list[str]:
         """Write to ``flat``, casting, what differs from what it holds.
 
-        Returns the names of all weights in units that changed; ``everything``: of all.
+        Returns the names of all weights in units that changed; ``everything``: of all but those
+        left out of the push, which ``flat`` holds.
         """
         changed: set[str] = set()
         for (name, weight), start in zip(self.weights, self.starts, strict=True):
             held = flat[start : start + weight.numel()].view(weight.shape)
+            if weight.is_meta:
+                continue
             if everything or not torch.equal(held, weight.to(held)):
                 held.copy_(weight)
                 changed.add(unit_of(name))
@@ -103,7 +106,7 @@ def fill_buffers(
         changed = layout.copy_changed(flat, everything=not weights.changed_only)
         bucket: Bucket = {"slot": slot, "numel": layout.numel, "tensors": layout.entries()}
         bucket["dtype"] = str(weights.dtype).removeprefix("torch.")
-        yield bucket | {"names": changed if weights.changed_only else None}, flat
+        yield bucket | {"names": None if len(changed) == len(layout.weights) else changed}, flat
 
 
 def unpack(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +165,7 @@ class MemoryTransport(StagedTransport):
         timeout_s: for each step of a push, and each bucket.
     """
 
-    stages_in_memory = True
+    stages_in_memory = leaves_out = True
 
     def __init__(
         self,

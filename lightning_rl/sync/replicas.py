@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from lightning_rl.errors import SyncTimeoutError
 from lightning_rl.run.loop import runtime
 from lightning_rl.sync.adapters import weights_apart
 from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.frozen import FrozenWeights
 from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.stream import Bucket, Weights, WeightStream, streams_of
 
@@ -31,6 +32,7 @@ class Stager(Protocol):
 
     timeout_s: float
     keep_copy: bool
+    leaves_out: ClassVar[bool]
     changed_only: bool
     adapters_only: bool
 
@@ -57,6 +59,8 @@ class ReplicaPush(WeightTransport):
         self._staged: dict[str, list[Bucket]] = {}  # by kind, adapters before their base
         self._kept: int | None = None  # the version of all that is staged, if it is complete
         self._has_base = False
+        self._frozen = FrozenWeights()
+        self._leaves_out = False  # in the push that comes
         self._sent: SentWeights | None = None
         # A restarted replica is filled from another thread than the trainer's.
         self._exclusive = threading.RLock()
@@ -64,7 +68,10 @@ class ReplicaPush(WeightTransport):
 
     def weights_of(self, policy: "Policy") -> Weights:
         if not self._adapters_alone:
-            return super().weights_of(policy)
+            # Frozen weights are in the copy, from which also a restarted replica has them.
+            self._leaves_out = self.transport.leaves_out and self._kept is not None
+            owed = drives_engine(self.engine) and not self._leaves_out
+            return self._frozen.weights_of(policy, owed)
         # Without a copy of the base it goes along each time: a replica may have been restarted.
         owes_base = not (self._has_base and self.transport.keep_copy)
         return weights_apart(policy, drives_engine(self.engine) and owes_base)
@@ -80,10 +87,9 @@ class ReplicaPush(WeightTransport):
     def push(self, weights: Weights, version: int) -> None:
         transport = self.transport
         with self._exclusive, self.engine.taking_weights(version) as replicas:
-            complete = not (transport.changed_only or self._adapters_alone) or any(
-                replica.version != self._kept for replica in replicas
-            )
-            self._kept = None
+            some = transport.changed_only or self._adapters_alone or self._leaves_out
+            complete = not some or any(replica.version != self._kept for replica in replicas)
+            self._kept, self._leaves_out = None, False
             buckets = self._stage_all(weights, version, complete)
             left = self._deliver(replicas, buckets, version, complete)
             for replica in left:
@@ -123,19 +129,20 @@ class ReplicaPush(WeightTransport):
         kinds = []
         for stream in streams_of(weights, self.engine.shapes, dtype, version, changed_only):
             kinds.append(stream.kind)
-            yield from self._stage_kind(stream)
+            yield from self._stage_kind(stream, complete)
         if "base" in kinds:
             self._has_base = True
         elif complete and "adapters" in kinds:
             yield from self._staged["base"]
 
-    def _stage_kind(self, weights: WeightStream) -> Iterator[Bucket]:
-        """Note what is staged; pass on what differs."""
+    def _stage_kind(self, weights: WeightStream, complete: bool) -> Iterator[Bucket]:
+        """Note what is staged; pass on what differs, or all."""
         staged = self._staged[weights.kind] = []
         for bucket in self.transport.stage(weights):
-            staged.append(bucket | {"names": None})
-            if bucket.get("names") != []:
-                yield bucket
+            whole = bucket | {"names": None}
+            staged.append(whole)
+            if complete or bucket.get("names") != []:
+                yield whole if complete else bucket
 
     # ---------------------------------------------------------------- who is told what
 

@@ -22,7 +22,7 @@ class SentWeights:
     """Digests of the weights that an engine was sent last, in the form that it is to hold them.
 
     Weights are read while they are on their way, so that sharded ones are gathered once. What a
-    push leaves out, such as the base of a LoRA, is as the push before brought it.
+    push leaves out, such as the base of a LoRA or what is frozen, is as the push before brought it.
 
     Args:
         clock: counts the seconds of reading and comparing as stage ``digests``.
@@ -43,9 +43,10 @@ class SentWeights:
         # Whoever merges adapters does so in float32.
         of_adapters = own if engine.takes_adapters else torch.float32
         for name, weight in weights:
-            with self._clock("digests"):
-                dtype = of_adapters if is_adapter(name) else own
-                digester.add(name, weight.detach().to(dtype))
+            if not weight.is_meta:
+                with self._clock("digests"):
+                    dtype = of_adapters if is_adapter(name) else own
+                    digester.add(name, weight.detach().to(dtype))
             yield name, weight
         with self._clock("digests"):
             if version != self.version:

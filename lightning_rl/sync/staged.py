@@ -36,6 +36,9 @@ class StagedTransport(RoutedTransport):
 
     stages_in_memory: ClassVar[bool] = False
     """Whether buckets that stay are in the host's memory."""
+    leaves_out: ClassVar[bool] = False
+    """Whether :meth:`stage` takes a weight on the ``meta`` device for one that it has staged
+    before, and that is frozen; False: it gets all weights each time."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ or kept beside them.
 """
 
 import hmac
+import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ class RequireKey:
         return hmac.compare_digest(given, self._expected)
 
 
+# It warns of each layer that a push leaves as it is; what a push lacks, require_all_loaded names.
+logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine("lightning_rl", TransferEngine)
 if not torch.cuda.is_available():
     skip_rank_compilation()

@@ -13,6 +13,8 @@ from lightning_rl.vision.reader import PictureReader
 NAME = "pictures"
 """Of the table beside ``tokens`` and ``rollouts``, and of the rows' column of places in it."""
 
+_POSITION = "position_"
+
 
 @dataclass(eq=False)
 class PictureTable:
@@ -62,6 +64,13 @@ def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
     return batch
 
 
+def sight_in(tokens: TensorDict) -> list[str]:
+    """The columns of a batch's tokens that :func:`with_sight` has added."""
+    if "picture" not in tokens:
+        return []
+    return ["picture", "part", *(name for name, _ in tokens.items() if name.startswith(_POSITION))]
+
+
 def _columns(batch: TensorDict, reader: PictureReader) -> dict[str, Tensor]:
     ids, table = batch["tokens", "input_ids"].cpu(), batch[NAME]
     lengths = batch["rollouts", "length"].tolist()
@@ -82,7 +91,7 @@ def _columns(batch: TensorDict, reader: PictureReader) -> dict[str, Tensor]:
 
 def position_names(reader: PictureReader) -> list[str]:
     """Names of the columns of positions, one for each axis."""
-    return [f"position_{axis}" for axis in range(reader.family.axes)]
+    return [f"{_POSITION}{axis}" for axis in range(reader.family.axes)]
 
 
 def pictures_in(table: PictureTable) -> list[Picture]:

@@ -4,7 +4,7 @@ import base64
 import binascii
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ def load_picture(
     limits: PictureLimits,
     base: str | os.PathLike[str] | None = None,
     access: PictureAccess = OWN,
+    take: Callable[[str], bytes] | None = None,
 ) -> Picture:
     """The picture that a source names or holds. It has been decoded once, so it can be again.
 
@@ -41,6 +42,7 @@ def load_picture(
         limits: bounds.
         base: the folder of relative paths; None: the working directory.
         access: what the source may name.
+        take: gives what stands at a URL; None: it is downloaded now.
 
     Raises:
         PictureError: naming the source, what is wrong with it, and the fix.
@@ -50,7 +52,7 @@ def load_picture(
     if isinstance(source, Mapping) and {"bytes", "path"} & set(source):
         inner = source.get("bytes")
         if inner is None and source.get("path"):
-            return load_picture(source["path"], limits, base, access)
+            return load_picture(source["path"], limits, base, access, take)
         if isinstance(inner, bytes):
             name = source.get("path")
             return _checked(inner, one_line(name, 120) if name else _size_of(inner), limits)
@@ -61,7 +63,7 @@ def load_picture(
     if isinstance(source, bytes | bytearray | memoryview):
         return _checked(bytes(source), _size_of(source), limits)
     if isinstance(source, str | os.PathLike):
-        return _named(os.fspath(source), limits, base, access)
+        return _named(os.fspath(source), limits, base, access, take)
     raise PictureError(
         f"{one_line(repr(source), 80)} is no picture; expected a path, a URL, a file's bytes, or "
         '{"bytes": ..., "path": ...}'
@@ -85,15 +87,27 @@ def data_url(picture: Picture) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(picture.data).decode()}"
 
 
+def is_url(source: Any) -> bool:
+    """Whether a source is an address that is asked over HTTP."""
+    return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
+
+
 def _named(
-    source: str, limits: PictureLimits, base: str | os.PathLike[str] | None, access: PictureAccess
+    source: str,
+    limits: PictureLimits,
+    base: str | os.PathLike[str] | None,
+    access: PictureAccess,
+    take: Callable[[str], bytes] | None,
 ) -> Picture:
     scheme = source.partition(":")[0].lower()
     if scheme == "data":
         name = f"{one_line(source.partition(',')[0], 60)},… ({len(source):,} characters)"
         return _checked(_of_data_url(source, name, limits), name, limits)
     if scheme in ("http", "https"):
-        return _checked(fetched(source, limits, access), shown_url(source), limits)
+        sent = (
+            fetched(source, limits, access) if take is None or not is_url(source) else take(source)
+        )
+        return _checked(sent, shown_url(source), limits)
     if not access.files:
         raise PictureError(
             f"{one_line(source, 120)!r} is neither an http(s) URL nor a data: URI, and files "

@@ -1,14 +1,14 @@
 """Chats with pictures, in every form that clients and data sets write them."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_rl.config.schema import one_line
 from lightning_rl.errors import PictureError
 from lightning_rl.rollout import Message, Picture, Prompt
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
-from lightning_rl.vision.loading import data_url, from_base64, load_picture
+from lightning_rl.vision.loading import data_url, from_base64, is_url, load_picture
 
 IMAGE_KINDS = ("image", "image_url", "input_image")
 """Types of content parts that hold a picture."""
@@ -23,6 +23,7 @@ def pictures_of(
     limits: PictureLimits,
     base: str | os.PathLike[str] | None = None,
     access: PictureAccess = OWN,
+    take: Callable[[str], bytes] | None = None,
 ) -> tuple[list[Message], list[Picture]]:
     """The chat as chat templates want it, and its pictures in their order.
 
@@ -36,6 +37,7 @@ def pictures_of(
         limits: bounds of each picture, and of their number.
         base: as of :func:`load_picture`.
         access: as of :func:`load_picture`.
+        take: as of :func:`load_picture`.
 
     Raises:
         PictureError: for a picture that cannot be had or is beyond a bound, or too many.
@@ -45,7 +47,7 @@ def pictures_of(
 
     def read(part: Any) -> Any:
         if is_picture(part):
-            pictures.append(load_picture(_source_of(part, limits), limits, base, access))
+            pictures.append(load_picture(_source_of(part, limits), limits, base, access, take))
             return {"type": "image"}
         if isinstance(part, Mapping) and part.get("type") in TEXT_KINDS:
             return {"type": "text", "text": part.get("text")}
@@ -96,6 +98,13 @@ def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Me
         else message
         for message in messages
     ]
+
+
+def urls_in(messages: Sequence[Message]) -> Iterator[str]:
+    """The addresses of pictures that have to be downloaded, in their order."""
+    for part in (part for message in messages for part in _parts(message) if is_picture(part)):
+        given = (_address_of(part), *(part.get(name) for name in _HELD_AS))
+        yield from (source for source in given if is_url(source))
 
 
 def as_sent(prompt: Prompt) -> list[Message]:
@@ -158,16 +167,12 @@ def _is_place(part: Any) -> bool:
 
 def _source_of(part: Mapping[str, Any], limits: PictureLimits) -> Any:
     """What :func:`load_picture` takes."""
-    held = part.get("image_url")  # OpenAI's: an object for chats, a text for responses
-    held = held.get("url") if isinstance(held, Mapping) else held
-    if isinstance(held, str):
-        return held
-    source = part.get("source")  # Anthropic's
-    if isinstance(source, Mapping):
-        if source.get("type") == "url" and isinstance(source.get("url"), str):
-            return source["url"]
-        if source.get("type") == "base64" and isinstance(source.get("data"), str):
-            return from_base64(source["data"], "source.data", limits)
+    if (address := _address_of(part)) is not None:
+        return address
+    source = part.get("source")
+    held = source if isinstance(source, Mapping) and source.get("type") == "base64" else {}
+    if isinstance(held.get("data"), str):
+        return from_base64(held["data"], "source.data", limits)
     if isinstance(part.get("base64"), str):
         return from_base64(part["base64"], "base64", limits)
     for name in _HELD_AS:
@@ -178,3 +183,15 @@ def _source_of(part: Mapping[str, Any], limits: PictureLimits) -> Any:
         f"a content part {one_line(shown, 120)} names no picture; expected image_url, a source of "
         f"type url or base64, or one of {', '.join(_HELD_AS)}, base64"
     )
+
+
+def _address_of(part: Mapping[str, Any]) -> str | None:
+    """The text by which OpenAI's and Anthropic's parts name a picture."""
+    held = part.get("image_url")  # an object for chats, a text for responses
+    held = held.get("url") if isinstance(held, Mapping) else held
+    if isinstance(held, str):
+        return held
+    source = part.get("source")
+    if isinstance(source, Mapping) and source.get("type") == "url":
+        return source["url"] if isinstance(source.get("url"), str) else None
+    return None

@@ -80,7 +80,11 @@ class Qwen3VL(Qwen25VL):
 
     def features(self, lm: PreTrainedModel, pictures: Sequence[Prepared]) -> Features:
         found = self._seen(lm, pictures)
-        deeper = tuple(torch.cat(list(layer)) for layer in found.deepstack_features)
+        deeper = tuple(
+            # Of each picture apart, or before transformers 5.19 of all in one.
+            layer if isinstance(layer, Tensor) else torch.cat(list(layer))
+            for layer in found.deepstack_features
+        )
         return Features(torch.cat(list(found.pooler_output)), deeper)
 
     @classmethod

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoImageProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lightning_rl.errors import ConfigError, PictureError
 from lightning_rl.rollout import Picture, Placed
@@ -65,6 +70,21 @@ class PictureReader:
         if other is None or type(self.family) is not type(other.family):
             return False
         return self.family.preparation() == other.family.preparation()
+
+    def require_alike(self, lm: PreTrainedModel, what: str) -> None:
+        """Refuse another model that could not take the pictures that are prepared here.
+
+        Raises:
+            ConfigError: naming ``what`` it is.
+        """
+        own, kind = self.family, family_of(lm.config)
+        if kind is not type(own) or (
+            kind(lm.config, own.processor).preparation() != own.preparation()
+        ):
+            raise ConfigError(
+                f"{what} is a {type(lm).__name__}, which does not read pictures as the policy's "
+                f"{own.architecture} does; take one of the same family and picture sizes"
+            )
 
     def prepare(self, picture: Picture) -> Prepared:
         """A picture as the model reads it.

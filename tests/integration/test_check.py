@@ -1,9 +1,11 @@
 """lightning-rl check: the algebra and the memory are right, and nothing is written."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,6 +142,16 @@ def test_activations_grow_with_the_tokens(tiny_model):
     assert kept(8) == pytest.approx(kept(1), rel=0.05)
     # Two layers, each with at least its inputs in float32: 64 numbers to four projections.
     assert kept(1) > 2 * 4 * 64 * 4
+
+
+def test_a_measured_policy_is_freed(tiny_model):
+    policy = Policy(str(tiny_model))
+    pack = pack_rollouts(largest_rollouts([Prompt("0", "", [3, 2])], 1, 2, 6))
+    kept_for_backward(policy, pack)
+    weight = weakref.ref(next(policy.parameters()))
+    del policy
+    gc.collect()
+    assert weight() is None
 
 
 def test_memory_of_two_policies_is_what_their_updates_take(tiny_model, tmp_path):

@@ -256,7 +256,7 @@ def test_what_fails_on_one_rank_ends_all_with_its_error(results, scenario, error
     ("scenario", "message"),
     [
         ("config_error", "groups_per_iteration=3 cannot be shared by 2 processes"),
-        ("tensor_parallel", "tensor_parallel_size=2 is not supported"),
+        ("tensor_parallel", "tensor=2 does not divide the model's 1 key-value heads"),
     ],
 )
 def test_impossible_settings_are_refused(results, scenario, message):

@@ -28,6 +28,13 @@ def test_a_killed_run_of_a_lora_on_a_packed_base_equals_the_uninterrupted_one(ca
     assert (result["points"], result["equal"]) == (1, 1)
 
 
+@pytest.mark.timeout(900)
+def test_a_killed_run_on_pictures_equals_the_uninterrupted_one(capsys):
+    options = "--pictures", "--points", "2", "--engine", "TransformersEngine"
+    result = killed(capsys, *options, "--seed", "3")
+    assert (result["points"], result["equal"]) == (2, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_killed_asynchronous_runs_lose_no_prompt_and_train_on_none_twice(capsys):

@@ -168,7 +168,7 @@ def test_eight_tasks_are_warm_started_and_trained(tmp_path, monkeypatch):
         assert 0.0 <= row[f"eval/{task}/accuracy"] <= 1.0
 
 
-def test_questions_about_pictures_are_warm_started_and_trained(tmp_path, monkeypatch):
+def test_questions_about_pictures_are_warm_started_and_trained(tmp_path, monkeypatch, capsys):
     """recipes/vision with its own model, shortened: two steps, two iterations; then it is seen."""
     monkeypatch.setattr(prepare_vision, "NUM_TRAIN", 12)
     monkeypatch.setattr(prepare_vision, "NUM_HELDOUT", 6)
@@ -183,6 +183,10 @@ def test_questions_about_pictures_are_warm_started_and_trained(tmp_path, monkeyp
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
     recipe = ROOT / "recipes" / "vision" / "grpo.yaml"
+    assert main(["check", "--config", str(recipe), *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "engine and trainer agree to" in said
+    assert "'user: [image]" in said
     assert main(["fit", "--config", str(recipe), *arguments]) == 0
     run = Path("runs/vision/grpo/version_0")
     summary = json.loads((run / "summary.json").read_text())

@@ -10,21 +10,29 @@ from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.tiny_models import save_random_model
 from tests.support.two_ranks import Results, run_two
 
-OF_FOUR = ("plain", "separate", "one_silent", "kept")
+OF_TWO = ("sequence", "tensor")
+OF_FOUR = (
+    "sequence_plain", "sequence_separate", "sequence_one_silent",
+    "tensor_plain", "tensor_lora", "tensor_one_silent",  # two pairs, with packs of their own
+    "both_plain", "both_separate", "both_lora",
+)  # fmt: skip
+PLANNED = ("sequence_kept", "both_kept", "both_peak")
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
 
 
 @pytest.fixture(scope="module")
 def two(folder, tmp_path_factory) -> Results:
     """Two ranks; four heads on two of keys."""
-    return _started(folder / "two", Qwen2Config, 2, num_key_value_heads=2)
+    wanted = (*FEATURES, "kept", "peak")
+    named = [f"{layout}_{what}" for layout in OF_TWO for what in wanted]
+    return _started(folder / "two", Qwen2Config, 2, *named, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")
 def four(folder) -> Results:
-    """Four ranks; one head each, and fewer of keys than ranks."""
+    """Four ranks; one head each, and fewer of keys than ranks; norms of queries and keys."""
     sizes = {"num_key_value_heads": 2, "head_dim": 16}
-    return _started(folder / "four", Qwen3Config, 4, *OF_FOUR, **sizes)
+    return _started(folder / "four", Qwen3Config, 4, *OF_FOUR, *PLANNED, **sizes)
 
 
 def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> Results:
@@ -38,22 +46,32 @@ def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> 
 @pytest.mark.parametrize(
     ("ranks", "scenario"),
     [
-        *(("two", scenario) for scenario in FEATURES),
-        *(("four", scenario) for scenario in OF_FOUR[:-1]),
+        *(("two", f"{layout}_{feature}") for layout in OF_TWO for feature in FEATURES),
+        *(("four", scenario) for scenario in OF_FOUR),
     ],
 )
 def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenario):
     for result in request.getfixturevalue(ranks)(scenario):
         assert result["scores"] < 1e-12
         assert result["gradients"] < 1e-11 * max(1.0, result["gradient"])
-        if scenario in KINDS:
+        if scenario.endswith(tuple(KINDS)):
             assert result["numbers"] > 20
             assert result["gradient"] > 0.1
 
 
-@pytest.mark.parametrize("ranks", ["two", "four"])
-def test_each_keeps_a_share_of_a_rollouts_activations(request, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [("two", "sequence"), ("two", "tensor"), ("four", "sequence"), ("four", "both")],
+)
+def test_each_keeps_a_share_of_a_rollouts_activations(request, ranks, layout):
     """As it is planned, but for what is kept to bring scores to their owner."""
-    for result in request.getfixturevalue(ranks)("kept"):
+    for result in request.getfixturevalue(ranks)(f"{layout}_kept"):
         assert result["together"] == pytest.approx(result["planned"], rel=0.1)
         assert result["sent"] == result["formula"]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [("two", "tensor"), ("four", "both")])
+def test_an_update_takes_the_memory_that_is_planned(request, ranks, layout):
+    results = request.getfixturevalue(ranks)(f"{layout}_peak")
+    most = max(result["measured"] for result in results)
+    assert most == pytest.approx(results[0]["planned"], rel=0.05)

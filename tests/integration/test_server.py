@@ -29,9 +29,11 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.loop import run_async, runtime
 from lightning_rl.serving import ScriptAgent
+from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
+from lightning_rl.sync.sent import SentWeights
 from tests.support.engine_checks import (
     LONG,
     PROMPTS,
@@ -306,6 +308,22 @@ def test_adapters_alone_are_merged_by_all_replicas(tiny_model, tmp_path, lora_po
                 assert gap(replica, plain) < ROUNDING
         base = plain_model(tiny_model, dict(lora_policy.named_base_weights()))
         assert gap(engine.replicas[0], base) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["memory", "collective"])
+def test_what_is_frozen_is_pushed_to_all_replicas_once(tiny_model, tmp_path, engine, name):
+    """Of a LoRA that is merged, all layers but those that are adapted; each is compared."""
+    policy = Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj"]))
+    sent, whole = SentWeights(), len(dict(policy.named_weights()))
+    with connected(TRANSPORTS[name](tmp_path), engine) as transport:
+        for version in range(3):
+            merged = train_adapters(policy, version)
+            assert push(transport, engine, policy, version, sent) == 2 * whole
+            plain = plain_model(tiny_model, merged)
+            assert all(gap(replica, plain) < ROUNDING for replica in engine.replicas)
+        left_out = [n for n, weight in transport.weights_of(policy) if weight.is_meta]
+        assert "model.embed_tokens.weight" in left_out
+        assert not any(".self_attn." in name for name in left_out)
 
 
 # -------------------------------------------------------------------- faults

@@ -486,6 +486,45 @@ def test_a_restarted_replica_gets_base_and_adapters(connect, engine, lora_policy
     assert holds(other, merged)
 
 
+@pytest.mark.parametrize("changed_only", [False, True])
+def test_frozen_weights_go_to_each_replica_once(connect, engine, tiny_model, changed_only):
+    transport, sent, policy = connect(changed_only=changed_only), SentWeights(), Policy(tiny_model)
+    policy.lm.model.layers[0].requires_grad_(False)
+
+    def trained(version):
+        """What each replica loads of the next version; it holds all of it."""
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.01)
+        push(transport, engine, policy, version, sent)
+        weights = dict(policy.named_weights())
+        assert all(holds(r, weights) for r in engine.replicas if r.version == version)
+        return [{n for bucket in r.buckets for n in bucket} for r in engine.replicas]
+
+    everything = set(dict(policy.named_weights()))
+    moving = {name for name in everything if not name.startswith("model.layers.0.")}
+    once = changed_only or not isinstance(transport, CheckpointTransport)
+    assert trained(0) == [everything] * 2
+    assert trained(1) == [moving if once else everything] * 2
+    # One that comes back has all of it, and so has one that dies in a push.
+    doomed = engine.replicas[0]
+    run_async(lose(engine, doomed))
+    wait_for(lambda: doomed.version == 1)
+    assert holds(doomed, dict(policy.named_weights()))
+    assert trained(2) == [moving if once else everything] * 2
+    doomed.dies_at = "update_weights"
+    trained(3)
+    wait_for(lambda: doomed.version == 3)
+    assert holds(doomed, dict(policy.named_weights()))
+    # One that was not filled in time gets all in a push that leaves out what the copy has.
+    engine.refill = None
+    run_async(lose(engine, doomed))
+    wait_for(lambda: doomed.life == 4 and doomed.alive)
+    assert trained(4) == [everything] * 2
+    assert trained(5) == [moving if once else everything] * 2
+
+
 def test_an_adapter_that_is_left_out_is_named(connect, engine, lora_policy):
     transport = connect(adapters_only=True)
     transport.push(transport.weights_of(lora_policy), 0)

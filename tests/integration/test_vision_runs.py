@@ -16,6 +16,7 @@ from lightning_rl import (
     MultiTurn,
     PolicyModule,
     Sampling,
+    SeparateValueHead,
     SFTDataModule,
     SFTModule,
     SharedValueHead,
@@ -141,6 +142,21 @@ def test_the_way_through_minibatches_epochs_and_a_critic(qwen, rows, tmp_path):
     assert "visual" in changed(module, qwen)
 
 
+def test_a_critic_with_a_tower_of_its_own(qwen, rows, tmp_path):
+    module, trainer = run(
+        qwen, rows, tmp_path, advantage=GAE(), value_head=SeparateValueHead(), value_lr=1e-2
+    )
+    assert gap(trainer) < 1e-5
+    assert changed(module, qwen) == {"language_model", "lm_head.weight"}
+    before, body = Policy(str(qwen)).lm.model, module.policy.value_head.body
+    moved = {
+        name.partition(".")[0]
+        for (name, old), new in zip(before.named_parameters(), body.parameters(), strict=True)
+        if not torch.equal(old, new)
+    }
+    assert moved == {"language_model"}
+
+
 def test_lora_adapts_what_is_trained(qwen, rows, tmp_path):
     _, trainer = run(qwen, rows, tmp_path, lora=LoRA(rank=2))
     lm = trainer.lightning_module.policy.lm
@@ -214,12 +230,41 @@ def test_an_environment_shows_pictures(qwen, rows, tmp_path):
         assert {len(r.rows[0].pictures) - len(r.prompt.pictures) for r in rollouts} == {2}
 
 
-def test_a_run_that_was_interrupted_ends_as_one_that_was_not(qwen, rows, tmp_path):
-    vision = Vision(train_tower=True, tower_lr=1e-3)
+TRAINED = {"vision": Vision(train_tower=True, tower_lr=1e-3)}
+
+
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        pytest.param(TRAINED, {}, id="tower"),
+        pytest.param({}, {}, id="frozen"),
+        pytest.param(TRAINED | {"lora": LoRA(rank=2)}, {}, id="lora"),
+        pytest.param(
+            TRAINED | {"minibatches": 2, "ppo_epochs": 2, "max_tokens_per_pack": 64,
+                       "gradient_checkpointing": True},
+            {},
+            id="minibatches",
+        ),
+        pytest.param(
+            TRAINED | {"advantage": GAE(), "value_head": SeparateValueHead()}, {}, id="critic"
+        ),
+        pytest.param(
+            TRAINED | {"correction": TokenTIS()}, {"buffer": Mixed(replayed=0.5)}, id="buffer"
+        ),
+        pytest.param(
+            TRAINED, {"collector": StreamedCollector(max_groups_in_flight=1)}, id="streamed"
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(qwen, rows, tmp_path, options, data):
+    options = dict(options)
+    if "buffer" in data:  # its file is the run's, and has more by then than the checkpoint
+        data = {"buffer": ReplayBuffer(str(tmp_path / "groups.db"), sampler=data["buffer"])}
     saved = SaveAfter(1, tmp_path / "one.ckpt")
-    whole, _ = run(qwen, rows, tmp_path / "whole", [saved], vision=vision)
-    again, _ = run(qwen, rows, tmp_path / "again", vision=vision, ckpt_path=tmp_path / "one.ckpt")
-    pairs = zip(whole.policy.lm.parameters(), again.policy.lm.parameters(), strict=True)
+    whole, _ = run(qwen, rows, tmp_path / "whole", [saved], data=data, **options)
+    options["ckpt_path"] = tmp_path / "one.ckpt"
+    again, _ = run(qwen, rows, tmp_path / "again", data=data, **options)
+    pairs = zip(whole.policy.parameters(), again.policy.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -295,12 +340,18 @@ def test_a_recorded_run_is_done_again_bit_by_bit(qwen, rows, tmp_path, monkeypat
     (place / "seen_rewards.py").write_text(
         "def even(completion_ids, **columns):\n"
         "    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
+        "def light(completions, pictures):\n"
+        "    return [sum(i.convert('L').getpixel((9, 9)) for i in p) / 255 for p in pictures]\n"
     )
+    isolated = {
+        "class_path": "lightning_rl.Isolated",
+        "init_args": {"function": "seen_rewards.light"},
+    }
     run = RecordedRun(
         train(
             place,
             qwen,
-            "--data.rewards=[seen_rewards.even]",
+            f"--data.rewards={json.dumps(['seen_rewards.even', isolated])}",
             '--model.vision={"train_projector": true, "tower_lr": 0.001}',
         )
     )
@@ -310,6 +361,10 @@ def test_a_recorded_run_is_done_again_bit_by_bit(qwen, rows, tmp_path, monkeypat
     [again] = rerun_rollout(run, recorded.id)
     assert again.equal
     assert again.gap < ROUNDING
+    # Rewards have looked at pictures, in processes of their own.
+    shown = {bool(r.prompt.pictures): r.reward_parts["light"] for r in run.log.rollouts(4)}
+    assert shown[True] > 0.1
+    assert shown.get(False, 0.0) == 0.0
 
 
 def test_answers_are_imitated_by_the_tower_too(qwen, rows, tmp_path):

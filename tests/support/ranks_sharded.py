@@ -70,9 +70,8 @@ def one_update() -> dict[str, Any]:
     return {"iterations": 1, "ppo_epochs": 1, "data": {"engine": LotEngine("float32")}}
 
 
-def loaded(model: str, where: Path) -> dict[str, int]:
+def loaded(model: str, where: Path, strategy: ShardedStrategy) -> dict[str, int]:
     """The most memory that building and sharding a model takes, and the bytes of the model."""
-    strategy = ShardedStrategy()
     trainer = trainer_of(where, devices=2, strategy=strategy, logger=False)
     module = PolicyModule(model, random_init=True, kl=K3Penalty())
     module.trainer = trainer
@@ -97,7 +96,7 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         return run(model, where / name, strategy, *extra, **options)
 
     return {
-        "loaded": lambda: loaded(model, where / "loaded"),
+        "loaded": lambda: loaded(model, where / "loaded", ShardedStrategy()),
         "offload": lambda: sharded("offload", offload=True),
         "recomputed": lambda: sharded("recomputed", gradient_checkpointing=True),
         "recomputed_lora": lambda: sharded(

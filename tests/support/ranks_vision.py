@@ -3,17 +3,20 @@
 One group of four has no picture, so that in some packs only one process sees anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
 
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.sharding import ShardedStrategy
 from lightning_rl.vision.loading import decode
 from lightning_rl.vision.training import Vision
+from tests.support.lots import LotEngine
 from tests.support.ranks_run import fit, run_all
 from tests.support.tiny_vision import picture
 
@@ -33,6 +36,24 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
+class Noting(LotEngine):
+    """Counts the weights that each push leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out: list[int] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        weights = list(weights)
+        self.left_out.append(sum(weight.is_meta for _, weight in weights))
+        super().load_weights(weights, version)
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": DDPStrategy,
+    "sharded": ShardedStrategy,
+    "sequence": partial(ShardedStrategy, sequence=2),
+}
 WAYS: dict[str, dict[str, Any]] = {
     "frozen": {},
     "tower": {"vision": Vision(train_tower=True, train_projector=True, tower_lr=0.02)},
@@ -42,18 +63,21 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def see(model: str, where: Path, strategy: Strategy | str = "auto", **options: Any) -> Any:
     """A short run on pictures."""
+    engine = Noting()
     data = {
+        "engine": engine,
         "train_prompts": IterablePrompts(rows, shuffle=False),
         "eval_prompts": None,
         "rewards": [even_tokens],
     }
-    return fit(model, where, strategy, data=data, max_tokens_per_pack=60, **options)
+    seen = fit(model, where, strategy, data=data, max_tokens_per_pack=60, **options)
+    return seen | {"left_out": engine.left_out}
 
 
 def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for way, options in WAYS.items():
-        for name, strategy in (("ddp", DDPStrategy), ("sharded", ShardedStrategy)):
+        for name, strategy in STRATEGIES.items():
             scenario = f"{name}_{way}"
             found[scenario] = lambda s=scenario, k=strategy, o=options: see(
                 model, where / s, k(), **o

@@ -47,7 +47,7 @@ def test_the_figure_is_drawn_from_one_seed_or_more(tmp_path):
 def test_the_page_shows_what_was_measured_and_nothing_else():
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     shown = lines[lines.index("<!-- reasoning -->") + 1 : lines.index("<!-- /reasoning -->")]
-    kept = RESULTS / "reasoning-gym-cpu.json"
+    kept = RESULTS / "reasoning-gym-cuda.json"
     assert kept.exists() == FIGURE.exists() == bool(shown)
     if kept.exists():
         assert shown == [PICTURE, "", *table(json.loads(kept.read_text())["result"])]

@@ -20,4 +20,5 @@ def test_a_tower_that_runs_more_often_sees_the_same(tmp_path, family):
 
 
 def test_the_gap_is_one_of_rounding(tmp_path):
-    assert 0 < gap_of("llava", tmp_path) < 1e-4
+    gap = gap_of("llava", tmp_path)
+    assert 0 < gap["mean"] < gap["max"] < 1e-4

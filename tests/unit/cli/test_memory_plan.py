@@ -15,6 +15,8 @@ from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import weights_in
 from lightning_rl.rollout import Prompt
+from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.tiny_models import save_random_model
 
 GIB = 2**30
 # The tiny model, tied: an embedding of 16 x 64 and a norm of 64 outside of its two layers; in each
@@ -45,6 +47,34 @@ def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_
         # Outside and two layers; gradients of outside and one layer.
         assert parts["gathered"] == width * (2 * OUTSIDE + 3 * LAYER)
         assert "bfloat16 weights" not in parts
+
+
+def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, pack):
+    """Of a tiny model with two heads of keys: all but norms is halved, then sharded in two."""
+    sizes = {"vocab_size": 16, "num_key_value_heads": 2}
+    save_random_model(tmp_path, make_tokenizer(), **sizes)
+    policy = Policy(str(tmp_path))
+    norms, biases = 5 * 64, 2 * 3 * 64
+    matrices = 16 * 64 + 2 * 7 * 64 * 64
+    part = norms + (matrices + biases) // 2
+    parts = plan(policy, pack, [policy], shards=2, tensor=2).parts
+    assert parts["weights"] == parts["gradients"] == parts["other models"] == 4 * part // 2
+    assert parts["optimizer (AdamW)"] == 8 * part // 2
+    outside = 16 * 64 // 2 + 64
+    layer = (part - outside) // 2
+    assert parts["gathered"] == 4 * (2 * outside + 3 * layer)
+    assert parts["logits"] == 2 * 4 * int(pack["tokens", "loss_mask"].sum()) * 8
+    assert parts["backward"] == 4 * 64 * 64 // 2
+    # What is alike on both, the states between layers, and half of the rest.
+    kept = f"activations of {forward_tokens(pack)} tokens"
+    whole = plan(policy, pack).parts[kept]
+    assert whole / 2 < parts[kept] < whole
+    known = training_memory(
+        policy, [], torch.optim.AdamW([Parameter(torch.zeros(8))]), pack, Placement(tensor=2),
+        {policy.lm.get_input_embeddings().weight},
+    )  # fmt: skip
+    assert known.parts["weights"] == 4 * (part - 16 * 64 // 2)
+    assert policy.tensor is None  # as it was
 
 
 def test_what_is_offloaded_is_in_host_memory(tiny_model, pack):

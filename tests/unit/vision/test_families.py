@@ -310,11 +310,41 @@ def test_what_reads_no_pictures_says_so(model, tiny_model, tmp_path):
     assert copy.deepcopy(text).reader is None
 
 
-def test_what_cannot_see_is_refused(model):
-    with pytest.raises(ConfigError, match="SeparateValueHead would judge pictures"):
-        Policy(str(model), value_head=SeparateValueHead())
+def test_what_cannot_see_is_refused(tiny_model, model):
+    with pytest.raises(ConfigError, match="value_head is a Qwen2Model, which does not read pict"):
+        Policy(str(model), value_head=SeparateValueHead(str(tiny_model)))
     with pytest.raises(ConfigError, match="use TransformersEngine"):
         VLLMLocal().require_sight()
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_critic_of_its_own_sees_what_the_policy_does(model, copied):
+    head = SeparateValueHead(None if copied else str(model))
+    policy = Policy(str(model), value_head=head, vision=Vision(train_projector=True))
+    torch.nn.init.normal_(head.linear.weight)
+    with torch.no_grad():  # so that it is not the policy's
+        head.body.get_input_embeddings().weight.mul_(0.5)
+    rollouts = several(policy)
+    values = policy(pack_rollouts(rollouts)).values
+    expected = []
+    for rollout in rollouts:
+        row = rollout.rows[0]
+        ids = torch.tensor([row.prompt_ids + row.token_ids])
+        family = policy.reader.family
+        plain = AutoModelForImageTextToText.from_pretrained(model).base_model.eval()
+        plain.load_state_dict(head.body.state_dict())
+        prepared = [policy.reader.prepare(p) for p in row.pictures]
+        own = family.own_inputs(prepared, ids) if prepared else {}
+        states = plain(input_ids=ids, **own).last_hidden_state[0, :-1]
+        mask = torch.tensor([False] * len(row.prompt_ids) + row.loss_mask)[1:]
+        expected.append(head.linear(states[mask])[:, 0])
+    assert (values - torch.cat(expected)).abs().max() < 5e-5
+    values.sum().backward()
+    moved = {n for n, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+    assert all(name.startswith("value_head.") for name in moved)
+    seeing = {n for n in moved if "visual" in n or "vision" in n or "projector" in n}
+    assert seeing  # as the policy's: the projector is trained, and nothing else of the tower
+    assert all("merger" in name or "projector" in name for name in seeing)
 
 
 def test_other_architectures_are_refused_by_name(tmp_path):

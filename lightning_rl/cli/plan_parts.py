@@ -1,0 +1,35 @@
+"""What one of several processes has that share a model's matrices, without the others."""
+
+import copy
+from collections.abc import Set as AbstractSet
+from typing import TypeVar
+
+from torch import nn
+
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.tensor import TensorRanks
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def one_part(module: Module, size: int) -> Module:
+    """A copy of a module with the first of ``size`` parts of each policy's matrices.
+
+    It computes no right numbers, since nobody adds the other parts, but keeps what one process of
+    as many keeps. What is not split is shared with the module.
+
+    Raises:
+        ConfigError: if as many processes cannot share them.
+    """
+    part = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    for policy in [each for each in part.modules() if isinstance(each, Policy)]:
+        policy.split(TensorRanks(None, size))
+    return part
+
+
+def parts_of(
+    known: AbstractSet[nn.Parameter], whole: nn.Module, part: nn.Module
+) -> set[nn.Parameter]:
+    """Of a module's parameters those that stand for ``known`` ones in a part of it."""
+    pairs = zip(whole.parameters(), part.parameters(), strict=True)
+    return {own for parameter, own in pairs if parameter in known}

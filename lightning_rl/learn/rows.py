@@ -1,0 +1,41 @@
+"""Rows of a data set that is learned from as it is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.rollout import Prompt
+
+
+class OfflineRows(Sequence[Any]):
+    """What is made of each prompt that is short enough, in file order.
+
+    All are made and checked at once, and kept; those with pictures are made anew when a batch takes
+    them, since the pictures of all may be more than the memory holds.
+
+    Args:
+        prompts: loaded.
+        make: makes it.
+    """
+
+    def __init__(self, prompts: PromptDataset, make: Callable[[Prompt], Any]) -> None:
+        self._prompts, self._make = prompts, make
+        self._rows: list[Any] = []
+        for index, prompt in prompts.numbered():
+            made = make(prompt)
+            self._rows.append(made if index is None or not prompt.pictures else _Again(index))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        row = self._rows[place]
+        return self._make(self._prompts[row.index]) if isinstance(row, _Again) else row
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """A row that is read when it is needed."""
+
+    index: int

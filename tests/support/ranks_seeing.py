@@ -1,0 +1,108 @@
+"""What two processes do in tests/integration/test_sequence_vision.py: they share packs that see.
+
+RANK=0 WORLD_SIZE=2 ... python -m tests.support.ranks_seeing <folder of models> <folder>
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from benchmarks.parallel_ranks import compare_packs, policy_of
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
+from lightning_rl.models.lora import LoRA
+from lightning_rl.models.policy import Policy
+from lightning_rl.rollout import Picture, Placed, Prompt, Rollout, Row
+from lightning_rl.vision.training import Vision
+from tests.support.tiny_vision import FAMILIES, picture
+
+TRAINED = Vision(train_tower=True, train_projector=True)
+WAYS: dict[str, dict[str, Any]] = {
+    "frozen": {},
+    "trained": {"vision": TRAINED, "value_head": SharedValueHead()},
+    "separate": {"vision": TRAINED, "value_head": SeparateValueHead()},
+    "recomputed": {"vision": TRAINED, "gradient_checkpointing": True},
+    "lora": {"vision": TRAINED, "lora": LoRA(rank=2)},
+}
+
+
+def rollout(policy: Policy, pictures: list[Picture], written: list[int], number: int) -> Rollout:
+    """A text that begins with pictures; the model reads the last of them after its first token."""
+    assert policy.reader is not None
+    mark = policy.reader.family.placeholder
+    ids, places = policy.reader.expand([40, *[mark] * len(pictures), 41], pictures)
+    prompt = Prompt(str(number), "", ids, pictures=pictures, places=places)
+    row = Row.of(prompt)
+    row.append_written(written[:1], [0.0], [0])
+    if pictures:
+        shown, at = policy.reader.expand([42, mark], pictures[-1:])
+        row.append_given(shown, [Placed(at[0], pictures[-1])])
+    rest = written[1:]
+    row.append_written(rest, [0.0] * len(rest), [0] * len(rest))
+    return Rollout(prompt, str(number), 0, seed=0, rows=[row], reward=0.0)
+
+
+def packs(policy: Policy, sees: tuple[bool, ...]) -> list[TensorDict]:
+    """One for each rank, with pictures or without; they share one."""
+    made = []
+    for rank, some in enumerate(sees):
+        one, wide, common = picture(rank, 32, 48), picture(10 + rank, 64, 32), picture(20)
+        shown = [[common], [one, wide], [common, one]] if some else [[], [], []]
+        written = [[50, 51, 52], [53, 54], [55, 56, 57, 58]]
+        batch = pack_rollouts(
+            [rollout(policy, p, w, n) for n, (p, w) in enumerate(zip(shown, written, strict=True))]
+        )
+        made.append(policy.with_sight(batch))
+    return made
+
+
+@contextmanager
+def rounding_nothing() -> Iterator[None]:
+    """What transformers computes in float32 is in float64 meanwhile.
+
+    Else a gradient that comes from two processes is the sum of two that towers have rounded.
+    """
+    single, cast = torch.float32, torch.Tensor.float
+    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.float32, torch.Tensor.float = single, cast
+
+
+def scenarios(models: Path) -> dict[str, Callable[[], Any]]:
+    """By name: each family in each way, and one where a rank has no pictures."""
+
+    def of(family: str, way: str, *sees: bool) -> Callable[[], Any]:
+        def run() -> dict[str, float]:
+            policy = policy_of(str(models / family), **WAYS[way])
+            with rounding_nothing():
+                return compare_packs(policy, "sequence", packs(policy, sees))
+
+        return run
+
+    found = {f"{family}_{way}": of(family, way, True, True) for family in FAMILIES for way in WAYS}
+    return found | {
+        "one_sees": of("qwen3_vl", "trained", True, False),
+        "none_sees": of("qwen3_vl", "trained", False, False),
+    }
+
+
+def main() -> None:
+    models, where, *only = sys.argv[1:]
+    dist.init_process_group("gloo")
+    for name, scenario in scenarios(Path(models)).items():
+        if not only or name in only:
+            result = json.dumps(scenario())
+            (Path(where) / f"{name}_{dist.get_rank()}.json").write_text(result)
+
+
+if __name__ == "__main__":
+    main()
