@@ -3,17 +3,17 @@
     python -m benchmarks.parallel [--ranks 2 4] [--save]
 
 ``ShardedStrategy(sequence=n)``, ``tensor=2`` and both, for tiny random models of two kinds, over
-gloo, in float64. Of each feature: the largest difference of scores (logprobs, entropies, values)
-and, relative to the largest gradient, of gradients, between packs that one process computes and
-those that several compute together. Each rank has packs of its own, with shared prompts, tokens
-that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to train on. Then, in
-float32, of one rollout: bytes that autograd keeps on a rank, against what ``lightning-rl check``
+gloo, in float64 and once in float32. Of each feature: the largest difference of scores (logprobs,
+entropies, values) and of gradients, relative to the largest of them or to 1, between packs that
+one process computes and those that several compute together. Each rank has packs of its own, with
+shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to
+train on. Then, in float32, of one rollout: bytes that autograd keeps on a rank, against what ``lightning-rl check``
 plans, and bytes that a rank sends in both passes, against the formulas of Ulysses and Megatron-LM.
 And of a whole update: the most that a rank has allocated at a time, against the plan.
 
 The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;
-``equal``, how many of them are within 1e-11; ``max_difference``; ``memory_plan_error``, the largest
-of any layout.
+``equal``, how many of them are within 1e-12 (in float32 within 3e-6: one process is 1.3e-6 from its
+own float64); ``max_difference``, in float64; ``memory_plan_error``, the largest of any layout.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ KINDS = {
     "qwen2": (Qwen2Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "qwen3": (Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
 }
-CLOSE = 1e-11
+CLOSE, CLOSE_IN_FLOAT32 = 1e-12, 3e-6
 
 
 def layouts_of(ranks: int) -> list[str]:
@@ -57,6 +57,10 @@ def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]
     return found
 
 
+def _bound(name: str) -> float:
+    return CLOSE_IN_FLOAT32 if name.endswith("float32") else CLOSE
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -71,9 +75,10 @@ def main() -> None:
             begin = f"{name:<8}{ranks:<7}{layout:<10}"
             for feature in FEATURES:
                 row = found[f"{layout}_{feature}"]
+                scores = row["scores"] / max(1.0, row["score"])
                 gradients = row["gradients"] / max(1.0, row["gradient"])
-                off[f"{name}/{ranks}/{layout}/{feature}"] = max(row["scores"], gradients)
-                print(f"{begin}{feature:<12}{row['scores']:>10.1e}{gradients:>11.1e}")
+                off[f"{name}/{ranks}/{layout}/{feature}"] = max(scores, gradients)
+                print(f"{begin}{feature:<12}{scores:>10.1e}{gradients:>11.1e}")
             kept, peak = found[f"{layout}_kept"], found[f"{layout}_peak"]
             plan[f"{name}/{ranks}/{layout}/kept"] = abs(kept["planned"] / kept["together"] - 1)
             plan[f"{name}/{ranks}/{layout}/peak"] = abs(peak["planned"] / peak["measured"] - 1)
@@ -87,8 +92,8 @@ def main() -> None:
             )
     result = {
         "layouts": len(off),
-        "equal": sum(value < CLOSE for value in off.values()),
-        "max_difference": max(off.values()),
+        "equal": sum(value < _bound(name) for name, value in off.items()),
+        "max_difference": max(v for name, v in off.items() if _bound(name) == CLOSE),
         "memory_plan_error": max(plan.values()),
         "differences": off,
         "plan_errors": plan,

@@ -53,7 +53,8 @@ KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "lora": lambda model: {"lora": LoRA(rank=4)},
     "recomputed": lambda model: {"gradient_checkpointing": True},
 }
-FEATURES = (*KINDS, "one_silent", "all_silent")
+FEATURES = (*KINDS, "one_silent", "all_silent", "float32")
+"""All but the last are compared in float64."""
 LAYOUTS: dict[str, Callable[[int], tuple[int, int]]] = {
     "sequence": lambda ranks: (ranks, 1),
     "tensor": lambda ranks: (1, 2),
@@ -94,8 +95,8 @@ def pack_of(rank: int, silent: bool) -> TensorDict:
 
 
 @contextmanager
-def in_float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -156,17 +157,19 @@ def counted_bytes() -> Iterator[list[int]]:
         yield sent
 
 
-def compare(model: str, layout: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, float]:
+def compare(
+    model: str, layout: str, kind: str, silent: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, float]:
     """As :func:`compare_packs`, of a kind of policy; packs of ``silent`` ranks have no loss."""
     packs = [pack_of(rank, rank in silent) for rank in range(dist.get_world_size())]
-    return compare_packs(policy_of(model, **KINDS[kind](model)), layout, packs)
+    return compare_packs(policy_of(model, dtype, **KINDS[kind](model)), layout, packs)
 
 
-def policy_of(model: str, **options: Any) -> Policy:
-    """In float64; the same on all ranks."""
+def policy_of(model: str, dtype: torch.dtype = torch.float64, **options: Any) -> Policy:
+    """The same on all ranks."""
     torch.manual_seed(0)
-    with in_float64():
-        policy = Policy(model, **options).double()
+    with default_dtype(dtype):
+        policy = Policy(model, **options).to(dtype)
         # A LoRA begins at zero, which would hide half of its gradients; so does a value head.
         for parameter in policy.parameters():
             if parameter.requires_grad and not parameter.abs().sum():
@@ -176,7 +179,7 @@ def policy_of(model: str, **options: Any) -> Policy:
 
 def compare_packs(policy: Policy, layout: str, packs: Sequence[TensorDict]) -> dict[str, float]:
     """Largest differences between packs computed by one rank each, and by all together."""
-    with in_float64():
+    with default_dtype(next(policy.parameters()).dtype):
         alone = [loss_of(policy, pack, rank) for rank, pack in enumerate(packs)]
         sum(loss for loss, _ in alone).backward()  # type: ignore[union-attr]
         expected = gradients(policy)
@@ -196,6 +199,7 @@ def compare_packs(policy: Policy, layout: str, packs: Sequence[TensorDict]) -> d
     return {
         "numbers": len(off),
         "scores": max(off, default=0.0),
+        "score": max((abs(a) for column in columns for a in column), default=0.0),
         "gradients": max(float((found[n] - g).abs().max()) for n, g in expected.items()),
         "gradient": max(float(g.abs().max()) for g in expected.values()),
     }
@@ -320,8 +324,9 @@ def scenarios(model: str) -> dict[str, Callable[[], Any]]:
 
     def of(layout: str, feature: str) -> Callable[[], Any]:
         silent = {"one_silent": everyone[:1], "all_silent": everyone}.get(feature, ())
-        kind = {"one_silent": "shared", "all_silent": "plain"}.get(feature, feature)
-        return lambda: compare(model, layout, kind, silent)
+        kind = {"one_silent": "shared"}.get(feature, feature if feature in KINDS else "plain")
+        dtype = torch.float32 if feature == "float32" else torch.float64
+        return lambda: compare(model, layout, kind, silent, dtype)
 
     found = {f"{name}_{feature}": of(name, feature) for name in LAYOUTS for feature in FEATURES}
     for name in LAYOUTS:

@@ -8,7 +8,7 @@ from transformers import Qwen2Config, Qwen3Config
 from benchmarks.parallel_ranks import FEATURES, KINDS
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.tiny_models import save_random_model
-from tests.support.two_ranks import Results, run_two
+from tests.support.two_ranks import TOLERANCE, Results, run_two
 
 OF_TWO = ("sequence", "tensor")
 OF_FOUR = (
@@ -52,9 +52,10 @@ def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> 
 )
 def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenario):
     for result in request.getfixturevalue(ranks)(scenario):
-        assert result["scores"] < 1e-12
-        assert result["gradients"] < 1e-11 * max(1.0, result["gradient"])
-        if scenario.endswith(tuple(KINDS)):
+        close = TOLERANCE if scenario.endswith("float32") else 1e-12
+        assert result["scores"] < close * max(1.0, result["score"])
+        assert result["gradients"] < close * max(1.0, result["gradient"])
+        if scenario.endswith((*KINDS, "float32")):
             assert result["numbers"] > 20
             assert result["gradient"] > 0.1
 
