@@ -182,7 +182,8 @@ def measure(root: Path) -> dict[str, int]:
     stubs = list((root / "lightning_rl").rglob("*.pyi"))
     tests = list((root / "tests").rglob("*.py"))
     found = arrows(library)
-    folders = {(room(a.importer), room(a.imported)) for a in found}
+    inside = [a for a in found if not {a.importer, a.imported} & DOORS]
+    folders = {(room(a.importer), room(a.imported)) for a in inside}
     rooms = {name: folder_of(name, path) for name, path in library.items()}
     between = {(rooms[a.importer], rooms[a.imported]) for a in found}
     return {

@@ -25,7 +25,7 @@ PARTS = {
         "offline.labelled",
         "offline.label_heads",
     ),
-    "offline": ("offline", "learn.sft", "learn.dpo", "learn.recorded"),
+    "offline": ("offline", "learn.sft", "learn.dpo", "learn.recorded", "learn.offline_rows"),
     "view": ("view", "cli.view"),
     "vision": ("vision", "data.pictured", "data.rollouts.pictures"),
     "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers"),

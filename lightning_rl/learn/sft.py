@@ -18,8 +18,8 @@ from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, save_primitive_hparams
+from lightning_rl.learn.offline_rows import OfflineRows
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
-from lightning_rl.learn.rows import OfflineRows
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.sharding import refuse_mesh

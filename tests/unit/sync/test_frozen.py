@@ -6,7 +6,8 @@ import torch
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import IncompleteWeightsError, WrongWeightsError
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
