@@ -7,8 +7,9 @@ gloo, in float64 and once in float32. Of each feature: the largest difference of
 entropies, values) and of gradients, relative to the largest of them or to 1, between packs that
 one process computes and those that several compute together. Each rank has packs of its own, with
 shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to
-train on. Then, in float32, of one rollout: bytes that autograd keeps on a rank, against what ``lightning-rl check``
-plans, and bytes that a rank sends in both passes, against the formulas of Ulysses and Megatron-LM.
+train on. Then, in float32, of one rollout: bytes that autograd keeps on a rank, against what
+``lightning-rl check`` plans, and bytes that a rank sends in both passes, against the formulas of
+Ulysses and Megatron-LM.
 And of a whole update: the most that a rank has allocated at a time, against the plan.
 
 The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;
