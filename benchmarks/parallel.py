@@ -13,8 +13,8 @@ Ulysses and Megatron-LM.
 And of a whole update: the most that a rank has allocated at a time, against the plan.
 
 The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;
-``equal``, how many of them are within 1e-12 (in float32 within 3e-6: one process is 1.3e-6 from its
-own float64); ``max_difference``, in float64; ``memory_plan_error``, the largest of any layout.
+``equal``, how many of them are within 1e-12 (in float32 within 3e-6: one process is 1.3e-6 from
+its own float64); ``max_difference``, in float64; ``memory_plan_error``, the largest of any layout.
 """
 
 import tempfile
