@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -14,14 +13,15 @@ from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.layouts import candidates, compare
-from lightning_rl.cli.parser import card_of
-from lightning_rl.cli.plan import CardPlan, MemoryPlan, with_longest_whole
+from lightning_rl.cli.mesh import choose
+from lightning_rl.cli.parser import card_of, gpus_of
+from lightning_rl.cli.plan import with_longest_whole
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED, time_iterations
-from lightning_rl.cli.training_plan import largest_model, training_plan
+from lightning_rl.cli.training_plan import card_plan, planned_device, training_plan
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_groups
-from lightning_rl.config.lightning_flags import compute_dtype, warn_of_flags
+from lightning_rl.config.lightning_flags import warn_of_flags
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.base import RecordingModule
@@ -31,30 +31,9 @@ from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.run.layout_cache import key_of
 from lightning_rl.sync.schedule import FixedSchedule
 
-
-def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:
-    """The device that will compute: a GPU if one was given, else what the Trainer found."""
-    return trainer.strategy.root_device if card_gb is None else torch.device("cuda")
-
-
-def card_plan(
-    module: RolloutModule, data: RLDataModule, memory: MemoryPlan, card_gb: float | None
-) -> CardPlan | None:
-    """The plan of rank 0's GPU, which has the most to hold; None without a GPU."""
-    trainer, engine = module.trainer, data.engine
-    device = planned_device(trainer, card_gb)
-    if device.type != "cuda":
-        return None
-    card = int((card_gb or 0) * 2**30) or torch.cuda.get_device_properties(device).total_memory
-    engine.follow_dtype(compute_dtype(trainer))
-    used, at_start = engine.memory_here(largest_model(module), card)
-    buckets = sum(sync.transport.gpu_bytes for sync in find_callbacks(trainer, WeightSync))
-    return CardPlan(card, memory, used, at_start, buckets, sleeps=engine.sleep_level is not None)
-
-
 HELP = """\
 usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...]
-                          [--no_rollout | --run | --layout] [--gpu_memory_gb N]
+                          [--no_rollout | --run | --layout] [--gpu_memory_gb N [--gpus N]]
        lightning-rl fit --config FILE ... --dry_run
 
 Does everything that `fit` would do before its first update: resolves the configuration, loads
@@ -66,6 +45,7 @@ Prints the algebra of the batches and an estimate of the memory. Writes nothing.
   --layout       then train for some iterations on one process and on several, with one thread and
                  with more, and name the fastest; about a minute
   --gpu_memory_gb N  plan for GPUs of N GiB, also where there are none; default: the one found here
+  --gpus N       say how N such GPUs should share the model; reads no weights and starts no engine
 """
 
 
@@ -85,6 +65,9 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     card_gb, others = card_of(arguments)
+    gpus, others = gpus_of(others)
+    if gpus is not None and card_gb is None:
+        raise ConfigError(f"--gpus={gpus} plans for GPUs of a size; give --gpu_memory_gb too")
     rest = [argument for argument in others if argument not in OPTIONS]
     ways = [way for way in _WAYS if way in arguments]
     if len(ways) > 1:
@@ -99,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         cli = Built(rest, scratch)
         layouts = candidates(cli) if "--layout" in ways else []
         key = key_of(cli.table(), type(cli.datamodule.engine).__name__) if layouts else None
-        fits = _check(cli, with_rollout=not ways, card_gb=card_gb)
+        fits = _check(cli, with_rollout=not ways, card_gb=card_gb, gpus=gpus)
         del cli  # and its weights
         if "--run" in ways:
             print(_run(Built(rest, scratch, fast_dev_run=1)))
@@ -108,12 +91,13 @@ def main(arguments: Sequence[str]) -> int:
     if not fits:
         print("not good: the GPU is too small, as said above", file=sys.stderr)
         return 1
-    print("good: `lightning-rl fit` with the same options would start")
+    if gpus is None:
+        print("good: `lightning-rl fit` with the same options would start")
     return 0
 
 
-def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
-    """Print what there is to say; False if the GPU is too small."""
+def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | None) -> bool:
+    """Print what there is to say; False if the GPUs are too small."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     names = (type(module).__name__, type(data).__name__)
     warn_of_flags(trainer)
@@ -129,12 +113,16 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         return True
     try:
         minibatches = max(policy.minibatches for policy in module.policies.values())
-        check_groups(data.groups_per_iteration, minibatches, trainer.world_size)
+        check_groups(data.groups_per_iteration, minibatches, gpus or trainer.world_size)
         data.load_prompts("fit")
         each = (prompt for _, prompt in data.train_prompts.numbered())
         prompts = with_longest_whole(each, data.groups_per_iteration)
         print(_prompts(prompts, data))
         print("".join(_require_monitored(callbacks_of(trainer), data)), end="")
+        if gpus is not None and card_gb is not None:
+            lines, fits = choose(module, data, prompts, gpus, card_gb)
+            print("\n".join(lines))
+            return fits
         module.configure_model()
         lines, memory = training_plan(module, data, prompts, planned_device(trainer, card_gb))
         print("\n".join(lines))

@@ -140,7 +140,7 @@ def trainer_help() -> str:
     return str(parser.format_help())
 
 
-CARD_OPTION = "--gpu_memory_gb"
+CARD_OPTION, GPUS_OPTION = "--gpu_memory_gb", "--gpus"
 
 
 def card_of(arguments: Sequence[str]) -> tuple[float | None, list[str]]:
@@ -149,18 +149,39 @@ def card_of(arguments: Sequence[str]) -> tuple[float | None, list[str]]:
     Raises:
         ConfigError: if they are no number above 0.
     """
+    given, others = _taken(CARD_OPTION, arguments)
+    if given is None:
+        return None, others
+    try:
+        size = float(given)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise ConfigError(f"{CARD_OPTION}={given!r} must be a number > 0, the GiB of one GPU")
+    return size, others
+
+
+def gpus_of(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The number of GPUs that was given, and the other arguments.
+
+    Raises:
+        ConfigError: if it is no whole number above 0.
+    """
+    given, others = _taken(GPUS_OPTION, arguments)
+    if given is None:
+        return None, others
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"{GPUS_OPTION}={given!r} must be a whole number >= 1")
+    return int(given), others
+
+
+def _taken(option: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """An option's value, ``--option VALUE`` or ``--option=VALUE``, and the other arguments."""
     others = list(arguments)
     for place, argument in enumerate(others):
         name, equals, value = argument.partition("=")
-        if name != CARD_OPTION:
-            continue
-        given = value if equals else "".join(others[place + 1 : place + 2])
-        del others[place : place + (1 if equals else 2)]
-        try:
-            size = float(given)
-        except ValueError:
-            size = math.nan
-        if not 0 < size < math.inf:
-            raise ConfigError(f"{CARD_OPTION}={given!r} must be a number > 0, the GiB of one GPU")
-        return size, others
+        if name == option:
+            given = value if equals else "".join(others[place + 1 : place + 2])
+            del others[place : place + (1 if equals else 2)]
+            return given, others
     return None, others

@@ -204,6 +204,7 @@ def training_memory(
     pack: TensorDict,
     placement: Placement | None = None,
     known: AbstractSet[nn.Parameter] = frozenset(),
+    sample: TensorDict | None = None,
 ) -> MemoryPlan:
     """Estimate what an update keeps in memory, with ``pack`` the largest that it computes.
 
@@ -216,10 +217,11 @@ def training_memory(
     - gathered: of shared weights those outside of layers, and two layers (FSDP2 gathers one ahead);
       their gradients, of one layer, until they are summed.
     - activations: what autograd keeps for the backward pass, in the dtypes that compute. Measured
-      on one group of the pack and scaled by its tokens, for attention and everything else keep
-      memory in proportion to them. With gradient checkpointing one layer's come on top. Processes
-      that compute a pack together share them (:func:`shared_activations`). Where matrices are
-      split, all of this is of one process's parts, and measured on them.
+      on ``sample``, by default one group of the pack, and scaled by its tokens, for attention and
+      everything else keep memory in proportion to them. With gradient checkpointing one layer's
+      come on top. Processes that compute a pack together share them
+      (:func:`shared_activations`). Where matrices are split, all of this is of one process's
+      parts, and measured on them.
     - bfloat16 weights: autocast's copies of whole weights, which autograd keeps as well.
     - logits: two chunks of fp32 logits (:mod:`lightning_rl.models.heads` never holds more).
     - backward: the gradient of the largest parameter, before it is added to the others.
@@ -235,7 +237,8 @@ def training_memory(
     trained = [p for p in policy.parameters() if p.requires_grad]
     head = policy.lm.get_output_embeddings().weight
     group = pack["rollouts", "group"]
-    sample = select(pack, (group == group[0]).nonzero().squeeze(1))
+    if sample is None:
+        sample = select(pack, (group == group[0]).nonzero().squeeze(1))
     tokens, share = forward_tokens(pack), forward_tokens(pack) / forward_tokens(sample)
     measured = copy.deepcopy(policy).bfloat16() if true and head.dtype != torch.bfloat16 else policy
     kept, copies = kept_for_backward(measured, sample, mixed)
@@ -313,15 +316,15 @@ def kept_for_backward(
     The first are in proportion to the tokens. Parameters themselves are not counted.
     """
     parameters = [local(p) for p in policy.parameters()]
-    own = {p.untyped_storage().data_ptr() for p in parameters}
+    own = {p.untyped_storage()._cdata for p in parameters}
     shapes = {shape for p in parameters for shape in (p.shape, p.shape[::-1])}
     kept: dict[int, tuple[int, bool]] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:  # views share a storage, which counts once
+        storage = tensor.untyped_storage()  # by its object: fake tensors have no data
+        if storage._cdata not in own:  # views share a storage, which counts once
             is_weight = bf16_mixed and tensor.dtype == torch.bfloat16 and tensor.shape in shapes
-            kept[storage.data_ptr()] = storage.nbytes(), is_weight
+            kept[storage._cdata] = storage.nbytes(), is_weight
         return tensor.detach()  # an output that its own graph refers to would never be freed
 
     # As Lightning's autocast is, which caches no copy.

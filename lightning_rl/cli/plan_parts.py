@@ -21,7 +21,8 @@ def one_part(module: Module, size: int) -> Module:
     Raises:
         ConfigError: if as many processes cannot share them.
     """
-    part = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    kept = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    part = copy.deepcopy(module, kept)
     for policy in [each for each in part.modules() if isinstance(each, Policy)]:
         policy.split(TensorRanks(None, size))
     return part

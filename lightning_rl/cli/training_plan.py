@@ -1,15 +1,18 @@
 """What ``lightning-rl check`` says of training: each policy's batches, and the memory of all."""
 
 from collections.abc import Iterator, Sequence, Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from tensordict import TensorDict
 from torch.nn import Parameter
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli.plan import (
     BatchPlan,
+    CardPlan,
     MemoryPlan,
     Placement,
     cut,
@@ -19,6 +22,7 @@ from lightning_rl.cli.plan import (
     together,
     training_memory,
 )
+from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
@@ -30,6 +34,10 @@ from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import find_callbacks
 
+SAMPLED = 2048
+"""Tokens of a completion on which activations are measured at most: longer ones take minutes. So
+many have no mask in attention either, which would not be in proportion."""
+
 
 def training_plan(
     module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], device: torch.device
@@ -38,32 +46,102 @@ def training_plan(
 
     What a policy has in memory that one before it has too, such as a common base, counts once.
     """
-    trainer, learning = module.trainer, _Learning(module, data, prompts, device)
-    lines, plans = list[str](), dict[str, MemoryPlan]()
-    seen: set[Parameter] = set()
-    for name, policy in policies_of(module).items():
-        roles = [role for role, player in module.roles.items() if player == name]
-        told, plans[name] = learning.plan(policy, max(1, len(roles)), seen)
-        if roles:
-            lines.append(_described(name, roles, policy, seen))
-        lines += [f"batches{f' of {name}' if name else ''}:", *(f"  {line}" for line in told)]
-        seen.update(policy.loaded_policy.parameters())
-    if len(plans) > 1:
-        lines.append("memory of each policy, beside what those before it have (an estimate):")
-        lines += [f"  {name:<30}{in_units(plan.total):>11}" for name, plan in plans.items()]
-    memory, elements = together(list(plans.values())), largest_model(module)
-    return [
-        *lines,
-        "memory of training, per process (an estimate):",
-        *(f"  {line}" for line in memory.lines()),
-        f"memory of the engine: {_engine(data.engine, elements)}",
-        *(
-            f"memory of the host for weight pushes: {in_units(kept)} on rank 0 (keep_copy), from "
-            "which restarted engines are filled"
-            for sync in find_callbacks(trainer, WeightSync)
-            if (kept := sync.transport.kept_bytes(data.engine, elements))
-        ),
-    ], memory
+    trainer = module.trainer
+    learning = Learning(module, data, prompts, trainer.world_size)
+    return learning.told(placement_of(trainer, device))
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What policies learn from, in so many processes (``ranks``)."""
+
+    module: RolloutModule
+    data: RLDataModule
+    prompts: Sequence[Prompt]
+    ranks: int
+    _batches: dict[tuple[int, int, int], TensorDict] = field(default_factory=dict)
+
+    def told(self, placement: Placement) -> tuple[list[str], MemoryPlan]:
+        """As :func:`training_plan`, of each process."""
+        module, data, trainer = self.module, self.data, self.module.trainer
+        lines, plans = list[str](), dict[str, MemoryPlan]()
+        seen: set[Parameter] = set()
+        for name, policy in policies_of(module).items():
+            roles = [role for role, player in module.roles.items() if player == name]
+            told, plans[name] = self.plan(policy, max(1, len(roles)), seen, placement)
+            if roles:
+                lines.append(_described(name, roles, policy, seen))
+            lines += [f"batches{f' of {name}' if name else ''}:", *(f"  {line}" for line in told)]
+            seen.update(policy.loaded_policy.parameters())
+        if len(plans) > 1:
+            lines.append("memory of each policy, beside what those before it have (an estimate):")
+            lines += [f"  {name:<30}{in_units(plan.total):>11}" for name, plan in plans.items()]
+        memory, elements = together(list(plans.values())), largest_model(module)
+        return [
+            *lines,
+            "memory of training, per process (an estimate):",
+            *(f"  {line}" for line in memory.lines()),
+            f"memory of the engine: {_engine(data.engine, elements)}",
+            *(
+                f"memory of the host for weight pushes: {in_units(kept)} on rank 0 (keep_copy), "
+                "from which restarted engines are filled"
+                for sync in find_callbacks(trainer, WeightSync)
+                if (kept := sync.transport.kept_bytes(data.engine, elements))
+            ),
+        ], memory
+
+    def plan(
+        self,
+        policy: PolicyModule,
+        rows: int,
+        seen: AbstractSet[Parameter],
+        placement: Placement,
+    ) -> tuple[list[str], MemoryPlan]:
+        """Of a policy that writes so many rows in a rollout: each a prompt and its completion."""
+        data, ranks = self.data, self.ranks
+        groups = data.groups_per_iteration // ranks
+        # Of several prompt sets the largest of each may come together.
+        tokens = max(task.sampling.max_tokens for task in data.train_tasks)
+        group_size = max(task.group_size for task in data.train_tasks)
+        written = group_size * rows
+        batch = self._largest(groups, written, tokens)
+        budget = policy.max_tokens_per_pack * placement.sequence
+        if ranks == 1:
+            parts = cut(batch, policy.minibatches, budget)
+        else:
+            # Each minibatch is dealt of all ranks' groups, and may take most from this one.
+            share = largest_share(data.groups_per_iteration, ranks, policy.minibatches)
+            parts = cut(self._largest(share, written, tokens), 1, budget)
+        largest = max((pack for packs in parts for pack in packs), key=forward_tokens)
+        epochs = self.module.trainer.max_epochs
+        plan = BatchPlan(
+            prompts=len(self.prompts),
+            groups=data.groups_per_iteration,
+            group_size=group_size,
+            ranks=ranks,
+            tokens=len(batch["tokens"]) * ranks,
+            minibatches=policy.minibatches,
+            ppo_epochs=policy.ppo_epochs,
+            packs=max(len(packs) for packs in parts),
+            pack_tokens=forward_tokens(largest),
+            iterations_per_epoch=data.iterations_per_epoch,
+            epochs=epochs if epochs is not None and epochs > 0 else None,
+            schedule=getattr(policy, "schedule", EveryIteration()),
+        )
+        # With one parameter of its own: a step of it tells what the state of all will take.
+        optimizer = policy.optimizer([Parameter(torch.zeros(1024))])
+        others = [] if policy.reference is None else [policy.reference]
+        sample = self._largest(1, written, SAMPLED) if tokens > SAMPLED else None
+        memory = training_memory(
+            policy.loaded_policy, others, optimizer, largest, placement, seen, sample
+        )
+        return [*plan.lines(), *_schedule(policy, optimizer, plan)], memory
+
+    def _largest(self, groups: int, group_size: int, tokens: int) -> TensorDict:
+        key = groups, group_size, tokens
+        if key not in self._batches:  # long ones take seconds, and are asked for by each placement
+            self._batches[key] = pack_rollouts(largest_rollouts(self.prompts, *key))
+        return self._batches[key]
 
 
 def largest_model(module: RolloutModule) -> int:
@@ -85,71 +163,39 @@ def _described(
     )
 
 
-@dataclass(frozen=True)
-class _Learning:
-    """What policies learn from, and where."""
+def placement_of(trainer: Trainer, device: torch.device) -> Placement:
+    """Where a trainer's processes train, if each computes on such a device."""
+    strategy, tensor = trainer.strategy, tensor_size(trainer.strategy)
+    shards = trainer.world_size if isinstance(strategy, ModelParallelStrategy) else 1
+    return Placement(
+        device,
+        str(trainer.precision),
+        getattr(trainer.precision_plugin, "master_weights", True),
+        shards // tensor,
+        getattr(strategy, "cpu_offload", False),
+        getattr(strategy, "sequence", 1),
+        tensor,
+    )
 
-    module: RolloutModule
-    data: RLDataModule
-    prompts: Sequence[Prompt]
-    device: torch.device
 
-    def plan(
-        self, policy: PolicyModule, rows: int, seen: AbstractSet[Parameter]
-    ) -> tuple[list[str], MemoryPlan]:
-        """Of a policy that writes so many rows in a rollout: each a prompt and its completion."""
-        data, trainer = self.data, self.module.trainer
-        ranks = trainer.world_size
-        groups = data.groups_per_iteration // ranks
-        # Of several prompt sets the largest of each may come together.
-        tokens = max(task.sampling.max_tokens for task in data.train_tasks)
-        group_size = max(task.group_size for task in data.train_tasks)
-        written = group_size * rows
-        batch = pack_rollouts(largest_rollouts(self.prompts, groups, written, tokens))
-        placement = self._placement()
-        budget = policy.max_tokens_per_pack * placement.sequence
-        parts = cut(batch, policy.minibatches, budget)
-        if ranks > 1:
-            # Each minibatch is dealt of all ranks' groups, and may take most from this one.
-            share = largest_share(data.groups_per_iteration, ranks, policy.minibatches)
-            most = pack_rollouts(largest_rollouts(self.prompts, share, written, tokens))
-            parts = cut(most, 1, budget)
-        largest = max((pack for packs in parts for pack in packs), key=forward_tokens)
-        epochs = trainer.max_epochs
-        plan = BatchPlan(
-            prompts=len(self.prompts),
-            groups=data.groups_per_iteration,
-            group_size=group_size,
-            ranks=ranks,
-            tokens=len(batch["tokens"]) * ranks,
-            minibatches=policy.minibatches,
-            ppo_epochs=policy.ppo_epochs,
-            packs=max(len(packs) for packs in parts),
-            pack_tokens=forward_tokens(largest),
-            iterations_per_epoch=data.iterations_per_epoch,
-            epochs=epochs if epochs is not None and epochs > 0 else None,
-            schedule=getattr(policy, "schedule", EveryIteration()),
-        )
-        # With one parameter of its own: a step of it tells what the state of all will take.
-        optimizer = policy.optimizer([Parameter(torch.zeros(1024))])
-        others = [] if policy.reference is None else [policy.reference]
-        memory = training_memory(policy.loaded_policy, others, optimizer, largest, placement, seen)
-        return [*plan.lines(), *_schedule(policy, optimizer, plan)], memory
+def card_plan(
+    module: RolloutModule, data: RLDataModule, memory: MemoryPlan, card_gb: float | None
+) -> CardPlan | None:
+    """The plan of rank 0's GPU, which has the most to hold; None without a GPU."""
+    trainer, engine = module.trainer, data.engine
+    device = planned_device(trainer, card_gb)
+    if device.type != "cuda":
+        return None
+    card = int((card_gb or 0) * 2**30) or torch.cuda.get_device_properties(device).total_memory
+    engine.follow_dtype(compute_dtype(trainer))
+    used, at_start = engine.memory_here(largest_model(module), card)
+    buckets = sum(sync.transport.gpu_bytes for sync in find_callbacks(trainer, WeightSync))
+    return CardPlan(card, memory, used, at_start, buckets, sleeps=engine.sleep_level is not None)
 
-    def _placement(self) -> Placement:
-        trainer = self.module.trainer
-        strategy = trainer.strategy
-        tensor = tensor_size(strategy)
-        shards = trainer.world_size if isinstance(strategy, ModelParallelStrategy) else 1
-        return Placement(
-            self.device,
-            str(trainer.precision),
-            getattr(trainer.precision_plugin, "master_weights", True),
-            shards // tensor,
-            getattr(strategy, "cpu_offload", False),
-            getattr(strategy, "sequence", 1),
-            tensor,
-        )
+
+def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:
+    """The device that will compute: a GPU if one was given, else what the Trainer found."""
+    return trainer.strategy.root_device if card_gb is None else torch.device("cuda")
 
 
 def tensor_size(strategy: Strategy) -> int:

@@ -15,8 +15,9 @@ import yaml
 from torch.nn import Parameter
 
 from benchmarks.memory import FollowAllocations
-from lightning_rl import LoRA
+from lightning_rl import LoRA, PolicyModule, SharedValueHead
 from lightning_rl.cli import layouts, main, stopwatch
+from lightning_rl.cli.mesh import configure_without_weights
 from lightning_rl.cli.plan import (
     BatchPlan,
     cut,
@@ -33,7 +34,7 @@ from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
 from tests.support.bad_configs import CONFIG, files
-from tests.support.small_run import trainer_of
+from tests.support.small_run import data_module as small_data, trainer_of
 from tests.support.two_ranks import ROOT
 from tests.support.two_roles import roles_data, roles_module
 
@@ -291,6 +292,38 @@ def test_a_plan_in_bfloat16_for_two_processes(workplace, capsys):
     assert "gathered" in said
     assert "optimizer (AdamW), in host memory" in said
     assert "weights in bfloat16" in said  # the engine's, which follows
+
+
+def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
+    command = ["check", "--config", "good.yaml", "--gpus", "2", "--gpu_memory_gb"]
+    assert main([*command, "80"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    ways = [line.split(":")[0].strip() for line in said if line.startswith("  sequence")]
+    assert ways == [
+        "sequence 1 x tensor 1", "sequence 2 x tensor 1", "sequence 1 x tensor 2",
+    ]  # fmt: skip
+    assert "refused: " in said[-3]  # one key-value head
+    assert said[-2].startswith("take sequence 1 x tensor 1: ")
+    assert "--trainer.devices 2" in said[-1]
+    assert main([*command, "0.0001"]) == 1
+    assert "none of them fits with 5% to spare; nearest is " in capsys.readouterr().out
+    assert main(["check", "--config", "good.yaml", "--gpus", "2"]) == 2
+    assert "give --gpu_memory_gb too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_plan_without_weights_is_the_one_with_them(tiny_model, tmp_path, precision):
+    plans = []
+    for configure in (PolicyModule.configure_model, configure_without_weights):
+        module, data = PolicyModule(str(tiny_model), value_head=SharedValueHead()), small_data()
+        trainer = trainer_of(tmp_path, [], precision=precision)
+        trainer.strategy.connect(module)
+        data.trainer = module.trainer = trainer
+        data.load_prompts("fit")
+        configure(module)
+        prompts = data.train_prompts.first()
+        plans.append(training_plan(module, data, prompts, torch.device("cpu")))
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_rl import NF4, Int8, LoRA
-from lightning_rl.cli.parser import card_of
+from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.cli.plan import CardPlan, MemoryPlan, Placement, largest_rollouts, training_memory
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import TransformersEngine
@@ -207,3 +207,12 @@ def test_the_size_of_a_gpu_is_taken_from_the_arguments():
     for wrong in (["--gpu_memory_gb"], ["--gpu_memory_gb", "H100"], ["--gpu_memory_gb=-1"]):
         with pytest.raises(ConfigError, match="must be a number > 0, the GiB of one GPU"):
             card_of(wrong)
+
+
+def test_the_number_of_gpus_too():
+    assert gpus_of(["--run"]) == (None, ["--run"])
+    assert gpus_of(["--gpus", "8", "--run"]) == (8, ["--run"])
+    assert gpus_of(["--gpus=1"]) == (1, [])
+    for wrong in (["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus=-8"]):
+        with pytest.raises(ConfigError, match="must be a whole number >= 1"):
+            gpus_of(wrong)

@@ -1,0 +1,136 @@
+"""``lightning-rl check --gpus N``: how N GPUs should share a model; its weights are not read.
+
+Models are made of fake tensors, which have a shape and no numbers: so a plan of 8 billion
+parameters and rollouts of 128k tokens takes seconds, and no memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_rl.cli.plan import CardPlan
+from lightning_rl.cli.training_plan import Learning, card_plan, placement_of
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.rollout import Prompt
+
+SPARE = 0.05
+"""Of a GPU, which has to stay free: plans were right within that where they were measured."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """``sequence`` x ``tensor`` GPUs compute a pack together; what each has to hold of it.
+
+    ``refused`` says why the model cannot be shared so.
+    """
+
+    sequence: int
+    tensor: int
+    plan: CardPlan | None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU is large enough, with something to spare."""
+        return self.plan is not None and self.plan.missing <= -SPARE * self.plan.card
+
+    def line(self) -> str:
+        """For a person."""
+        said = self.refused if self.plan is None else self._told()[0]
+        return f"sequence {self.sequence} x tensor {self.tensor}: {said}"
+
+    @property
+    def advice(self) -> str:
+        """What would help it to fit."""
+        return self._told()[1]
+
+    def _told(self) -> tuple[str, str]:
+        assert self.plan is not None
+        verdict, _, advice = next(self.plan.lines()).partition(": ")[2].partition("; ")
+        return verdict, advice
+
+
+def configure_without_weights(module: RolloutModule) -> None:
+    """``configure_model``, with fake tensors for parameters and buffers.
+
+    Raises:
+        ConfigError: as ``configure_model`` does.
+    """
+    with torch.device("meta"):
+        module.configure_model()
+    # Conversions of a whole module do not work on fakes.
+    width = torch.bfloat16 if str(module.trainer.precision) == "bf16-true" else None
+    fakes: dict[torch.Tensor, torch.Tensor] = {}
+
+    def fake(meta: torch.Tensor) -> torch.Tensor:
+        if meta not in fakes:
+            dtype = width if width is not None and meta.dtype == torch.float32 else meta.dtype
+            fakes[meta] = torch.empty(meta.shape, dtype=dtype, device="cpu")
+        return fakes[meta]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for part in module.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                if weight not in fakes:
+                    fakes[weight] = nn.Parameter(fake(weight), requires_grad=weight.requires_grad)
+                part.register_parameter(name, fakes[weight])  # type: ignore[arg-type]
+            for name, buffer in part.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    setattr(part, name, fake(buffer))
+
+
+def candidates(
+    module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], gpus: int, card_gb: float
+) -> Iterator[Candidate]:
+    """Ways to share, those first in which fewer GPUs compute a pack together.
+
+    Of as many, a sequence is shared before matrices are: an all-to-all of heads sends less in a
+    layer than the all-reduces of its outputs do.
+    """
+    ways = [
+        (sequence, tensor)
+        for tensor in range(1, gpus + 1)
+        for sequence in range(1, gpus + 1)
+        if gpus % (sequence * tensor) == 0
+    ]
+    trainer, learning = module.trainer, Learning(module, data, prompts, gpus)
+    alone = replace(placement_of(trainer, torch.device("cuda")), sequence=1, tensor=1)
+    for sequence, tensor in sorted(ways, key=lambda way: (way[0] * way[1], way[1])):
+        placement = replace(alone, shards=gpus // tensor, sequence=sequence, tensor=tensor)
+        try:
+            _, memory = learning.told(placement)
+            yield Candidate(sequence, tensor, card_plan(module, data, memory, card_gb))
+        except ConfigError as refusal:
+            yield Candidate(sequence, tensor, None, f"refused: {str(refusal).splitlines()[0]}")
+
+
+def choose(
+    module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], gpus: int, card_gb: float
+) -> tuple[list[str], bool]:
+    """Lines for a person, and whether there is a way that fits.
+
+    Raises:
+        ConfigError: as ``configure_model`` does.
+    """
+    configure_without_weights(module)
+    found = list(candidates(module, data, prompts, gpus, card_gb))
+    lines = [f"{gpus} GPUs of {card_gb:g} GiB, which share weights, gradients and optimizer state:"]
+    lines += [f"  {candidate.line()}" for candidate in found]
+    best = next((candidate for candidate in found if candidate.fits), None)
+    if best is None:
+        planned = [candidate for candidate in found if candidate.plan is not None]
+        nearest = min(planned, key=lambda one: one.plan.missing, default=None)  # type: ignore[union-attr]
+        advice = "" if nearest is None else f"; nearest is {nearest.line()}; {nearest.advice}"
+        return [*lines, f"none of them fits with {SPARE:.0%} to spare{advice}"], False
+    return [
+        *lines,
+        f"take sequence {best.sequence} x tensor {best.tensor}: {SPARE:.0%} of a GPU stay free "
+        "with the fewest GPUs for a pack, and of as many it sends the least in each layer:",
+        f"  --trainer.devices {gpus} --trainer.strategy lightning_rl.ShardedStrategy "
+        f"--trainer.strategy.sequence {best.sequence} --trainer.strategy.tensor {best.tensor}",
+    ], True
