@@ -30,7 +30,7 @@ class FrozenWeights:
         """All of a policy's weights, those left out as ``meta`` tensors; ``owed``: whole.
 
         Sharded weights are gathered by all ranks, so these decide together, and all have to go
-        through them.
+        through them. Others are a rank's own affair: rank 0 may push alone, as a rerun does.
         """
         frozen = _whole_units(policy)
         same = frozen.keys() == self._brought.keys() and all(
@@ -40,7 +40,10 @@ class FrozenWeights:
             )
         )
         self._brought = {name: (weight, weight._version) for name, weight in frozen.items()}
-        yield from policy.named_weights(() if any_rank(owed or not same) else frozen)
+        whole = owed or not same
+        if policy.sharded:
+            whole = any_rank(whole)
+        yield from policy.named_weights(() if whole else frozen)
 
 
 def _whole_units(policy: "Policy") -> dict[str, nn.Parameter]:
