@@ -10,13 +10,14 @@ from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.tiny_models import save_random_model
 from tests.support.two_ranks import TOLERANCE, Results, run_two
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all that its ranks compare
 OF_TWO = ("sequence", "tensor")
 OF_FOUR = (
-    "sequence_plain", "sequence_separate", "sequence_one_silent",
-    "tensor_plain", "tensor_lora", "tensor_one_silent",  # two pairs, with packs of their own
-    "both_plain", "both_separate", "both_lora",
+    "sequence_plain", "sequence_one_silent",
+    "tensor_plain", "tensor_one_silent",  # two pairs, with packs of their own
+    "both_plain", "both_separate",
 )  # fmt: skip
-PLANNED = ("sequence_kept", "both_kept", "both_peak")
+PLANNED = ("sequence_kept", "both_kept")
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
 
 
@@ -71,8 +72,8 @@ def test_each_keeps_a_share_of_a_rollouts_activations(request, ranks, layout):
         assert result["sent"] == result["formula"]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [("two", "tensor"), ("four", "both")])
-def test_an_update_takes_the_memory_that_is_planned(request, ranks, layout):
-    results = request.getfixturevalue(ranks)(f"{layout}_peak")
+def test_an_update_takes_the_memory_that_is_planned(two):
+    """Of four, the most depends on how far they are apart: ``benchmarks.parallel`` tells it."""
+    results = two("tensor_peak")
     most = max(result["measured"] for result in results)
     assert most == pytest.approx(results[0]["planned"], rel=0.05)

@@ -19,6 +19,7 @@ from tests.support.ranks_tensor import OPTIONS, scenarios
 from tests.support.tiny_models import save_random_model
 from tests.support.two_ranks import TOLERANCE, Results, comparable, run_two
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all that its ranks train
 EXPORTED = Path("lightning_logs", "version_0", "hf", "model.safetensors")
 
 
