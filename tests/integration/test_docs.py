@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from benchmarks.memory import Built
 from lightning_rl.cli import COMMANDS, find_command, main
 from lightning_rl.cli.audit import parse_arguments as parse_audit
-from lightning_rl.cli.parser import card_of
+from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.cli.rerun import parse_arguments as parse_rerun
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
 from lightning_rl.cli.view.command import parse_arguments as parse_view
@@ -214,7 +214,7 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
         return
     if arguments[0] == "check" or "--dry_run" in arguments:
         own_options = ("--dry_run", "--no_rollout", "--run", "--layout")
-        _, others = card_of(arguments[1:])
+        _, others = gpus_of(card_of(arguments[1:])[1])
         arguments = ["fit", *(a for a in others if a not in own_options)]
     if arguments[0] not in COMMANDS:  # a package's
         import_module(command.module).parse_arguments(arguments[1:])
