@@ -13,6 +13,7 @@ from lightning_rl.errors import PictureError
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.vision.downloads import AT_ONCE, Downloads
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
+from tests.support.serving import serving
 from tests.support.tiny_vision import picture, save_vision_model
 
 GIVEN = PictureLimits(retries=0), PictureAccess()
@@ -48,10 +49,8 @@ def server():
     server.daemon_threads, server.asked, server.party = True, [], None
     server.lock, server.now, server.most = threading.Lock(), 0, 0
     server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(server):
+        yield server
 
 
 def test_as_many_at_once_as_there_may_be(server):

@@ -10,6 +10,7 @@ from lightning_rl.errors import PictureError
 from lightning_rl.vision.fetching import is_public
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
 from lightning_rl.vision.loading import load_picture
+from tests.support.serving import serving
 
 STRANGER = PictureAccess(files=False, private_hosts=False)
 
@@ -80,11 +81,9 @@ def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.asked, server.closing = True, [], threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    server.closing.set()
-    server.shutdown()
-    server.server_close()
+    with serving(server):
+        yield server
+        server.closing.set()
 
 
 def refused(url, words, access=None, **limits):
