@@ -6,6 +6,8 @@ parameters and rollouts of 128k tokens takes seconds, and no memory.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,18 +43,8 @@ class Candidate:
 
     def line(self) -> str:
         """For a person."""
-        said = self.refused if self.plan is None else self._told()[0]
+        said = self.refused if self.plan is None else self.plan.verdict
         return f"sequence {self.sequence} x tensor {self.tensor}: {said}"
-
-    @property
-    def advice(self) -> str:
-        """What would help it to fit."""
-        return self._told()[1]
-
-    def _told(self) -> tuple[str, str]:
-        assert self.plan is not None
-        verdict, _, advice = next(self.plan.lines()).partition(": ")[2].partition("; ")
-        return verdict, advice
 
 
 def configure_without_weights(module: RolloutModule) -> None:
@@ -65,20 +57,19 @@ def configure_without_weights(module: RolloutModule) -> None:
         module.configure_model()
     # Conversions of a whole module do not work on fakes.
     width = torch.bfloat16 if str(module.trainer.precision) == "bf16-true" else None
-    fakes: dict[torch.Tensor, torch.Tensor] = {}
 
-    def fake(meta: torch.Tensor) -> torch.Tensor:
-        if meta not in fakes:
-            dtype = width if width is not None and meta.dtype == torch.float32 else meta.dtype
-            fakes[meta] = torch.empty(meta.shape, dtype=dtype, device="cpu")
-        return fakes[meta]
+    @cache  # a tensor that two modules have stays one
+    def fake(meta: torch.Tensor) -> Any:
+        dtype = width if width is not None and meta.dtype == torch.float32 else meta.dtype
+        made = torch.empty(meta.shape, dtype=dtype, device="cpu")
+        if not isinstance(meta, nn.Parameter):
+            return made
+        return nn.Parameter(made, requires_grad=meta.requires_grad)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in module.modules():
             for name, weight in part.named_parameters(recurse=False):
-                if weight not in fakes:
-                    fakes[weight] = nn.Parameter(fake(weight), requires_grad=weight.requires_grad)
-                part.register_parameter(name, fakes[weight])  # type: ignore[arg-type]
+                part.register_parameter(name, fake(weight))
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer.is_meta:
                     setattr(part, name, fake(buffer))
@@ -123,9 +114,11 @@ def choose(
     lines += [f"  {candidate.line()}" for candidate in found]
     best = next((candidate for candidate in found if candidate.fits), None)
     if best is None:
-        planned = [candidate for candidate in found if candidate.plan is not None]
-        nearest = min(planned, key=lambda one: one.plan.missing, default=None)  # type: ignore[union-attr]
-        advice = "" if nearest is None else f"; nearest is {nearest.line()}; {nearest.advice}"
+        planned = [(one.plan.missing, one.line(), one.plan.advice) for one in found if one.plan]
+        advice = ""
+        if planned:
+            _, line, remedy = min(planned)
+            advice = f"; nearest is {line}; {remedy}"
         return [*lines, f"none of them fits with {SPARE:.0%} to spare{advice}"], False
     return [
         *lines,

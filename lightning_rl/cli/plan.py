@@ -420,8 +420,9 @@ class CardPlan:
         needed = self.training.total + self.engine + self.push_buffers
         return max(needed, stays + self.at_start) - self.card
 
-    def lines(self) -> Iterator[str]:
-        """Yield lines for a person."""
+    @property
+    def verdict(self) -> str:
+        """What is needed, and whether it fits."""
         parts = {
             "training": self.training.total,
             "engine": self.engine,
@@ -429,13 +430,17 @@ class CardPlan:
             "buffers of a push": self.push_buffers,
         }
         together = " + ".join(f"{in_units(size)} {name}" for name, size in parts.items() if size)
-        of = f"GPU of {in_units(self.card)}: {together}"
         if self.missing <= 0:
-            yield f"{of}: fits, {in_units(-self.missing)} to spare"
-        else:
-            yield f"{of}: DOES NOT FIT, {in_units(self.missing)} too much; {self._advice()}"
+            return f"{together}: fits, {in_units(-self.missing)} to spare"
+        return f"{together}: DOES NOT FIT, {in_units(self.missing)} too much"
 
-    def _advice(self) -> str:
+    def lines(self) -> Iterator[str]:
+        """Yield lines for a person."""
+        told = f"GPU of {in_units(self.card)}: {self.verdict}"
+        yield told if self.missing <= 0 else f"{told}; {self.advice}"
+
+    @property
+    def advice(self) -> str:
         """About the largest of what can be made smaller."""
         state = self.training.sum_of(*_STAYS)
         engine = self.at_start if self.sleeps else self.engine
