@@ -21,6 +21,9 @@ test test-slow test-rounding bench-floor: export VLLM_NO_USAGE_STATS ?= 1
 # Tests make their own models and data; a hub look-up is a mistake, and fails at once.
 test test-slow test-rounding: export HF_HUB_OFFLINE ?= 1
 
+# A test that takes its worker down is tried again, by which a hang would never end.
+TWO := -n 2 --max-worker-restart 2
+
 quickstart: setup  ## train the small model of recipes/sort_digits and show its accuracy rise
 	@$(PY) -m lightning_rl quickstart
 
@@ -28,8 +31,8 @@ test: setup  ## unit tests, then integration tests with a real vLLM engine, then
 	@install/verifiers.sh
 	@install/notebook.sh
 	@install/packaging.sh
-	$(PY) -m pytest tests/unit -n 2
-	$(PY) -m pytest tests/integration -n 2 --dist loadfile -m "not slow"  # a file shares its servers
+	$(PY) -m pytest tests/unit $(TWO)
+	$(PY) -m pytest tests/integration $(TWO) --dist loadfile -m "not slow"  # a file shares its servers
 	@install/mlflow.sh
 	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow  # left out above
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.collective import BroadcastGroup
 from lightning_rl.sync.stream import receiver_of
@@ -137,8 +136,7 @@ class ReceiverEngine(ReplicatedEngine):
         super().__init__(recovery_timeout_s=TIMEOUT_S, health_every_s=TIMEOUT_S)
         self.replica = ProcessReplica()
         self.shapes = {name: weight.shape for name, weight in weights.items()}
-        self.replicas = [self.replica]
-        run_async(self._start())
+        self.start_with([self.replica])
 
     def _make_replicas(self, model_dir: Path) -> list[Replica]:
         return [self.replica]

@@ -44,6 +44,26 @@ VOCABULARY = 16
 FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(FailuresAtOnce(config), "failures_at_once")
+
+
+class FailuresAtOnce:
+    """Names a test as soon as it fails: a run that is ended from outside prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            lines = str(report.longrepr).splitlines() or [""]
+            why = next((line[1:].strip() for line in lines if line.startswith("E ")), lines[-1])
+            terminal.write_line(f"\nfailed: {report.nodeid} ({report.when}): {why[:300]}")
+            terminal.flush()
+
+
 @cache
 def freeze(with_vllm: bool) -> None:
     FREEZE()

@@ -35,6 +35,7 @@ class HTTPReplica(Replica):
         key: bearer token; empty: none.
         launch: starts the server at this port; None: it runs already.
         apart: whether it is to keep a LoRA beside its base.
+        shortest: the ``max_model_len`` that it must have at least.
         start_timeout_s: until it answers; a big model takes its time.
         request_timeout_s: for one completion.
         call_timeout_s: for any other call.
@@ -49,6 +50,7 @@ class HTTPReplica(Replica):
         start_timeout_s: float,
         request_timeout_s: float,
         call_timeout_s: float,
+        shortest: int = 0,
     ) -> None:
         super().__init__(url, urlsplit(url).hostname or "")
         self.can_restart = launch is not None
@@ -59,6 +61,7 @@ class HTTPReplica(Replica):
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
         self._call_timeout_s = call_timeout_s
+        self._shortest = shortest
         self._process: ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -137,6 +140,11 @@ class HTTPReplica(Replica):
                 f"what answers at {self.name} is no vLLM server: its /v1/models does not tell a "
                 f"model's max_model_len ({error})"
             ) from error
+        if self.max_length < self._shortest:
+            raise ReplicaError(
+                f"{self.name} has a max_model_len of {self.max_length}, and the run's requests may "
+                f"need {self._shortest}: start it with --max-model-len {self._shortest}"
+            )
         try:
             world = await self._call("GET", "/get_world_size", include_dp="false")
         except EngineError as error:

@@ -28,9 +28,10 @@ class Outages:
             _log.warning("lost a replica of the engine, %d times by now: %s", said[why], why)
 
     def over(self, replica: Replica) -> None:
-        """It serves again."""
+        """It serves again, or for the first time."""
         failures = self._since.pop(replica, Counter()).total()
-        _log.warning("%s is back (failures meanwhile: %d)", replica.name, failures)
+        came = "is back" if failures else "has joined the engine"
+        _log.warning("%s %s (failures meanwhile: %d)", replica.name, came, failures)
 
     def __str__(self) -> str:
         """The last failure of each."""

@@ -14,9 +14,9 @@ from lightning_rl.config import names
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, ReplicaStatus, RunState
 from lightning_rl.engines.holdings import Holdings
-from lightning_rl.engines.outages import Outages
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.engines.supervision import Supervision
 from lightning_rl.engines.vllm_adapter import weight_shapes
 from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError, require_at_least
 from lightning_rl.run.loop import run_async
@@ -26,11 +26,6 @@ OUR_TRANSFER = "lightning_rl"
 
 _ATTEMPTS = 4
 """Replicas that one request may lose before it is taken for the cause."""
-
-_PATIENCE = 3
-"""Looks in a row at which a replica must be silent to count as lost: the machine may be busy."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
-"""Between two attempts to bring a replica back."""
 
 
 @configurable
@@ -78,14 +73,12 @@ class ReplicatedEngine(Engine):
         self.recovery_timeout_s = recovery_timeout_s
         self.health_every_s = health_every_s
         self._timeouts = (start_timeout_s, request_timeout_s, call_timeout_s)
-        self.replicas: list[Replica] = []
         self.shapes: dict[str, torch.Size] = {}
         self.refill: Callable[[Replica], None] | None = None
         """Set by a transport that can give a restarted replica the weights of the last push."""
-        self._supervisors: list[asyncio.Task[None]] = []
-        self._outages = Outages()
+        self.supervision = Supervision(self._bring_back, lambda: self.version, health_every_s)
+        self._running = False
         self._paused = False
-        self._changed = asyncio.Event()
         self._weights_ready = asyncio.Event()  # unset while weights change
         self._weights_ready.set()
 
@@ -96,8 +89,13 @@ class ReplicatedEngine(Engine):
         """Replicas that are not started yet."""
 
     @property
+    def replicas(self) -> list[Replica]:
+        """Those that requests and weights are for, alive or not."""
+        return self.supervision.replicas
+
+    @property
     def running(self) -> bool:
-        return bool(self.replicas)
+        return self._running
 
     def start(self, model_dir: Path) -> None:
         """Start all replicas at the same time.
@@ -105,10 +103,19 @@ class ReplicatedEngine(Engine):
         Raises:
             ReplicaError: if one does not start; then none is left running.
         """
-        if self.replicas:
+        if self._running:
             return
         self.shapes = weight_shapes(model_dir)
-        self.replicas = self._make_replicas(model_dir)
+        self.start_with(self._make_replicas(model_dir))
+
+    def start_with(self, replicas: list[Replica]) -> None:
+        """Start these, for weights of :attr:`shapes`.
+
+        Raises:
+            ReplicaError: if one does not start; then none is left running.
+        """
+        self.supervision.replicas = replicas
+        self._running = True
         try:
             run_async(self._start())
         except BaseException:
@@ -122,40 +129,37 @@ class ReplicatedEngine(Engine):
                     starting.create_task(replica.start())
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None  # the others were cancelled for it
-        self._supervisors = [
-            asyncio.create_task(self._supervise(replica)) for replica in self.replicas
-        ]
+        self.supervision.watch()
 
     def close(self) -> None:
-        replicas, self.replicas = self.replicas, []
+        was_running, self._running = self._running, False
         self.version = -1
-        if replicas:
-            run_async(self._close(replicas))
+        if was_running:
+            run_async(self._close())
 
-    async def _close(self, replicas: list[Replica]) -> None:
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-        self._supervisors = []
-        await asyncio.gather(*(replica.close() for replica in replicas))
+    async def _close(self) -> None:
+        await self.supervision.close()
 
     # ---------------------------------------------------------------- generation
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         self.require_ready()
         self.require_room(len(token_ids), sampling)
-        for _ in range(_ATTEMPTS):
+        lost = 0
+        while lost < _ATTEMPTS:
             replica = await self._pick_replica()
             replica.load += 1
             try:
-                return await replica.generate(token_ids, sampling, seed)
+                return await _ask(replica, token_ids, sampling, seed)
             except (ReplicaLost, SyncTimeoutError) as error:
-                self.lost(replica, error)
+                lost += replica in self.replicas  # else it was told to leave
+                if replica.alive:  # and nobody has noted it yet
+                    self.lost(replica, error)
             finally:
                 replica.load -= 1
         raise EngineError(
             f"a request of {len(token_ids)} tokens lost {_ATTEMPTS} replicas one after the other; "
-            f"the last one: {self._outages}"
+            f"the last one: {self.supervision.outages}"
         )
 
     async def _pick_replica(self) -> Replica:
@@ -170,19 +174,19 @@ class ReplicatedEngine(Engine):
             serving = [r for r in self.replicas if r.alive and r.version == self.version]
             if serving:
                 return min(serving, key=lambda replica: replica.load)
-            self._changed.clear()
+            self.supervision.changed.clear()
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._changed.wait()
+                    await self.supervision.changed.wait()
             except TimeoutError as error:
                 raise ReplicaError(
                     f"none of {len(self.replicas)} replicas came back within recovery_timeout_s="
-                    f"{self.recovery_timeout_s:g}: {self._outages}"
+                    f"{self.recovery_timeout_s:g}: {self.supervision.outages}"
                 ) from error
 
     @property
     def in_flight(self) -> int:
-        return sum(replica.load for replica in self.replicas)
+        return sum(replica.load for replica in [*self.replicas, *self.supervision.leaving])
 
     @property
     def paused(self) -> bool:
@@ -225,27 +229,7 @@ class ReplicatedEngine(Engine):
 
     def lost(self, replica: Replica, error: Exception) -> None:
         """A replica did not answer: send it nothing until it is back. Call it in the loop."""
-        self._outages.note(replica, str(error))
-        replica.gone.set()
-        self._changed.set()
-
-    async def _supervise(self, replica: Replica) -> None:
-        """Notice a replica's death, and bring it back."""
-        wait = _FIRST_WAIT_S
-        while True:
-            await self._wait_until_lost(replica)
-            replica.version = -1
-            try:
-                await self._bring_back(replica)
-            except EngineError as error:
-                self.lost(replica, error)
-            if replica.alive:
-                wait = _FIRST_WAIT_S
-                self._outages.over(replica)
-                self._changed.set()
-            else:
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT_S)
+        self.supervision.lost(replica, error)
 
     async def _bring_back(self, replica: Replica) -> None:
         """Start it anew or wait for it, and give it the weights of the last push."""
@@ -256,17 +240,6 @@ class ReplicatedEngine(Engine):
             await replica.resume()
         if self.refill is not None:
             await asyncio.to_thread(self.refill, replica)
-
-    async def _wait_until_lost(self, replica: Replica) -> None:
-        silent = 0
-        while replica.alive:
-            try:
-                async with asyncio.timeout(self.health_every_s):
-                    await replica.gone.wait()
-            except TimeoutError:
-                silent = 0 if await replica.answers() else silent + 1
-                if silent == _PATIENCE:
-                    self.lost(replica, ReplicaLost(f"{replica.name} does not answer"))
 
     # ---------------------------------------------------------------- weights
 
@@ -306,7 +279,7 @@ class ReplicatedEngine(Engine):
 
         If the body raises, the engine holds no version until the next push.
         """
-        if not self.replicas:
+        if not self._running:
             raise EngineError(f"{type(self).__name__} is not running; call start() first")
         run_async(self._pause_for_weights())
         try:
@@ -327,4 +300,20 @@ class ReplicatedEngine(Engine):
         if not self._paused:
             await self.resume()
         self._weights_ready.set()
-        self._changed.set()
+        self.supervision.changed.set()
+
+
+async def _ask(
+    replica: Replica, token_ids: Sequence[int], sampling: Sampling, seed: int
+) -> Completion:
+    """A replica's answer, unless it is lost first: a machine that vanished never says so."""
+    request = asyncio.ensure_future(replica.generate(token_ids, sampling, seed))
+    gone = asyncio.ensure_future(replica.gone.wait())
+    try:
+        await asyncio.wait((request, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not request.done():
+            raise ReplicaLost(f"{replica.name} was lost while it generated")
+        return request.result()
+    finally:
+        request.cancel()
+        gone.cancel()

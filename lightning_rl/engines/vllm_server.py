@@ -1,17 +1,18 @@
 """vLLM in processes of its own, over HTTP."""
 
+import asyncio
 import json
 import os
 import secrets
 import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
+from lightning_rl.engines.server_list import ServerList, follow, read_urls, require_url
 from lightning_rl.engines.server_process import ServerProcess, free_port
 from lightning_rl.engines.vllm_settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
@@ -37,7 +38,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
     :class:`VLLMEngine` and :class:`ReplicatedEngine`.
 
     Args:
-        urls: of servers that run already, started as docs/sync.md shows; None: start our own.
+        urls: of servers that run already, started as docs/sync.md shows: a list, or a
+            :class:`ServerList` by which they come and go during a run; None: start our own.
         replicas: how many to start.
         api_key_env: environment variable with the key of the servers at ``urls``; None: no key.
         devices: ``CUDA_VISIBLE_DEVICES`` for each server that we start; None: as it is.
@@ -54,7 +56,7 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
 
     def __init__(
         self,
-        urls: list[str] | None = None,
+        urls: list[str] | ServerList | None = None,
         replicas: int = 1,
         api_key_env: str | None = None,
         devices: list[str] | None = None,
@@ -67,8 +69,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             raise ConfigError(
                 f"urls={urls} are servers that run already; leave out replicas and devices, or urls"
             )
-        for url in urls or []:
-            _require_url(url)
+        for url in urls if isinstance(urls, list) else []:
+            require_url(url)
         if devices is not None and len(devices) != replicas:
             raise ConfigError(f"devices={devices} must name one entry for each of {replicas=}")
         for entry in devices or []:
@@ -81,10 +83,13 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         transfer = self._settings.options.get("weight_transfer_config") or {}
         self.transfer_backend = str(transfer.get("backend", OUR_TRANSFER))
         self.urls = urls
-        self.replica_count = len(urls) if urls is not None else replicas
+        listed = len(urls) if isinstance(urls, list) else 2  # of a ServerList: several
+        self.replica_count = replicas if urls is None else listed
         self.devices = devices
         self.tensor_parallel_size = tensor_parallel_size
         self.api_key_env = api_key_env
+        self._max_length = 0  # of those that it started with; who joins has as much
+        self._follower: asyncio.Task[None] | None = None
 
     def _dtype_beside(self, trainer: str) -> str:
         return trainer if self.urls is not None else super()._dtype_beside(trainer)
@@ -98,17 +103,47 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
 
     @property
     def max_length(self) -> int:
-        return min(r.max_length for r in self.replicas if isinstance(r, HTTPReplica))
+        return self._max_length
+
+    async def _start(self) -> None:
+        await super()._start()
+        self._max_length = min(r.max_length for r in self.replicas if isinstance(r, HTTPReplica))
+        if isinstance(self.urls, ServerList):
+            self._follower = asyncio.create_task(
+                follow(self.urls, self.supervision, self._replica_at, self.health_every_s)
+            )
+
+    async def _close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            self._follower = None
+        await super()._close()
 
     def _make_replicas(self, model_dir: Path) -> list[Replica]:
         if self.urls is not None:
-            key = self._key()
-            own = key, None, self.takes_adapters, *self._timeouts
-            return [HTTPReplica(url.rstrip("/"), *own) for url in self.urls]
+            return [self._replica_at(url) for url in self._listed(self.urls)]
         shared = {"tensor_parallel_size": self.tensor_parallel_size}
         arguments = shared | self.settings.arguments(model_dir, self.trust_remote_code)
         command = server_command(arguments)
         return [self._own_replica(command, index) for index in range(self.replica_count)]
+
+    def _listed(self, urls: list[str] | ServerList) -> list[str]:
+        if isinstance(urls, list):
+            return [url.rstrip("/") for url in urls]
+        try:
+            found = read_urls(urls)
+        except OSError as error:
+            raise EngineError(f"urls: {type(urls).__name__} cannot be read: {error}") from error
+        if not found:
+            raise EngineError(
+                f"urls: {type(urls).__name__} names no server; start one before the run, as "
+                "docs/sync.md shows"
+            )
+        return found
+
+    def _replica_at(self, url: str) -> HTTPReplica:
+        own = self._key(), None, self.takes_adapters, *self._timeouts
+        return HTTPReplica(url, *own, shortest=self._max_length)
 
     def _own_replica(self, command: list[str], index: int) -> HTTPReplica:
         key = secrets.token_urlsafe(32)
@@ -137,20 +172,6 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
                 "to the servers' key, or api_key_env: null for servers without one"
             )
         return os.environ[self.api_key_env]
-
-
-def _require_url(url: str) -> None:
-    parts = urlsplit(url)
-    try:
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        good = False
-    if not good:
-        raise ConfigError(
-            f"urls: {url!r} is no http://host:port; write it like 'http://10.0.0.7:8000'"
-        )
-    if parts.path.rstrip("/").endswith("/v1"):
-        raise ConfigError(f"urls: {url!r} must end before /v1: {url.rstrip('/')[:-3]!r}")
 
 
 def server_command(arguments: dict[str, Any]) -> list[str]:

@@ -139,6 +139,11 @@ from lightning_rl.engines.holdings import (
 from lightning_rl.engines.policy_engines import (
     PolicyEngines as PolicyEngines,
 )
+from lightning_rl.engines.server_list import (
+    ServerList as ServerList,
+    ServersByName as ServersByName,
+    ServersInFile as ServersInFile,
+)
 from lightning_rl.learn.own_loop import (
     FabricDDP as FabricDDP,
 )

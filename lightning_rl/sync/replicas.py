@@ -165,6 +165,7 @@ class ReplicaPush(WeightTransport):
                     answer.result()
 
         try:
+            self._forget_departed()
             for replica in replicas:
                 if self._joined.get(replica) != replica.life:
                     with self._surviving(replica, live):
@@ -187,6 +188,12 @@ class ReplicaPush(WeightTransport):
             self._joined.clear()
             raise
         return live
+
+    def _forget_departed(self) -> None:
+        """Those that left the engine since the last push."""
+        for departed in self._joined.keys() - set(self.engine.replicas):
+            self.transport.leave(departed)
+            del self._joined[departed]
 
     @contextmanager
     def _surviving(self, replica: Replica, live: list[Replica]) -> Iterator[None]:

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from benchmarks import kill
+from benchmarks import kill, kill_engines
 
 
-def killed(capsys, *arguments: str) -> dict:
+def killed(capsys, *arguments: str, benchmark=kill) -> dict:
     """The last line of the table."""
-    status = kill.main(list(arguments))
+    status = benchmark.main(list(arguments))
     said = capsys.readouterr().out
     assert status == 0, said
     return json.loads(said.splitlines()[-1])
@@ -49,3 +49,12 @@ def test_programs_and_trainer_killed_equal_an_uninterrupted_run(capsys):
     options = "--program", "--points", "1", "--engine", "TransformersEngine"
     result = killed(capsys, *options)
     assert (result["points"], result["equal"]) == (1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_servers_are_killed_equals_one_that_was_left_alone(capsys):
+    options = "--kills", "2", "--leave", "0.5", "--seed", "1"
+    result = killed(capsys, *options, benchmark=kill_engines)
+    assert (result["kills"], result["with_notice"]) == (2, 1)
+    assert result["equal"]

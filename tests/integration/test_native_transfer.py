@@ -97,7 +97,8 @@ def world(monkeypatch, weights):
     world = {}
     engine = VLLMServer(urls=["http://127.0.0.1:9"], dtype="bfloat16")
     world["replicas"] = [Recorder("a", world), Recorder("b", world, workers=2)]
-    engine.replicas = world["replicas"]
+    engine.supervision.replicas = world["replicas"]
+    engine._running = True
     engine.shapes = {name: weight.shape for name, weight in weights.items()}
     world["engine"] = engine
 
@@ -179,7 +180,7 @@ def test_what_goes_wrong_is_named(world, weights, monkeypatch):
 
 def test_ipc_tells_of_handles_as_vllm_reads_them(world, weights, monkeypatch):
     engine = world["engine"]
-    engine.replicas = world["replicas"] = world["replicas"][:1]
+    engine.supervision.replicas = world["replicas"] = world["replicas"][:1]
 
     def producer(iterator, gpu_uuid, post_iter_func, buffer_size_bytes):
         assert buffer_size_bytes == int(BUCKET_MB * 2**20)

@@ -89,7 +89,7 @@ def require_same(completions, expected):
 
 def inside(replica, function):
     """Call it on the RayActor itself."""
-    return ray.get(replica._actor.__ray_call__.remote(function))
+    return ray.get(replica._actor.__ray_call__.remote(function), timeout=60)
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
@@ -204,12 +204,10 @@ def test_a_request_that_is_given_up_ends_in_the_actor(weights, engine):
         await engine.pause()
         sampling = Sampling(max_tokens=100, min_tokens=100)
         tasks = [asyncio.create_task(engine.generate([3], sampling, s)) for s in range(4)]
-        while await asyncio.to_thread(requests) < 4:
-            await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_for, lambda: requests() == 4, 60.0)
         for task in tasks[:3]:
             task.cancel()
-        while await asyncio.to_thread(requests) > 1:
-            await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_for, lambda: requests() == 1, 60.0)
         await engine.resume()
         return await tasks[3]
 
