@@ -13,7 +13,7 @@ training takes half as long, and twice as many requests decode at the same speed
 `--real` trains sort_digits instead, with vLLM, on the real clock; a reward that sleeps stands for a
 slow judge or environment. `--cores` does so with transformers and nothing that sleeps: what is left
 is that engine and trainer compute at once, a core each. The last line is JSON. `--save` writes the
-simulated lognormal lengths with 30% of training into docs/collectors.md.
+table, of the simulation that of lognormal lengths and 30% of training, into docs/collectors.md.
 """
 
 from pathlib import Path
@@ -50,6 +50,22 @@ def table(rows: list[Row], load: tuple[str, float]) -> list[str]:
             f"| {row.staleness_mean:.2f} / {row.staleness_max} |"
         )
     return lines
+
+
+def real_table(result: dict[str, Any]) -> list[str]:
+    """Markdown, of what `schedulers_real.measured` returns."""
+    seconds, accuracy = result["seconds_per_iteration"], result["accuracy_after"]
+    names = {"sync": "`SyncCollector`", "one_step_off": "`OneStepOffCollector`"}
+    names["async"] = f"`AsyncCollector`, {result['staleness_bound']}"
+    return [
+        "| collector | seconds per iteration | speed | held-out accuracy after |",
+        "|---|---|---|---|",
+        *(
+            f"| {label} | {seconds[name]:.2f} | {seconds['sync'] / seconds[name]:.2f} "
+            f"| {accuracy[name]:.2f} |"
+            for name, label in names.items()
+        ),
+    ]
 
 
 def simulated(iterations: int, plot: str | None, save: bool) -> dict[str, Any]:
@@ -96,10 +112,15 @@ def main() -> None:
     if arguments.real or arguments.cores:
         from benchmarks.schedulers_real import on_cores, with_latency
 
-        if arguments.real:
-            report("schedulers-real", with_latency(), arguments.save)
-        if arguments.cores:
-            report("schedulers-cores", on_cores(), arguments.save)
+        for kind, wanted, measure_all in (
+            ("real", arguments.real, with_latency),
+            ("cores", arguments.cores, on_cores),
+        ):
+            if wanted:
+                result = measure_all()
+                report(f"schedulers-{kind}", result, arguments.save)
+                if arguments.save:
+                    write_block(PAGE, f"schedulers-{kind}", real_table(result))
     else:
         result = simulated(arguments.iterations, arguments.plot, arguments.save)
         report("schedulers", result, arguments.save)
