@@ -6,7 +6,7 @@ Runs `recipes/sort_digits/grpo.yaml` once per algorithm and seed, with the optio
 one row per algorithm: the first evaluated iteration with held-out accuracy of at least 0.90, the
 CPU seconds of the fit until then (engine start, evaluations and reports included), and the accuracy
 after the last iteration, for each seed. The last line is JSON; `--save` writes it to
-`benchmarks/results/algorithms-cpu.json`.
+`benchmarks/results/algorithms-cpu.json`, and the table into docs/algorithms.md.
 """
 
 import argparse
@@ -15,10 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import write_block
 from benchmarks.seeds import GOAL, fitted
 
 CONFIG = "recipes/sort_digits/grpo.yaml"
 RESULTS = Path("benchmarks/results/algorithms-cpu.json")
+PAGE = Path("docs/algorithms.md")
+HEAD = ("| algorithm | iterations to 0.90 | CPU s to 0.90 | accuracy after |", "|---|---|---|---|")
 
 ADVANTAGE, LOSS, AVERAGE = "advantage", "loss", "aggregation"
 ONE_STEP = {"minibatches": 1, "optimizer.init_args.lr": 2.0e-4}
@@ -129,7 +132,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(ALGORITHMS))
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
-    print("| algorithm | iterations to 0.90 | CPU s to 0.90 | accuracy after |\n|---|---|---|---|")
+    print("\n".join(HEAD))
     table: dict[str, list[dict[str, Any]]] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         waiting = {
@@ -145,8 +148,10 @@ def main() -> None:
     result = {"config": CONFIG, "iterations": arguments.iterations, "algorithms": table}
     if arguments.save:
         if RESULTS.exists() and len(table) < len(ALGORITHMS):  # keep the rows that were not run
-            result["algorithms"] = json.loads(RESULTS.read_text())["algorithms"] | table
+            table = json.loads(RESULTS.read_text())["algorithms"] | table
+            result["algorithms"] = table
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        write_block(PAGE, "algorithms", [*HEAD, *(row(name, table[name]) for name in table)])
     print(json.dumps(result))
 
 

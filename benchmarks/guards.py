@@ -7,7 +7,8 @@ ones only every 8th iteration, and the learning rate is three times the recipe's
 same prompts, seeds and engine; they differ in what `LogprobGapGuard` does when the mean gap between
 the engine's and the trainer's logprobs exceeds its bound. `synced` is what the same engine and
 learning rate come to with a sync in every iteration. Held-out accuracy is greedy, and is measured
-right after a sync, so of the trainer's own weights (in bfloat16). The last line is JSON.
+right after a sync, so of the trainer's own weights (in bfloat16). The last line is JSON; `--save`
+also writes the table into docs/guards.md.
 """
 
 import logging
@@ -15,9 +16,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from benchmarks.results import parser_of, report
+from benchmarks.results import parser_of, report, write_block
 from benchmarks.schedulers_real import Clock
 from benchmarks.task import OUT, KeptEngine, fit, make_data, make_module, prepare
 from lightning_rl import Evaluate, FixedSchedule, JSONLPrompts, Sampling, VLLMLocal, WeightSync
@@ -33,6 +35,8 @@ ARMS: dict[str, tuple[Callable[[], GuardAction], int]] = {
     "Mask": (Mask, SYNC_EVERY),
     "synced": (Warn, 1),
 }
+
+PAGE = Path(__file__).parents[1] / "docs" / "guards.md"
 
 Curve = list[tuple[int, float]]
 
@@ -130,6 +134,18 @@ def draw(result: dict[str, Any], path: str) -> None:
     figure.savefig(path, dpi=130)
 
 
+def table(result: dict[str, Any]) -> list[str]:
+    """Markdown, an arm a line: held-out accuracy over the seeds."""
+    names = {"Correct": "`Correct` with `TokenTIS`", "synced": "synced every iteration"}
+    lines = ["| arm | accuracy at the start | after, mean | worst seed | best seed |"]
+    lines.append("|---|---|---|---|---|")
+    for arm, values in result["accuracy_after_by_seed"].items():
+        name = names.get(arm, arm if arm == "unguarded" else f"`{arm}`")
+        cells = (result["accuracy_before"], statistics.mean(values), min(values), max(values))
+        lines.append(f"| {name} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+    return lines
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
@@ -140,6 +156,8 @@ def main() -> None:
     result = measured(arguments.seeds)
     if arguments.plot:
         draw(result, arguments.plot)
+    if arguments.save:
+        write_block(PAGE, "guards", table(result))
     report(
         "guards", {name: part for name, part in result.items() if name != "runs"}, arguments.save
     )

@@ -14,9 +14,10 @@ unit test holds the code against it, and the picture in docs/architecture.md too
 names, without folders in others). The spine, the wings ``serving``, ``envs`` and ``games``, and the
 rest are as ``house_parts.py`` says; ``core_lines`` are those of all but the optional rooms.
 ``root_names`` are the public names of the package, ``shared_names`` those of classes in two
-modules. ``files_*`` are entered on a way, see ``house_ways.py``; ``*_above_run`` leaves out the
-helpers of ``run/``, which are called everywhere, and of which a busy machine may call one more. The
-last line is JSON.
+modules; ``doc_words`` are those of the README and of ``docs/`` without code, generated tables and
+API reference. ``files_*`` are entered on a way, see ``house_ways.py``; ``*_above_run`` leaves out
+the helpers of ``run/``, which are called everywhere, and of which a busy machine may call one more.
+The last line is JSON.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from io import BytesIO
 from itertools import combinations
 from pathlib import Path
 
-from benchmarks.house_parts import lines_of, root_names, shared_names, sizes
+from benchmarks.house_parts import doc_words, lines_of, root_names, shared_names, sizes
 from benchmarks.house_picture import draw
 
 ROOT = Path(__file__).parents[1]
@@ -200,6 +201,7 @@ def measure(root: Path) -> dict[str, int]:
         "circles_in_benchmarks": len(circles(arrows(modules_of(root, "benchmarks")))),
         "test_files": len(tests),
         "test_lines": lines_of(tests),
+        "doc_words": doc_words(root),
         "root_names": root_names(root),
         "shared_names": len(shared_names(library, root)),
         **sizes(library),

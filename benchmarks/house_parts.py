@@ -1,6 +1,7 @@
-"""The parts of the house, the names at its door, and the names that two of its classes share."""
+"""The parts of the house, the names at its door and those that two classes share, its words."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -88,3 +89,26 @@ def _public_classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield node
+
+
+NO_PROSE = (
+    r"^( *)```.*?^\1``` *$",  # code
+    r"^<!-- (?!runs)([\w -]+) -->$.*?^<!-- (?:/\1|end|end of \1) -->$",  # what a program wrote
+    r"<!--.*?-->",
+    r"^:::[^\n]*\n(?: [^\n]*\n|\n(?= ))*",  # a docstring's place, and how it is shown
+    r"(?<=\])\([^)\s]*\)",  # where a link leads
+)
+"""What a reader of a page does not read as its author's words, in this order."""
+
+
+def doc_words(root: Path) -> int:
+    """Words of the README and of the pages in ``docs/``, tables included, without ``NO_PROSE``."""
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    return sum(prose_words(page.read_text("utf-8")) for page in pages)
+
+
+def prose_words(text: str) -> int:
+    """Of a page in Markdown: what stands between spaces and has a letter or a digit in it."""
+    for pattern in NO_PROSE:
+        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    return sum(1 for word in text.split() if re.search(r"\w", word))

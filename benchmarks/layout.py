@@ -10,18 +10,19 @@ each (medians) and the bytes of masks:
 - `buckets`: what calls of SDPA need
 - `varlen`: what a fused kernel needs
 
-The last line is JSON.
+The last line is JSON; `--save` also writes the table into docs/gpu.md.
 """
 
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from benchmarks.results import parser_of, report
+from benchmarks.results import parser_of, report, write_block
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import attention_batches
 from lightning_rl.models.attention import build_layout
@@ -29,6 +30,7 @@ from lightning_rl.rollout import Prompt, Rollout, Row
 
 PACKS = {"60x256": (60, 256), "8x2000": (8, 2_000), "1x16000": (1, 16_000), "1x32000": (1, 32_000)}
 GROUP_SIZE = 4
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 
 
 def make_pack(count: int, tokens: int) -> TensorDict:
@@ -88,6 +90,20 @@ def measure(pack: TensorDict, repeats: int) -> dict[str, float]:
     return row | ratios | {f"{name}_mask_mib": size / 2**20 for name, size in sizes.items()}
 
 
+def table(result: dict[str, dict[str, float]]) -> list[str]:
+    """Markdown, a line per pack."""
+    return [
+        "| rollouts x tokens | a mask for each, s | masks, MiB | for SDPA, s | masks, MiB "
+        "| for the fused kernel, s |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {name.replace('x', ' x ')} | {row['masked_s']:.2g} | {row['masked_mask_mib']:.3g} "
+            f"| {row['buckets_s']:.2g} | {row['buckets_mask_mib']:.3g} | {row['varlen_s']:.2g} |"
+            for name, row in result.items()
+        ),
+    ]
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
@@ -100,6 +116,8 @@ def main() -> None:
         cells = (f"{row[f'{way}_s']:12.4f}{row[f'{way}_mask_mib']:12.1f}" for way in WAYS)
         print(f"{name:>8} " + "".join(cells))
     report("layout", result, arguments.save)
+    if arguments.save:
+        write_block(PAGE, "layout", table(result))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ training takes half as long, and twice as many requests decode at the same speed
 
 `--real` trains sort_digits instead, with vLLM, on the real clock; a reward that sleeps stands for a
 slow judge or environment. `--cores` does so with transformers and nothing that sleeps: what is left
-is that engine and trainer compute at once, a core each. The last line is JSON.
+is that engine and trainer compute at once, a core each. The last line is JSON. `--save` writes the
+table, of the simulation that of lognormal lengths and 30% of training, into docs/collectors.md.
 """
 
+from pathlib import Path
 from typing import Any
 
-from benchmarks.results import parser_of, report
+from benchmarks.results import parser_of, report, write_block
 from benchmarks.schedulers_simulated import (
     BOUND,
     COLOCATED,
@@ -32,24 +34,41 @@ from benchmarks.schedulers_simulated import (
     speed,
 )
 
+PAGE = Path(__file__).parents[1] / "docs" / "collectors.md"
 
-def table(rows: list[Row]) -> str:
-    """Markdown; speed relative to Sync on the same load."""
+
+def table(rows: list[Row], load: tuple[str, float]) -> list[str]:
+    """Markdown, of one load: lengths and share of training; speed relative to Sync."""
     lines = [
-        "| lengths | training | scheduler | speed | engine bubble | trainer idle | wasted "
-        "| staleness mean / max |",
-        "|---|---|---|---|---|---|---|---|",
+        "| scheduler | speed | engine bubble | trainer idle | wasted | staleness mean / max |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in (row for row in rows if (row.lengths, row.train_share) == load):
         lines.append(
-            f"| {row.lengths} | {row.train_share:.0%} | {row.scheduler} | {speed(row, rows):.2f} "
+            f"| {row.scheduler} | {speed(row, rows):.2f} "
             f"| {row.engine_bubble:.0%} | {row.trainer_idle:.0%} | {row.wasted:.0%} "
             f"| {row.staleness_mean:.2f} / {row.staleness_max} |"
         )
-    return "\n".join(lines)
+    return lines
 
 
-def simulated(iterations: int, plot: str | None) -> dict[str, Any]:
+def real_table(result: dict[str, Any]) -> list[str]:
+    """Markdown, of what `schedulers_real.measured` returns."""
+    seconds, accuracy = result["seconds_per_iteration"], result["accuracy_after"]
+    names = {"sync": "`SyncCollector`", "one_step_off": "`OneStepOffCollector`"}
+    names["async"] = f"`AsyncCollector`, {result['staleness_bound']}"
+    return [
+        "| collector | seconds per iteration | speed | held-out accuracy after |",
+        "|---|---|---|---|",
+        *(
+            f"| {label} | {seconds[name]:.2f} | {seconds['sync'] / seconds[name]:.2f} "
+            f"| {accuracy[name]:.2f} |"
+            for name, label in names.items()
+        ),
+    ]
+
+
+def simulated(iterations: int, plot: str | None, save: bool) -> dict[str, Any]:
     """All schedulers on all loads."""
     rows = [
         measure(lengths, share, scheduler, iterations)
@@ -57,7 +76,11 @@ def simulated(iterations: int, plot: str | None) -> dict[str, Any]:
         for share in TRAIN_SHARES
         for scheduler in SCHEDULERS
     ]
-    print(table(rows))
+    for lengths in LENGTHS:
+        for share in TRAIN_SHARES:
+            print(f"\n{lengths}, {share:.0%} training", *table(rows, (lengths, share)), sep="\n")
+    if save:
+        write_block(PAGE, "schedulers", table(rows, HEADLINE))
     if plot is not None:
         from benchmarks.schedulers_plot import draw
 
@@ -89,12 +112,17 @@ def main() -> None:
     if arguments.real or arguments.cores:
         from benchmarks.schedulers_real import on_cores, with_latency
 
-        if arguments.real:
-            report("schedulers-real", with_latency(), arguments.save)
-        if arguments.cores:
-            report("schedulers-cores", on_cores(), arguments.save)
+        for kind, wanted, measure_all in (
+            ("real", arguments.real, with_latency),
+            ("cores", arguments.cores, on_cores),
+        ):
+            if wanted:
+                result = measure_all()
+                report(f"schedulers-{kind}", result, arguments.save)
+                if arguments.save:
+                    write_block(PAGE, f"schedulers-{kind}", real_table(result))
     else:
-        result = simulated(arguments.iterations, arguments.plot)
+        result = simulated(arguments.iterations, arguments.plot, arguments.save)
         report("schedulers", result, arguments.save)
 
 

@@ -44,7 +44,7 @@ class VerifiersAgent(SessionAgent):
     same completions; what ends a second worker too is FAILED.
 
     Args:
-        environment: the taskset's id: the name of an installed package.
+        environment: the taskset's id, as in ``vf-eval my-wordle``: an installed package's name.
         python: the interpreter that it is installed for, or its virtual environment's directory.
         options: the environment's configuration, as in verifiers' ``[env]`` block.
         env: environment variables to set for it.
@@ -53,7 +53,8 @@ class VerifiersAgent(SessionAgent):
         workers: processes that share the rollouts; one hosts hundreds at a time.
         parser: reads the model family's way to write tool calls.
         client_sampling: whether the environment may change what is sampled from.
-        max_seconds: wall time of one rollout at most, in seconds; None: no limit.
+        max_seconds: wall time of one rollout at most, in seconds; it then ends as ``max_seconds``,
+            with the reward 0. None: no limit.
         limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
 
     Raises:

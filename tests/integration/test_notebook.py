@@ -1,11 +1,14 @@
 """docs/notebook.ipynb runs as it stands, and its first cell installs what is missing."""
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
@@ -69,10 +72,10 @@ def test_the_first_cell_installs_a_wheel_that_lies_beside_the_notebook(tmp_path)
     python = str(bare / "bin" / "python")
     (tmp_path / "here").mkdir()
 
-    def install() -> subprocess.CompletedProcess:
+    def install(before: str = "") -> subprocess.CompletedProcess:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         return subprocess.run(
-            [python, "-c", cells()["install"]],
+            [python, "-c", before + cells()["install"]],
             cwd=tmp_path / "here",
             env={**environment, "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"},
             capture_output=True,
@@ -86,10 +89,42 @@ def test_the_first_cell_installs_a_wheel_that_lies_beside_the_notebook(tmp_path)
     shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*NOT_BUILT))
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-         "--no-index", "--wheel-dir", str(tmp_path / "here"), str(copy)],
+         "--no-index", "--wheel-dir", str(tmp_path / "made"), str(copy)],
         check=True,
     )  # fmt: skip
-    installed = install()
+    # As in Colab, where a dialogue brings the wheel to the working directory.
+    colab = tmp_path / "here" / "google" / "colab"
+    colab.mkdir(parents=True)
+    (colab / "files.py").write_text(
+        "import shutil\n"
+        f"def upload(): shutil.copytree({str(tmp_path / 'made')!r}, '.', dirs_exist_ok=True)\n"
+    )
+    installed = install(before="import google.colab\n")
     assert (installed.returncode, installed.stderr) == (0, "")
     found = f"import lightning_rl; assert lightning_rl.__file__.startswith({str(bare)!r})"
     subprocess.run([python, "-I", "-c", found], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(("after", "removed"), [("2.10.0+cu126", False), ("2.13.0", True)])
+def test_a_new_torch_takes_no_old_torchvision_along(tmp_path, monkeypatch, after, removed):
+    """Colab's were built for its own torch, and would break the import of transformers."""
+    torch = tmp_path / "torch-0.dist-info"
+    torch.mkdir()
+
+    def version_is(version: str) -> None:
+        (torch / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+
+    commands = []
+
+    def run(command: list[str], check: bool) -> None:
+        version_is(after)
+        commands.append(command[3])
+
+    version_is("2.10.0+cu126")
+    (tmp_path / "lightning_rl-0.1.0-py3-none-any.whl").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(cells()["install"], {})
+    assert commands == ["install", "uninstall"][: 1 + removed]

@@ -8,10 +8,10 @@ from select import select
 
 import pytest
 
-from benchmarks import faults, quiet, scaling, wall
+from benchmarks import algorithms, faults, guards, layout, quiet, scaling, schedulers, wall
 from benchmarks.peers_layouts import Layout, reason, run, together
 from benchmarks.peers_tasks import NEVER, Task
-from benchmarks.results import write_block
+from benchmarks.results import RESULTS as SAVED, write_block
 
 RESULTS = """<testsuites><testsuite>
 <testcase name="test_a"><properties>
@@ -39,6 +39,28 @@ def test_a_block_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path)
     page.write_text("before\n<!-- t -->\n| old |\n\nold\n<!-- /t -->\n| kept |\n")
     write_block(page, "t", ["| new |", "", "new"])
     assert page.read_text() == "before\n<!-- t -->\n| new |\n\nnew\n<!-- /t -->\n| kept |\n"
+
+
+def algorithms_table(result):
+    rows = (algorithms.row(*item) for item in result["algorithms"].items())
+    return [*algorithms.HEAD, *rows]
+
+
+@pytest.mark.parametrize(
+    ("page", "block", "table"),
+    [
+        ("algorithms", "algorithms", algorithms_table),
+        ("collectors", "schedulers-real", schedulers.real_table),
+        ("collectors", "schedulers-cores", schedulers.real_table),
+        ("gpu", "layout", layout.table),
+        ("guards", "guards", guards.table),
+    ],
+)
+def test_a_page_shows_what_was_saved(page, block, table):
+    saved = json.loads((SAVED / f"{block}-cpu.json").read_text())
+    text = (SAVED.parents[1] / "docs" / f"{page}.md").read_text()
+    shown = text.partition(f"<!-- {block} -->\n")[2].partition(f"\n<!-- /{block} -->")[0]
+    assert shown.splitlines() == table(saved.get("result", saved))
 
 
 def test_scaling_compares_two_processes_with_one():

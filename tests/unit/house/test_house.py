@@ -18,7 +18,16 @@ from benchmarks.house import (
     folder_of,
     modules_of,
 )
-from benchmarks.house_parts import PARTS, lines_of, part, root_names, shared_names, sizes
+from benchmarks.house_parts import (
+    PARTS,
+    doc_words,
+    lines_of,
+    part,
+    prose_words,
+    root_names,
+    shared_names,
+    sizes,
+)
 from benchmarks.house_picture import draw
 
 
@@ -142,3 +151,44 @@ def test_the_names_at_the_door_are_those_of_the_checkout_that_is_asked(tmp_path)
     assert root_names(tmp_path) == 2
     with pytest.raises(RuntimeError, match="was imported, and not what is in"):
         root_names(package)  # from there it is the one that these tests run with
+
+
+PAGE = """# Three words - here
+
+<!-- runs -->
+```python
+not_these = 0
+```
+
+- A list's [four words](elsewhere.md#not-this).
+
+  ```bash
+  nor these
+  ```
+
+| two | words |
+|---|---|
+
+<!-- wall -->
+| 1 | 2 |
+<!-- /wall -->
+<!-- bad configurations -->
+nor this
+<!-- end -->
+
+::: lightning_rl.X
+    options:
+      members: false
+
+    more: options
+
+Two more.
+"""
+
+
+def test_words_are_what_an_author_wrote(tmp_path):
+    assert prose_words(PAGE) == 3 + 4 + 2 + 2
+    (tmp_path / "docs" / "api").mkdir(parents=True)
+    (tmp_path / "docs" / "api" / "x.md").write_text(PAGE)
+    (tmp_path / "README.md").write_text("One.\n")
+    assert doc_words(tmp_path) == 1 + 11
