@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -121,6 +121,10 @@ class BroadcastGroup:
                 _log.warning("a weight group was left without an answer: %s", first_line(error))
             self._group = None
 
+    def close_soon(self) -> None:
+        """The same, without waiting: gloo does, until a send to one that hangs has timed out."""
+        threading.Thread(target=self.close, name="leave_group", daemon=True).start()
+
     def _gloo(self) -> Any:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
@@ -199,12 +203,15 @@ def require_backend(backend: str) -> None:
 
 
 class BroadcastReceiver(WeightReceiver):
-    """A process group; the sender broadcasts."""
+    """A process group; the sender broadcasts.
 
-    def __init__(self, device: torch.device, rank: int, **options: Any) -> None:
+    ``first`` is the rank in it of the first worker of this replica.
+    """
+
+    def __init__(self, device: torch.device, rank: int, first: int = 1, **options: Any) -> None:
         super().__init__(self._fetch)
         self._device = device
-        self._group = BroadcastGroup(rank=1 + rank, device=device, **options)
+        self._group = BroadcastGroup(rank=first + rank, device=device, **options)
         self._group.meet()
         self._buffer = torch.empty(0)
 
@@ -228,7 +235,8 @@ class CollectiveTransport(StagedTransport):
     """Broadcasts to engines in other processes, also on other machines: NCCL on GPUs, gloo on CPUs.
 
     Each replica and the trainer have a group of their own (beside the trainer's own groups), so
-    that one which dies or hangs takes no other with it; a restarted one joins anew.
+    that one which dies or hangs takes no other with it; a restarted one joins anew. The trainer
+    sends all weights once for each replica: for many, take :class:`SharedCollectiveTransport`.
 
     Args:
         backend: ``nccl`` or ``gloo``; None: by whether this machine has a GPU.
@@ -304,27 +312,36 @@ class CollectiveTransport(StagedTransport):
 
     def join(self, replica: Replica) -> None:
         self.leave(replica)
+        self._groups[replica] = self._met([replica])
+
+    def _met(self, replicas: Sequence[Replica]) -> BroadcastGroup:
+        """A group of this process and all workers of some replicas."""
         options: dict[str, Any] = {
             "host": self.host,
-            "size": 1 + replica.workers,
+            "size": 1 + sum(replica.workers for replica in replicas),
             "backend": self.backend,
             "timeout_s": self.timeout_s,
         }
         group = BroadcastGroup(port=0, rank=0, device=self._device, **options)
-        joining = self.invite(replica, port=group.port, **options)
+        joining, first = [], 1
+        for replica in replicas:
+            joining.append(self.invite(replica, port=group.port, first=first, **options))
+            first += replica.workers
         try:
             group.meet()
         except SyncTimeoutError as error:
             group.close()
-            joining.result()  # says why, if the replica is gone or has refused
-            raise SyncTimeoutError(f"{replica.name}: {error}") from error
-        joining.result()
-        self._groups[replica] = group
+            for answer in joining:
+                answer.result()  # says why, if the replica is gone or has refused
+            names = ", ".join(replica.name for replica in replicas)
+            raise SyncTimeoutError(f"{names}: {error}") from error
+        for answer in joining:
+            answer.result()
+        return group
 
     def leave(self, replica: Replica) -> None:
         if (group := self._groups.pop(replica, None)) is not None:
-            # Not here: gloo would wait until a send to a process that hangs has timed out.
-            threading.Thread(target=group.close, name="leave_group", daemon=True).start()
+            group.close_soon()
 
     def stage(self, weights: WeightStream) -> Iterator[Bucket]:
         for bucket, flat in fill_buffers(weights, self.bucket_mb, self.keep_copy, self._buffer):

@@ -88,7 +88,7 @@ class ReplicaPush(WeightTransport):
         transport = self.transport
         with self._exclusive, self.engine.taking_weights(version) as replicas:
             some = transport.changed_only or self._adapters_alone or self._leaves_out
-            complete = not some or any(replica.version != self._kept for replica in replicas)
+            complete = not some or not self._all_hold_what_is_kept(replicas)
             self._kept, self._leaves_out = None, False
             buckets = self._stage_all(weights, version, complete)
             left = self._deliver(replicas, buckets, version, complete)
@@ -100,6 +100,9 @@ class ReplicaPush(WeightTransport):
                     f"no replica was left at the end of the push of version {version}, and "
                     f"{type(transport).__name__} keeps no copy to fill a restarted one with"
                 )
+
+    def _all_hold_what_is_kept(self, replicas: list[Replica]) -> bool:
+        return all(replica.version == self._kept for replica in replicas)
 
     def refill(self, replica: Replica) -> None:
         """Give a replica that was restarted the weights of the last push, if they are kept."""

@@ -34,6 +34,7 @@ from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
+from lightning_rl.sync.shared import SharedCollectiveTransport
 from tests.support.engine_checks import (
     LONG,
     PROMPTS,
@@ -240,6 +241,7 @@ TRANSPORTS = {
     "checkpoint": lambda tmp: CheckpointTransport(str(tmp)),
     "checkpoint_changed_only": lambda tmp: CheckpointTransport(str(tmp), changed_only=True),
     "collective": lambda tmp: CollectiveTransport(),
+    "shared": lambda tmp: SharedCollectiveTransport(bucket_mb=0.05),
     "collective_two_buckets": lambda tmp: CollectiveTransport(bucket_mb=0.05, keep_copy=False),
     "collective_changed_only": lambda tmp: CollectiveTransport(bucket_mb=0.05, changed_only=True),
 }

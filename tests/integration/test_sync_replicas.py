@@ -38,6 +38,7 @@ from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
+from lightning_rl.sync.shared import SharedCollectiveTransport
 from tests.support.engine_checks import train_adapters, wait_for
 from tests.support.thread_replicas import ThreadEngine, holds
 
@@ -61,6 +62,7 @@ def weights(tiny_model):
 TRANSPORTS = {
     "memory": lambda tmp, **o: MemoryTransport(bucket_mb=0.05, **o),
     "collective": lambda tmp, **o: CollectiveTransport(bucket_mb=0.05, timeout_s=10, **o),
+    "shared": lambda tmp, **o: SharedCollectiveTransport(bucket_mb=0.05, timeout_s=10, **o),
     "checkpoint": lambda tmp, **o: CheckpointTransport(str(tmp), **o),
 }
 
@@ -140,6 +142,40 @@ def test_the_group_of_a_replica_that_dies_is_left_at_once(engine, weights):
     assert transport._groups == {}
     transport.push(weights.items(), 3)
     assert holds(other, weights)
+    transport.close()
+
+
+def test_a_shared_group_sends_a_bucket_once(monkeypatch, engine, weights):
+    """However many receive it; and it is made anew when one of them was."""
+    sent = []
+    broadcast = BroadcastGroup.broadcast
+
+    def counted(group, tensor):
+        if group.rank == 0:
+            sent.append(group.size)
+        return broadcast(group, tensor)
+
+    monkeypatch.setattr(BroadcastGroup, "broadcast", counted)
+    transport = SharedCollectiveTransport(bucket_mb=0.05, timeout_s=10)
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+    buckets = len(engine.replicas[0].buckets)
+    assert sent == [3] * buckets
+    group = transport._group
+    transport.push(halved(weights).items(), 1)
+    assert sent == [3] * 2 * buckets
+    assert transport._group is group
+    doomed = engine.replicas[0]
+    doomed.dies_at = "update_weights"
+    sent.clear()
+    transport.push(weights.items(), 2)
+    wait_for(lambda: doomed.version == 2)
+    assert sent.count(2) == 2 * buckets  # by itself, the one that is left; and whoever came back
+    assert transport._group is None
+    sent.clear()
+    transport.push(halved(weights).items(), 3)
+    assert sent == [3] * buckets
+    assert all(holds(replica, halved(weights)) for replica in engine.replicas)
     transport.close()
 
 

@@ -1,0 +1,200 @@
+"""One broadcast for all replicas of an engine: what the trainer sends does not grow with them."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.errors import SyncTimeoutError, first_line
+from lightning_rl.run.loop import runtime
+from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
+from lightning_rl.sync.replicas import Answers, ReplicaPush, submit
+from lightning_rl.sync.stream import Bucket
+
+_log = logging.getLogger(__name__)
+
+
+@configurable
+class SharedCollectiveTransport(CollectiveTransport):
+    """As :class:`CollectiveTransport`, with one group of the trainer and all replicas.
+
+    A bucket leaves the trainer once (NCCL) or log2 of the replicas times (gloo), and they pass it
+    on. If one dies or hangs in the middle, the push goes once more, through a group for each
+    replica, which leaves that one out; the next push has one group again. So a death costs a push
+    more time than with ``CollectiveTransport``, and a new group has to be made whenever replicas
+    join, leave or were restarted.
+
+    Args:
+        backend: ``nccl`` or ``gloo``; None: by whether this machine has a GPU.
+        host: this machine's address, as the engines reach it.
+        bucket_mb: MiB per broadcast.
+        changed_only: send only buckets with a change, and load only modules that differ from what
+            was sent last.
+        adapters_only: send a LoRA's base once, and then its adapters alone.
+        timeout_s: for meeting, for each step of a push, and each bucket.
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        host: str = "127.0.0.1",
+        bucket_mb: float = 64.0,
+        changed_only: bool = False,
+        adapters_only: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        # With a copy: what one replica's death breaks off is sent again from it.
+        super().__init__(backend, host, bucket_mb, True, changed_only, adapters_only, timeout_s)
+        self._group: BroadcastGroup | None = None
+        self._sent: dict[int, Any] = {}  # by slot; held until it is used again
+
+    def route_to(self, engine: Engine) -> WeightTransport:
+        if isinstance(engine, ReplicatedEngine):
+            self._require_other_end(engine)
+            return SharedPush(self, engine)
+        return super().route_to(engine)
+
+    def meet(self, replicas: list[Replica]) -> None:
+        """Make a group of these and this process.
+
+        Raises:
+            ReplicaLost: if one of them is gone.
+            SyncTimeoutError: if they do not meet in time.
+        """
+        self.part()
+        self._group = self._met(replicas)
+
+    def send(self, bucket: Bucket) -> None:
+        """Broadcast a bucket to all that have met. A replica answers its call when it has it.
+
+        Raises:
+            SyncTimeoutError: if one of them is known to be gone.
+        """
+        assert self._group is not None
+        self._sent[bucket["slot"]] = self._group.broadcast(self._staged_flat(bucket))
+
+    def part(self) -> None:
+        """Leave the group; who waits in it learns of that at once."""
+        group, self._group = self._group, None
+        self._sent.clear()
+        if group is not None:
+            group.close_soon()
+
+    def close(self) -> None:
+        self.part()
+        super().close()
+
+
+class SharedPush(ReplicaPush):
+    """Sends each bucket once, to all replicas together.
+
+    Args:
+        transport: stages and sends the weights.
+        engine: whose replicas they are.
+    """
+
+    transport: SharedCollectiveTransport
+
+    def __init__(self, transport: SharedCollectiveTransport, engine: ReplicatedEngine) -> None:
+        super().__init__(transport, engine)
+        self._met: dict[Replica, int] = {}  # the life in which each came to the group
+
+    def close(self) -> None:
+        super().close()
+        self._part()
+
+    def _all_hold_what_is_kept(self, replicas: list[Replica]) -> bool:
+        # In a new group they forget the base that they merge adapters into.
+        keep = self._met == _lives(replicas) or not self._adapters_alone
+        return keep and super()._all_hold_what_is_kept(replicas)
+
+    def _deliver(
+        self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
+    ) -> list[Replica]:
+        if len(replicas) > 1:
+            gone = self._deliver_together(replicas, buckets, version, complete)
+            if gone is None:
+                return replicas
+            replicas = [replica for replica in replicas if replica not in gone]
+        # Each gets a group of its own, and so takes no part in the other one any more.
+        self._part()
+        deque(buckets, maxlen=0)  # stages those that were not staged yet
+        staged = [bucket for kind in self._staged.values() for bucket in kind]
+        try:
+            return super()._deliver(replicas, staged, version, True)
+        finally:
+            for replica in self._joined:
+                self.transport.leave(replica)
+            self._joined.clear()
+
+    def _deliver_together(
+        self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
+    ) -> list[Replica] | None:
+        """Tell all of each bucket, and send it once.
+
+        Returns None if all have taken everything; else those that died, if it is known which.
+
+        Raises:
+            WeightSyncError: if one refuses.
+        """
+        timeout_s, loading = self.transport.timeout_s, list[Future[Any]]()
+
+        def settle() -> None:
+            # One that died tells at once; the others wait in a broadcast until it is given up.
+            done, _ = wait(loading, return_when=FIRST_EXCEPTION)
+            for answer in done:
+                answer.result()
+
+        def ask(question: Callable[[Replica], Coroutine[Any, Any, Any]]) -> None:
+            settle()
+            loading[:] = [submit(question(replica)) for replica in replicas]
+
+        def tell(bucket: Bucket | None) -> None:
+            info = {"bucket": bucket, "complete": complete}
+            ask(lambda r: r.transfer("update_weights", timeout_s, update_info=info))
+
+        try:
+            if self._met != _lives(replicas):
+                self._part()
+                self.transport.meet(replicas)
+                self._met = _lives(replicas)
+            ask(lambda replica: replica.begin(timeout_s))
+            for bucket in buckets:
+                tell(bucket)
+                self.transport.send(bucket)
+            tell(None)
+            ask(lambda replica: replica.set_version(version, timeout_s))
+            settle()
+        except (ReplicaLost, SyncTimeoutError) as error:
+            _log.warning("weights go to each replica by itself: %s", first_line(error))
+            self._part()
+            return self._gone(dict(zip(replicas, loading, strict=False)))
+        except BaseException:
+            self._part()
+            raise
+        return None
+
+    def _gone(self, answers: Answers) -> list[Replica]:
+        """Those that died; none of the others is in the middle of something any more."""
+        wait(answers.values(), self.transport.timeout_s)
+        gone = []
+        for replica, answer in answers.items():
+            error = answer.exception() if answer.done() else None
+            if isinstance(error, ReplicaLost):
+                gone.append(replica)
+                runtime.loop.call_soon_threadsafe(self.engine.lost, replica, error)
+        return gone
+
+    def _part(self) -> None:
+        self._met = {}
+        self.transport.part()
+
+
+def _lives(replicas: list[Replica]) -> dict[Replica, int]:
+    return {replica: replica.life for replica in replicas}
