@@ -148,7 +148,7 @@ SYNC = Mode("sync, colocated", SyncCollector, colocated=True, push=in_process)
 ONE_STEP = Mode("one step off", OneStepOffCollector, ahead=1)
 ASYNC = Mode("async, staleness 2", lambda: AsyncCollector(2), ahead=2, rereads=True)
 MODES = (SYNC, ONE_STEP, ASYNC)
-ASYNC_ONE_GROUP = replace(ASYNC, name="the same, one group (not built)", push=one_group)
+ASYNC_ONE_GROUP = replace(ASYNC, name="async, one group (not built)", push=one_group)
 
 
 @dataclass(frozen=True)

@@ -88,14 +88,14 @@ def pick(rows: Sequence[Row], model: str, gpus: int, mode: str) -> Row:
     return next(row for row in found if row.limit == LONG)
 
 
-def iteration_table(rows: Sequence[Row]) -> list[str]:
-    """Markdown."""
+def iteration_table(shown: Sequence[Row], rows: Sequence[Row]) -> list[str]:
+    """Markdown; ``rows``: all, for the efficiency."""
     lines = [
         "| model, limit | GPUs | mode | s per iteration | generate, logprob, train, sync, waiting "
         "| waiting | tokens/s/GPU | efficiency |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in shown:
         parts = ", ".join(f"{getattr(row, part):.3g}" for part in PARTS)
         lines.append(
             f"| {row.model}, {row.limit // 1024}k | {row.gpus:,} | {row.mode} "
@@ -161,7 +161,11 @@ def main() -> None:
     c = replace(H100, groups=given.groups)
     rows, checks = list(runs(c)), all_checks()
     few, many = syncs(c, REPLICAS), syncs(c, 64)
-    print("\n".join([*iteration_table(rows), "", *sync_table(few, many), "", *check_table(checks)]))
+    print(
+        "\n".join(
+            [*iteration_table(rows, rows), "", *sync_table(few, many), "", *check_table(checks)]
+        )
+    )
     if given.figure or given.save:
         from benchmarks.scaling_plot import draw
 
@@ -170,7 +174,7 @@ def main() -> None:
         shown = [row for row in rows if row.limit == LONG and row.gpus in (64, 256, 1024)]
         shown = [row for row in shown if row.model in ("8B", "235B-A22B")]
         figure = f"![Seconds of iterations by GPUs, and of syncs by transport]({PICTURE})"
-        block = [figure, "", *iteration_table(shown), "", *sync_table(few, many)]
+        block = [figure, "", *iteration_table(shown, rows), "", *sync_table(few, many)]
         write_block(DOCS / "distributed.md", "scaling-simulated", block)
         write_block(DOCS / "distributed.md", "scaling-checks", check_table(checks))
     report("scaling-simulated", summary(c, rows, checks), given.save)

@@ -291,6 +291,19 @@ def test_the_result_is_whole(monkeypatch):
     assert set(told["constants"]) == {field.name for field in fields(Constants)}
 
 
+def test_efficiency_is_over_the_synchronous_run_on_the_fewest_gpus():
+    first = run(H100, MODELS["8B"], SMALL, 8, SYNC)
+    rows = [
+        replace(first, gpus=gpus, mode=mode, tokens_per_s_gpu=speed)
+        for gpus, mode, speed in ((16, "sync, colocated", 300.0), (8, "sync, colocated", 400.0),
+                                  (8, "one step off", 200.0), (16, "one step off", 500.0))
+    ]  # fmt: skip
+    assert [simulated.efficiency(row, rows) for row in rows] == [0.75, 1.0, 0.5, 1.25]
+    lines = simulated.iteration_table(rows[3:], rows)
+    assert len(lines) == 3
+    assert lines[-1].endswith("| 500 | 125% |")
+
+
 def test_every_constant_says_its_unit_and_source():
     for name, told in table_of(H100).items():
         assert told["unit"], name
