@@ -1,12 +1,14 @@
-"""What does a second process gain at the same batch?
+"""What does a second process gain at the same batch, and what do four?
 
-    python -m benchmarks.scaling [--sizes tiny small large huge] [--save]
+    python -m benchmarks.scaling [--sizes tiny small large huge] [--processes 1 2 4] [--save]
 
 The same GRPO, once on one process and once on two (DDP over gloo, an engine in each, one thread
-each), in turns. Completions are cut at a fixed length, and both train on the very same rollouts,
-which is checked. Per iteration: wall seconds and their parts, CPU seconds of all processes, and
-generated tokens per wall second. The last line is JSON. ``--save`` also writes the table and the
-figure of docs/distributed.md. Only a quiet machine with a core per process can show a gain.
+each), or on as many as ``--processes`` names, in turns. Completions are cut at a fixed length, and
+all train on the very same rollouts, which is checked. Per iteration: wall seconds and their parts,
+CPU seconds of all processes, and generated tokens per wall second. The last line is JSON.
+``--save`` also writes the table and the figure of docs/distributed.md. Only a quiet machine with a
+core per process can show a gain: four processes on two cores cannot be faster than two, and show
+what the further two cost.
 """
 
 import json
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from argparse import SUPPRESS
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,27 +173,35 @@ def measure(
     }
 
 
-def compare(name: str, iterations: int, warmup: int, repeats: int) -> dict[str, Any]:
-    """Medians over ``repeats`` of one process and two in turns."""
-    runs: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+def compare(
+    name: str, processes_of: Sequence[int], iterations: int, warmup: int, repeats: int
+) -> dict[str, Any]:
+    """Medians over ``repeats`` of these numbers of processes in turns."""
+    runs: dict[int, list[dict[str, float]]] = {processes: [] for processes in processes_of}
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         parameters = make_model(SIZES[name], model)
         for _ in range(repeats):
             for processes, done in runs.items():
                 done.append(measure(name, model, processes, iterations, warmup))
-    # Both collected the same rollouts; later the weights differ by rounding.
+    # All collected the same rollouts; later the weights differ by rounding.
     rewards = {round(run["first_reward"], 9) for done in runs.values() for run in done}
     if len(rewards) > 1:
-        raise RuntimeError(f"one and two processes collected other rollouts: {rewards}")
+        raise RuntimeError(f"{list(runs)} processes collected other rollouts: {rewards}")
     result: dict[str, Any] = {"parameters": parameters}
     for processes, done in runs.items():
         result[str(processes)] = {
             key: statistics.median(run[key] for run in done)
             for key in (*PARTS, "wall_s", "cpu_s", "tokens_per_s", "tokens")
         }
-    result["speedup"] = result["1"]["wall_s"] / result["2"]["wall_s"]
+    first, last = (result[str(count)]["wall_s"] for count in (processes_of[0], processes_of[-1]))
+    result["speedup"] = first / last
     return result
+
+
+def rows_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What was measured, by the number of processes."""
+    return {key: row for key, row in result.items() if key.isdigit()}
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -200,9 +211,11 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for result in results.values():
-        for processes in ("1", "2"):
-            row = result[processes]
-            gain = f" ({result['speedup']:.2f}× as fast)" if processes == "2" else ""
+        rows = rows_of(result)
+        first = next(iter(rows.values()))
+        for processes, row in rows.items():
+            speedup = first["wall_s"] / row["wall_s"]
+            gain = "" if row is first else f" ({speedup:.2f}× as fast)"
             lines.append(
                 f"| {result['parameters'] / 1e6:.1f} M | {row['tokens']:.0f} | {processes} "
                 f"| {row['wall_s']:.2f}{gain} | {row['generate']:.2f}, {row['train']:.2f} "
@@ -212,17 +225,18 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Seconds per iteration and their parts, on one process and two."""
+    """Seconds per iteration and their parts, by the number of processes."""
     figure = Figure(figsize=(2.6 * len(results) + 1.6, 3.0), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for panel, result in zip(panels, results.values(), strict=True):
-        bottom = [0.0, 0.0]
-        rows = [result["1"], result["2"]]
+        rows = list(rows_of(result).values())
+        names = [f"{count} process" if count == "1" else count for count in rows_of(result)]
+        bottom = [0.0] * len(rows)
         rest = [row["wall_s"] - sum(row[part] for part in PARTS) for row in rows]
         heights = [[row[part] for row in rows] for part in PARTS] + [rest]
         for part, color, height in zip((*PARTS, "other"), COLORS, heights, strict=True):
-            panel.bar(["1 process", "2"], height, 0.6, bottom, label=part, color=color)
+            panel.bar(names, height, 0.6, bottom, label=part, color=color)
             bottom = [low + high for low, high in zip(bottom, height, strict=True)]
         panel.set_title(
             f"{result['parameters'] / 1e6:.1f} M parameters: {result['speedup']:.2f}×", fontsize=10
@@ -240,22 +254,26 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="iterations before them, at least 1")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--figure", type=Path, help="draw it here")
-    for internal in ("--worker", "--model", "--processes"):
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of them")
+    for internal in ("--worker", "--model"):
         parser.add_argument(internal, help=SUPPRESS)
     arguments = parser.parse_args()
     counted, warmup = arguments.iterations, max(1, arguments.warmup)
     if arguments.worker:
-        size, processes = SIZES[arguments.sizes[0]], int(arguments.processes)
+        size, processes = SIZES[arguments.sizes[0]], arguments.processes[0]
         train(size, arguments.model, processes, counted + warmup, arguments.worker)
         return
     load = os.getloadavg()[0]
-    results = {n: compare(n, counted, warmup, arguments.repeats) for n in arguments.sizes}
+    results = {
+        name: compare(name, arguments.processes, counted, warmup, arguments.repeats)
+        for name in arguments.sizes
+    }
     lines = table(results)
     print("\n".join(lines))
     if arguments.figure or arguments.save:
         draw(results, arguments.figure or DOCS / "images" / "scaling.png")
     if arguments.save:
-        figure = "![Seconds per iteration on one process and on two](images/scaling.png)"
+        figure = "![Seconds per iteration by processes](images/scaling.png)"
         write_block(DOCS / "distributed.md", "scaling", [*lines, "", figure])
     report("scaling", {"load_before": load, **results}, arguments.save)
 

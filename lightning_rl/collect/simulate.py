@@ -7,9 +7,11 @@ where real time would hang.
 import asyncio
 import math
 import selectors
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,8 +34,9 @@ from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
 class _Request:
     length: int
     future: asyncio.Future[None]
-    written: float = 0.0
+    begun: float = 0.0  # tokens that a request had got that has run since the start
     versions: list[int] = field(default_factory=list)
+    over: bool = False
 
 
 class SimulatedEngine(Engine):
@@ -64,10 +67,19 @@ class SimulatedEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.tokens = 0.0
         self.slot_seconds = 0.0
-        self._requests: list[_Request] = []  # the first max_num_seqs of them run
+        self._waiting: deque[_Request] = deque()
+        # All that run get their tokens together: who is done next is known when it begins.
+        self._running: list[tuple[float, int, _Request]] = []  # a heap; some may be over
+        self._count = 0  # of those that are not
+        self._order = count()
+        self._written = 0.0  # tokens that a request has got that has run since the start
         self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
+
+    def token_seconds(self, running: int) -> float:
+        """Seconds of a step in which so many requests get a token."""
+        return self.step + self.per_request * running
 
     def start(self, model_dir: Path) -> None:
         """Nothing to build."""
@@ -77,7 +89,7 @@ class SimulatedEngine(Engine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._advance()
-        for request in self._requests:
+        for _, _, request in self._running:
             self._stamp(request)
         self.version = version
 
@@ -95,14 +107,14 @@ class SimulatedEngine(Engine):
         length = min(max(1, self.length(token_ids[0], seed)), sampling.max_tokens)
         request = _Request(length, asyncio.get_running_loop().create_future())
         self._advance()
-        self._requests.append(request)
+        self._waiting.append(request)
         self._plan()
         try:
             await request.future
         finally:
-            if request in self._requests:  # it was cancelled
+            if not request.over:  # it was cancelled
                 self._advance()
-                self._requests.remove(request)
+                self._leave(request)
                 self._plan()
         return Completion([0] * length, [0.0] * length, "stop", request.versions)
 
@@ -110,43 +122,56 @@ class SimulatedEngine(Engine):
         """Credit what was written since the last change."""
         now = asyncio.get_running_loop().time()
         elapsed, self._since = now - self._since, now
-        running = self._requests[: self.max_num_seqs]
-        if self._paused or not running:
+        if self._paused or not self._count:
             return
-        for request in running:
-            request.written += elapsed / self._token_seconds(len(running))
-        self.tokens += len(running) * elapsed / self._token_seconds(len(running))
-        self.slot_seconds += len(running) * elapsed
-        for request in running:
-            if request.written > request.length - 1e-6:
-                request.written = request.length
-                self._stamp(request)
-                self._requests.remove(request)
-                if not request.future.done():
-                    request.future.set_result(None)
+        written = elapsed / self.token_seconds(self._count)
+        self._written += written
+        self.tokens += self._count * written
+        self.slot_seconds += self._count * elapsed
+        while self._running and self._running[0][0] < self._written + 1e-6:
+            _, _, request = heappop(self._running)
+            if request.over:
+                continue
+            self._stamp(request, done=True)
+            request.over = True
+            self._count -= 1
+            if not request.future.done():
+                request.future.set_result(None)
+
+    def _leave(self, request: _Request) -> None:
+        request.over = True
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self._count -= 1
 
     def _plan(self) -> None:
-        """Wake up when the next request is done."""
+        """Let those that wait begin, and wake up when the next request is done."""
+        while self._waiting and self._count < self.max_num_seqs:
+            request = self._waiting.popleft()
+            request.begun = self._written
+            end = self._written + request.length
+            heappush(self._running, (end, next(self._order), request))
+            self._count += 1
+        while self._running and self._running[0][2].over:
+            heappop(self._running)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        running = self._requests[: self.max_num_seqs]
-        if running and not self._paused:
-            left = min(request.length - request.written for request in running)
+        if self._running and not self._paused:
+            left = self._running[0][0] - self._written
             self._timer = asyncio.get_running_loop().call_later(
-                left * self._token_seconds(len(running)), self._wake
+                left * self.token_seconds(self._count), self._wake
             )
 
     def _wake(self) -> None:
         self._advance()
         self._plan()
 
-    def _stamp(self, request: _Request) -> None:
-        done = math.floor(request.written + 1e-6)
-        request.versions += [self.version] * (done - len(request.versions))
-
-    def _token_seconds(self, running: int) -> float:
-        return self.step + self.per_request * running
+    def _stamp(self, request: _Request, done: bool = False) -> None:
+        written = math.floor(self._written - request.begun + 1e-6)
+        written = request.length if done else written
+        request.versions += [self.version] * (written - len(request.versions))
 
 
 T = TypeVar("T")

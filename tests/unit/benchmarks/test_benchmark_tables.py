@@ -63,14 +63,16 @@ def test_a_page_shows_what_was_saved(page, block, table):
     assert shown.splitlines() == table(saved.get("result", saved))
 
 
-def test_scaling_compares_two_processes_with_one():
+def test_scaling_compares_processes_with_one():
     row = {"generate": 1.5, "logprob": 0.0, "train": 2.0, "sync": 0.1, "tokens": 2560.0}
     one = row | {"wall_s": 4.0, "cpu_s": 3.8, "tokens_per_s": 640.0}
     two = row | {"wall_s": 2.5, "cpu_s": 4.2, "tokens_per_s": 1024.0}
-    results = {"small": {"parameters": 1_600_000, "speedup": 1.6, "1": one, "2": two}}
+    four = row | {"wall_s": 3.2, "cpu_s": 5.1, "tokens_per_s": 800.0}
+    results = {"small": {"parameters": 1_600_000, "speedup": 1.25, "1": one, "2": two, "4": four}}
     assert scaling.table(results)[2:] == [
         "| 1.6 M | 2560 | 1 | 4.00 | 1.50, 2.00 | 3.80 | 640 |",
         "| 1.6 M | 2560 | 2 | 2.50 (1.60× as fast) | 1.50, 2.00 | 4.20 | 1,024 |",
+        "| 1.6 M | 2560 | 4 | 3.20 (1.25× as fast) | 1.50, 2.00 | 5.10 | 800 |",
     ]
 
 
