@@ -10,14 +10,14 @@ An import counts wherever it stands: at the top of a file, in a function, or for
 unit test holds the code against it, and the picture in docs/architecture.md too.
 
 ``rooms`` are all folders of ``lightning_rl/``, those in others included, and the files at its root;
-``arrows`` the pairs of them of which one imports the other (``floor_arrows``: of what ``ORDER``
-names, without folders in others). The spine, the wings ``serving``, ``envs`` and ``games``, and the
-rest are as ``house_parts.py`` says; ``core_lines`` are those of all but the optional rooms.
-``root_names`` are the public names of the package, ``shared_names`` those of classes in two
-modules; ``doc_words`` are those of the README and of ``docs/`` without code, generated tables and
-API reference. ``files_*`` are entered on a way, see ``house_ways.py``; ``*_above_run`` leaves out
-the helpers of ``run/``, which are called everywhere, and of which a busy machine may call one more.
-The last line is JSON.
+``spine_rooms`` those of the floor plan in which the spine is; ``arrows`` the pairs of rooms of
+which one imports the other (``floor_arrows``: of what ``ORDER`` names, without folders in others).
+The spine, the wings ``serving``, ``envs`` and ``games``, and the rest are as ``house_parts.py``
+says; ``core_lines`` are those of all but the optional rooms. ``root_names`` are the public names of
+the package, ``shared_names`` those of classes in two modules; ``doc_words`` are those of the README
+and of ``docs/`` without code, generated tables and API reference. ``files_*`` are entered on a way,
+see ``house_ways.py``; ``*_above_run`` leaves out the helpers of ``run/``, which are called
+everywhere, and of which a busy machine may call one more. The last line is JSON.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from io import BytesIO
 from itertools import combinations
 from pathlib import Path
 
-from benchmarks.house_parts import doc_words, lines_of, root_names, shared_names, sizes
+from benchmarks.house_parts import doc_words, lines_of, part, root_names, shared_names, sizes
 from benchmarks.house_picture import draw
 
 ROOT = Path(__file__).parents[1]
@@ -189,6 +189,7 @@ def measure(root: Path) -> dict[str, int]:
     between = {(rooms[a.importer], rooms[a.imported]) for a in found}
     return {
         "rooms": len({*rooms.values()} - DOORS),
+        "spine_rooms": len({room(name) for name in library if part(name) == "spine"} - DOORS),
         "arrows": len({(a, b) for a, b in between if a != b and not {a, b} & DOORS}),
         "files": len(library) + len(stubs),
         "lines": lines_of([*library.values(), *stubs]),
