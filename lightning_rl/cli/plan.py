@@ -1,5 +1,7 @@
 """The algebra of a configuration's batches, and the memory that training will take."""
 
+from __future__ import annotations
+
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set as AbstractSet
@@ -165,15 +167,60 @@ class Placement:
     tensor: int = 1
 
 
+SHARE = "share the weights: strategy ShardedStrategy with more devices, or its cpu_offload: true"
+LESS_STATE = f"train with lora, or {SHARE}"
+LONGER = "for long rollouts ShardedStrategy(sequence=2)"
+LESS_ACTIVATIONS = f"lower max_tokens_per_pack, or set gradient_checkpointing: true; {LONGER}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to switch on next for less ``state``, all that stays between updates; for less
+    ``activations``, all else.
+    """
+
+    state: str
+    activations: str
+
+
+def next_advice(
+    policy: Policy, found: Activations, wide_state: bool, placement: Placement
+) -> Advice:
+    """What is not switched on yet; ``wide_state``: the optimizer keeps more than 3 bytes a weight.
+
+    Cheaper remedies come before those that take more devices.
+    """
+    ways = ["train with lora"] if policy.lora is None else []
+    if placement.shards * placement.tensor > 1:
+        more = "more devices, or ShardedStrategy's cpu_offload: true"
+        ways.append("more devices" if placement.cpu_offload else more)
+    else:
+        if wide_state:
+            ways.append("set optimizer: bitsandbytes.optim.AdamW8bit")
+        ways.append(SHARE)
+    recompute, lower = policy.recompute, f"lower max_tokens_per_pack; {LONGER}"
+    if recompute is None:
+        less = LESS_ACTIVATIONS
+    elif recompute.inputs == "device" and (recompute.mlp_tokens or found.kept > found.turn):
+        less = f"set gradient_checkpointing: {{inputs: host}}, or {lower}"
+    elif recompute.mlp_tokens is None and found.turn:
+        less = f"set gradient_checkpointing.mlp_tokens: 4096, or {lower}"
+    else:
+        less = lower
+    return Advice(", or ".join(ways), less)
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes by purpose, at the moment of an update when most are in use; per process.
 
-    ``parts`` are on the device that computes, ``host`` in the host's memory beside it.
+    ``parts`` are on the device that computes, ``host`` in the host's memory beside it. ``advice``
+    says what makes weights and what is trained smaller, and what activations.
     """
 
     parts: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
+    advice: Advice = field(default_factory=lambda: Advice(LESS_STATE, LESS_ACTIVATIONS))
 
     @property
     def total(self) -> int:
@@ -276,9 +323,10 @@ def training_memory(
     if mixed and "gathered" not in parts:
         parts["bfloat16 weights"] = found.copies + 2 * head.numel()
     host = {"layers' inputs": ceil(sent / ranks)} if (sent := found.on_host(tokens)) else {}
+    advice = next_advice(policy, found, size > 3 * sum(p.numel() for p in trained), placement)
     if placement.cpu_offload:
-        return MemoryPlan(parts, state | host)
-    return MemoryPlan(state | parts, host)
+        return MemoryPlan(parts, state | host, advice)
+    return MemoryPlan(state | parts, host, advice)
 
 
 def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:
@@ -288,7 +336,7 @@ def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:
         stays.update({name: size for name, size in plan.parts.items() if name.startswith(_STAYS)})
     most = max(plans, key=lambda plan: plan.total - plan.sum_of(*_STAYS))
     rest = {name: size for name, size in most.parts.items() if not name.startswith(_STAYS)}
-    return MemoryPlan(dict(stays) | rest, most.host)
+    return MemoryPlan(dict(stays) | rest, most.host, most.advice)
 
 
 _STAYS = ("weights", "other models", "gradients", "optimizer", "master weights")
@@ -368,10 +416,8 @@ class CardPlan:
         engine = self.at_start if self.sleeps else self.engine
         sleeping = "" if self.sleeps else ", or let it sleep meanwhile (sleep_level)"
         sizes = {
-            "train with lora, or share the weights: strategy ShardedStrategy with more devices, or "
-            "its cpu_offload: true": state,
-            "lower max_tokens_per_pack, or set gradient_checkpointing: true; for long rollouts "
-            "ShardedStrategy(sequence=2)": self.training.total - state,
+            self.training.advice.state: state,
+            self.training.advice.activations: self.training.total - state,
             f"lower the engine's gpu_memory_utilization or kv_cache_gb{sleeping}": engine,
         }
         return max(sizes, key=lambda advice: sizes[advice])

@@ -16,7 +16,7 @@ import yaml
 from benchmarks.memory import FollowAllocations
 from lightning_rl import LoRA, PolicyModule, SharedValueHead
 from lightning_rl.cli import layouts, main, stopwatch
-from lightning_rl.cli.activations import kept_for_backward
+from lightning_rl.cli.activations import kept_for_backward, measure_activations
 from lightning_rl.cli.mesh import configure_without_weights
 from lightning_rl.cli.plan import (
     BatchPlan,
@@ -381,3 +381,25 @@ def test_groups_that_processes_cannot_share_are_refused(workplace, capsys):
     options = ["--trainer.devices", "4", "--data.groups_per_iteration", "3"]
     assert main(["check", "--config", "good.yaml", *options]) == 2
     assert "groups_per_iteration=3 cannot be shared by 4 processes" in capsys.readouterr().err
+
+
+def test_what_recomputed_layers_keep_is_planned_once_for_each_tensor(
+    workplace, capsys, monkeypatch
+):
+    """On fake tensors, of which host inputs, kept attention and tiles are made, too."""
+    measured = []
+
+    def counted(*arguments):
+        measured.append(measure_activations(*arguments))
+        return measured[-1]
+
+    monkeypatch.setattr("lightning_rl.cli.training_plan.measure_activations", counted)
+    recompute = "{inputs: host, keep: attention, mlp_tokens: 4}"
+    command = ["check", "--config", "good.yaml", "--model.gradient_checkpointing", recompute]
+    assert main([*command, "--gpus", "2", "--gpu_memory_gb", "80"]) == 0
+    said = capsys.readouterr().out
+    assert "sequence 2 x tensor 1: " in said
+    # One head of keys, which two cannot share: so only whole matrices are measured, for both.
+    assert "sequence 1 x tensor 2: refused" in said
+    assert len(measured) == 1
+    assert min(measured[0].sent, measured[0].turn, measured[0].tile) > 0

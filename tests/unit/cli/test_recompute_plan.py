@@ -5,10 +5,10 @@ import torch
 from torch.nn import Parameter
 
 from benchmarks.recompute import NARROW, SETTINGS, measure, pack_of
-from lightning_rl import Recompute
+from lightning_rl import LoRA, Recompute
 from lightning_rl.cli.activations import Activations
 from lightning_rl.cli.optimizer_state import state_bytes
-from lightning_rl.cli.plan import Placement, training_memory
+from lightning_rl.cli.plan import Advice, Placement, training_memory
 from lightning_rl.models.policy import Policy
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.tiny_models import save_random_model
@@ -46,6 +46,28 @@ def test_inputs_in_host_memory_are_planned_there(model, pack):
     assert device.host == {}
     # Two of six are on the device: the one that is computed with, as without, and the next.
     assert device.total - host.total == 5 * one
+
+
+def test_the_next_to_switch_on_is_advised(model, pack):
+    """First what costs little, then what takes more devices; nothing twice."""
+
+    def advice(recompute, optimizer=torch.optim.AdamW, **options) -> Advice:
+        policy = Policy(model, gradient_checkpointing=recompute, lora=options.pop("lora", None))
+        return training_memory(policy, [], optimizer, pack, Placement(**options)).advice
+
+    def begins(recompute) -> str:
+        return advice(recompute).activations.partition(",")[0].partition(";")[0]
+
+    assert advice(False).activations.startswith("lower max_tokens_per_pack, or set gradient_ch")
+    # One layer's turn takes more than six inputs of a model that is so shallow.
+    assert begins(True) == "set gradient_checkpointing.mlp_tokens: 4096"
+    assert begins(Recompute(mlp_tokens=20)) == "set gradient_checkpointing: {inputs: host}"
+    assert begins(Recompute(mlp_tokens=20, inputs="host")) == "lower max_tokens_per_pack"
+    assert advice(True).state.startswith("train with lora, or set optimizer: bitsandbytes.optim.Ad")
+    assert advice(True, torch.optim.SGD, lora=LoRA(rank=2)).state.startswith("share the weights")
+    assert advice(True, shards=2).state == (
+        "train with lora, or more devices, or ShardedStrategy's cpu_offload: true"
+    )
 
 
 def test_activations_of_other_numbers_of_tokens_by_hand():
