@@ -22,7 +22,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -37,7 +36,12 @@ from benchmarks import forked
 from benchmarks.kill import configuration, differences, lines_of, run_directory
 from benchmarks.results import report
 from lightning_rl.engines.server_process import ServerProcess, free_port
-from lightning_rl.engines.vllm_server import SERVER_ENVIRONMENT, VLLMServer, server_command
+from lightning_rl.engines.vllm_server import (
+    SERVER_ENVIRONMENT,
+    VLLMServer,
+    own_cores,
+    server_command,
+)
 from recipes.sort_digits.prepare import prepare
 
 KEY = "KILL_ENGINES_KEY"
@@ -60,18 +64,19 @@ class Servers:
         self._environment = SERVER_ENVIRONMENT | engine.settings.environment()
         self.path = folder / "servers.txt"
         self._random = random.Random(seed)
-        self._running: dict[str, ServerProcess] = {}
-        for _ in range(count):
-            self._start()
+        self._count = count
+        self._running: dict[str, tuple[int, ServerProcess]] = {}
+        for place in range(count):
+            self._start(place)
         self._list(list(self._running))
 
-    def _start(self) -> str:
+    def _start(self, place: int) -> None:
         port = free_port("127.0.0.1")
         url = f"http://127.0.0.1:{port}"
         listen = ["--host", "127.0.0.1", "--port", str(port)]
-        environment = self._environment | {"VLLM_API_KEY": os.environ[KEY]}
-        self._running[url] = ServerProcess([*self._command, *listen], environment)
-        return url
+        environment = self._environment | own_cores(place, self._count)
+        environment["VLLM_API_KEY"] = os.environ[KEY]
+        self._running[url] = place, ServerProcess([*self._command, *listen], environment)
 
     def _list(self, urls: list[str]) -> None:
         new = self.path.with_suffix(".new")
@@ -81,12 +86,12 @@ class Servers:
     def replace_one(self, notice: bool) -> None:
         """Kill one, or take it out of the list first, and have another join."""
         doomed = self._random.choice(list(self._running))
-        process = self._running.pop(doomed)
+        place, process = self._running.pop(doomed)
         if notice:
             self._list(list(self._running))
             time.sleep(self._random.uniform(0.0, LONGEST_S))
         process.kill()
-        self._start()
+        self._start(place)
         self._list(list(self._running))
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
@@ -97,7 +102,7 @@ class Servers:
         """
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            for url, process in self._running.items():
+            for url, (_, process) in self._running.items():
                 if not process.running:
                     raise SystemExit(f"the server at {url} did not start: {process.tail()}")
             if time.monotonic() > deadline:
@@ -106,7 +111,7 @@ class Servers:
         time.sleep(self._random.uniform(0.0, LONGEST_S))
 
     def close(self) -> None:
-        for process in self._running.values():
+        for _, process in self._running.values():
             process.kill()
 
 
@@ -141,8 +146,8 @@ def disturbed(data: Path, out: Path, options: argparse.Namespace) -> tuple[int, 
     """
     servers = Servers(data / "model", out, options.engines, options.batched, options.seed)
     draw, noticed = random.Random(options.seed), 0
+    run = begin(data, out / "run", servers, 100_000)
     try:
-        run = begin(data, out / "run", servers, 100_000)
         log = out / "run" / "output.txt"
         servers.wait(lambda: list(out.glob("run/run/*/rollouts.jsonl")), f"first iteration: {log}")
         for kill in range(options.kills):
@@ -153,9 +158,9 @@ def disturbed(data: Path, out: Path, options: argparse.Namespace) -> tuple[int, 
             if not run.is_alive():
                 raise SystemExit(f"the run ended with {run.exitcode}: see {log}")
             print(f"{kill + 1:>5}  {'left' if notice else 'killed'}", flush=True)
-        os.kill(run.pid, signal.SIGTERM)
-        run.join()
     finally:
+        run.terminate()
+        run.join()
         servers.close()
     saved = run_directory(out / "run") / "checkpoints"
     return max(int(path.stem.partition("_")[2]) for path in saved.glob("*.ckpt")), noticed

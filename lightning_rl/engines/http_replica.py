@@ -24,6 +24,8 @@ from lightning_rl.errors import (
 _log = logging.getLogger(__name__)
 _FIRST_NOTICE_S, _NEXT_NOTICE_S = 3.0, 15.0
 """Seconds of waiting, until a notice, for a server that is not ours to start."""
+_ENGINE_DIED = ("EngineCore encountered an issue", "EngineDeadError")
+"""vLLM's words, in the moment before its server ends too."""
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
@@ -292,7 +294,12 @@ def completion_of(choice: Mapping[str, Any]) -> Completion:
 
 
 def refusal(name: str, path: str, status: int, text: str) -> EngineError:
-    """The error that a worker raised, of its own class if it is one of ours."""
+    """The error that a worker raised, of its own class if it is one of ours.
+
+    It is a :class:`ReplicaLost` if the engine behind the server has died.
+    """
     if (error := worker_error(name, text)) is not None:
         return error
+    if status >= 500 and any(words in text for words in _ENGINE_DIED):
+        return ReplicaLost(f"{name}{path}: its engine has died")
     return ServerRefusal(f"{name}{path} answered {status}: {text[:300]}", status)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
@@ -18,6 +20,7 @@ from lightning_rl.engines.vllm_settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 _WORKER = "lightning_rl.sync.vllm_worker"
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
 SERVER_ARGUMENTS = {
     "worker_extension_cls": f"{_WORKER}.WorkerExtension",
@@ -151,6 +154,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         environment = SERVER_ENVIRONMENT | self.settings.environment() | {"VLLM_API_KEY": key}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[index]
+        if self.replica_count > 1 and self.tensor_parallel_size == 1:
+            environment = own_cores(index, self.replica_count) | environment
         if self.transfer_backend == "ipc":
             # Handles of GPU memory come pickled, from who has the key.
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -172,6 +177,17 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
                 "to the servers' key, or api_key_env: null for servers without one"
             )
         return os.environ[self.api_key_env]
+
+
+def own_cores(index: int, count: int) -> dict[str, str]:
+    """Variables that bind one of several servers on CPUs to cores of its own.
+
+    By itself vLLM binds each of them to the same. A binding that the user has set stays.
+    """
+    if torch.cuda.is_available() or _BIND in os.environ or not hasattr(os, "sched_getaffinity"):
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {_BIND: ",".join(map(str, cores[index % len(cores) :: count]))}
 
 
 def server_command(arguments: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_rl.engines import http_replica, server_process
 from lightning_rl.engines.base import ReplicaStatus, RunState
-from lightning_rl.engines.http_replica import completion_of, refusal
+from lightning_rl.engines.http_replica import ServerRefusal, completion_of, refusal
 from lightning_rl.engines.replica import ReplicaLost
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.server_process import ServerProcess, validation_failure
@@ -627,6 +627,10 @@ def test_a_workers_error_keeps_its_class():
     assert str(error) == "http://a: x.safetensors cannot be read: no"
     assert type(refusal("a", "/b", 500, "WeightSyncError: odd")) is WeightSyncError
     assert str(refusal("a", "/b", 404, "gone")) == "a/b answered 404: gone"
+    # What a server answers between its engine's death and its own: another one may.
+    dead = '{"error":{"message":"EngineCore encountered an issue. See stack trace (above)..."}}'
+    assert type(refusal("a", "/b", 500, dead)) is ReplicaLost
+    assert type(refusal("a", "/b", 500, "Internal Server Error")) is ServerRefusal
 
 
 def test_a_command_for_a_server():
