@@ -22,17 +22,11 @@ from lightning.pytorch import Callback
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import Parameter
 
 from benchmarks.memory import FollowAllocations
 from benchmarks.task import quiet_trainer
-from lightning_rl.cli.plan import (
-    Placement,
-    kept_for_backward,
-    largest_rollouts,
-    shared_activations,
-    training_memory,
-)
+from lightning_rl.cli.activations import kept_for_backward, shared_activations
+from lightning_rl.cli.plan import Placement, largest_rollouts, training_memory
 from lightning_rl.cli.plan_parts import one_part
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
@@ -41,6 +35,7 @@ from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.sharding import ShardedStrategy, full_tensor
 from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.module import PolicyModule
@@ -51,7 +46,9 @@ KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "shared": lambda model: {"value_head": SharedValueHead()},
     "separate": lambda model: {"value_head": SeparateValueHead(model)},
     "lora": lambda model: {"lora": LoRA(rank=4)},
-    "recomputed": lambda model: {"gradient_checkpointing": True},
+    "recomputed": lambda model: {
+        "gradient_checkpointing": Recompute(inputs="host", keep="attention", mlp_tokens=8)
+    },
 }
 FEATURES = (*KINDS, "one_silent", "all_silent", "float32")
 """All but the last are compared in float64."""
@@ -217,11 +214,11 @@ def kept(model: str, layout: str) -> dict[str, int]:
     row = Row([2], [3] * count, [True] * count, [0.0] * count, [0] * count)
     pack = pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
     own = policy if parts == 1 else one_part(policy, parts)
-    alone, _ = kept_for_backward(own, pack)
+    alone = kept_for_backward(own, pack).activations
     share(policy, layout)
     if dist.get_rank():
         pack["tokens", "loss_mask"] = torch.zeros_like(pack["tokens", "loss_mask"])
-    together, _ = kept_for_backward(policy, pack)
+    together = kept_for_backward(policy, pack).activations
     with counted_bytes() as sent:
         policy(pack).logprobs.sum().backward()
     return {
@@ -301,9 +298,8 @@ def peak(model: str, layout: str) -> dict[str, int]:
         rollout.reward = float(rollout.sample_index % 2)
     batch = pack_rollouts(rollouts)
     policy = Policy(model, random_init=True, loading=Loading(model_kwargs=settings))
-    optimizer = torch.optim.AdamW([Parameter(torch.zeros(1024))])
     placement = Placement(shards=world // parts, sequence=shares, tensor=parts)
-    planned = training_memory(policy, [], optimizer, batch, placement)
+    planned = training_memory(policy, [], torch.optim.AdamW, batch, placement)
     follow = LaterUpdates()
     strategy = ShardedStrategy(sequence=shares, tensor=parts)
     with tempfile.TemporaryDirectory() as folder:

@@ -172,6 +172,9 @@ from lightning_rl.models.quantization import (
     NF4 as NF4,
     Int8 as Int8,
 )
+from lightning_rl.models.recompute import (
+    Recompute as Recompute,
+)
 from lightning_rl.models.reference import (
     BaseReference as BaseReference,
     FrozenReference as FrozenReference,

@@ -49,6 +49,7 @@ from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import model_of
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.routing import require_routing
 from lightning_rl.models.sequence import turns
@@ -107,7 +108,8 @@ class PolicyModule(OwnLoop, RolloutModule):
             None: all passes are made.
         max_tokens_per_pack: forward tokens in one forward/backward (bounds memory).
         max_grad_norm: clip the gradient's global norm; None: leave it.
-        gradient_checkpointing: recompute activations in backward.
+        gradient_checkpointing: recompute activations in backward, all of them or as
+            ``Recompute`` says.
         compile: let ``torch.compile`` make the layers faster; the first iteration pays for it.
         random_init: start from random weights instead of those in ``model``.
         cast_lm_head_to_fp32: compute logits in float32 though the Trainer's precision has 16 bits.
@@ -149,7 +151,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         target_kl: float | None = None,
         max_tokens_per_pack: int = 16384,
         max_grad_norm: float | None = 1.0,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Recompute = False,
         compile: bool = False,
         random_init: bool = False,
         cast_lm_head_to_fp32: bool = False,

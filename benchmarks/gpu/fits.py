@@ -111,7 +111,8 @@ def _run(
     """One epoch, or a second from a checkpoint."""
     kind = KINDS[name]
     seed_everything(0, verbose=False)
-    module = PolicyModule(str(kind.model(bench)), optimizer=adamw(3e-3), **kind.parts)
+    parts = {"optimizer": adamw(3e-3)} | kind.parts
+    module = PolicyModule(str(kind.model(bench)), **parts)
     data = RLDataModule(
         kind.prompts(),
         [evens_share],

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.experts import save_model as save_experts
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.made import model_of
@@ -15,6 +17,7 @@ from lightning_rl import (
     Int8,
     IterablePrompts,
     LoRA,
+    Recompute,
     SharedValueHead,
     TransformersEngine,
     Vision,
@@ -87,6 +90,13 @@ def _records_experts(bench: Bench) -> Engine:
     return TransformersEngine(device=bench.device, routed_experts=True)
 
 
+def _adamw8bit(parameters: Any) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, lr=3e-3, weight_decay=0.0)
+    return optimizer
+
+
 _TRAINED_TOWER = {"vision": Vision(train_tower=True, train_projector=True)}
 
 KINDS = {
@@ -97,6 +107,12 @@ KINDS = {
     "lora": Kind(_tiny, _digits, {"lora": LoRA(rank=4)}),
     "nf4": Kind(_tiny, _digits, {"lora": {"rank": 4, "quantization": "NF4"}}, needs="bitsandbytes"),
     "int8": Kind(_tiny, _digits, {"lora": LoRA(rank=4, quantization=Int8())}),
+    "recomputed": Kind(
+        _tiny,
+        _digits,
+        {"gradient_checkpointing": Recompute(inputs="host", keep="attention", mlp_tokens=8)},
+    ),
+    "adamw8bit": Kind(_tiny, _digits, {"optimizer": _adamw8bit}, needs="bitsandbytes"),
     "vllm-lora": Kind(_tiny, _digits, {"lora": LoRA(rank=4)}, _vllm),
     "experts": Kind(_experts, _digits),
     "experts-replayed": Kind(

@@ -36,7 +36,14 @@ CHECKS = (
     _ours("fit-bf16-mixed", "fits:fit", 90, precision="bf16-mixed"),
     _ours("fit-32-true", "fits:fit", 90, precision="32-true"),
     _ours("fit-bf16-true", "fits:fit", 90, precision="bf16-true"),
-    _ours("fit-quantized", "fits:fit", 90, precision="bf16-mixed", kinds=("nf4", "int8")),
+    _ours(
+        "fit-quantized",
+        "fits:fit",
+        120,
+        precision="bf16-mixed",
+        kinds=("nf4", "int8", "adamw8bit"),
+    ),
+    _ours("fit-recomputed", "fits:fit", 60, precision="bf16-mixed", kinds=("recomputed",)),
     _ours(
         "fit-experts",
         "fits:fit",
@@ -62,6 +69,7 @@ CHECKS = (
     # How long it takes, and in how much memory.
     _ours("update-0.5B", "updates:update", 120, shape="0.5B"),
     _ours("head-chunks", "kernels:head_chunks", 60),
+    _ours("host-inputs", "recomputed:host_inputs", 150),
     _with_vllm("recipe", "recipe:three_iterations", 240),
     _with_vllm("gap-bfloat16", "engines:gap", 120, dtype="bfloat16"),
     _with_vllm("gap-float32", "engines:gap", 120, dtype="float32"),

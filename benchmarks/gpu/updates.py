@@ -6,11 +6,9 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn import Parameter
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import begin_peak, counted_waits, give_back, peak_bytes, settle
@@ -117,7 +115,7 @@ class Stages(RLCallback):
         plan = training_memory(
             pl_module.policy,
             [],
-            pl_module.optimizer([Parameter(torch.zeros(1024))]),
+            pl_module.optimizer,
             pack,
             Placement(pl_module.device, str(trainer.precision)),
         )

@@ -1,17 +1,20 @@
 """The algebra of a configuration's batches, and the memory that training will take."""
 
-import copy
+from __future__ import annotations
+
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import nn
 
+from lightning_rl.cli.activations import Activations, measure_activations, shared_activations
+from lightning_rl.cli.optimizer_state import state_bytes
 from lightning_rl.cli.plan_parts import one_part, parts_of
 from lightning_rl.data.batch import select
 from lightning_rl.data.splitting import split_minibatches, split_packs
@@ -20,7 +23,7 @@ from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import quantized_layers
-from lightning_rl.models.tensor import local
+from lightning_rl.models.recompute import layers_of, tiled_mlps
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 
 
@@ -164,15 +167,60 @@ class Placement:
     tensor: int = 1
 
 
+SHARE = "share the weights: strategy ShardedStrategy with more devices, or its cpu_offload: true"
+LESS_STATE = f"train with lora, or {SHARE}"
+LONGER = "for long rollouts ShardedStrategy(sequence=2)"
+LESS_ACTIVATIONS = f"lower max_tokens_per_pack, or set gradient_checkpointing: true; {LONGER}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to switch on next for less ``state``, all that stays between updates; for less
+    ``activations``, all else.
+    """
+
+    state: str
+    activations: str
+
+
+def next_advice(
+    policy: Policy, found: Activations, wide_state: bool, placement: Placement
+) -> Advice:
+    """What is not switched on yet; ``wide_state``: the optimizer keeps more than 3 bytes a weight.
+
+    Cheaper remedies come before those that take more devices.
+    """
+    ways = ["train with lora"] if policy.lora is None else []
+    if placement.shards * placement.tensor > 1:
+        more = "more devices, or ShardedStrategy's cpu_offload: true"
+        ways.append("more devices" if placement.cpu_offload else more)
+    else:
+        if wide_state:
+            ways.append("set optimizer: bitsandbytes.optim.AdamW8bit")
+        ways.append(SHARE)
+    recompute, lower = policy.recompute, f"lower max_tokens_per_pack; {LONGER}"
+    if recompute is None:
+        less = LESS_ACTIVATIONS
+    elif recompute.inputs == "device" and (recompute.mlp_tokens or found.kept > found.turn):
+        less = f"set gradient_checkpointing: {{inputs: host}}, or {lower}"
+    elif recompute.mlp_tokens is None and found.turn:
+        less = f"set gradient_checkpointing.mlp_tokens: 4096, or {lower}"
+    else:
+        less = lower
+    return Advice(", or ".join(ways), less)
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes by purpose, at the moment of an update when most are in use; per process.
 
-    ``parts`` are on the device that computes, ``host`` in the host's memory beside it.
+    ``parts`` are on the device that computes, ``host`` in the host's memory beside it. ``advice``
+    says what makes weights and what is trained smaller, and what activations.
     """
 
     parts: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
+    advice: Advice = field(default_factory=lambda: Advice(LESS_STATE, LESS_ACTIVATIONS))
 
     @property
     def total(self) -> int:
@@ -200,11 +248,12 @@ def in_units(size: int) -> str:
 def training_memory(
     policy: Policy,
     others: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
     pack: TensorDict,
     placement: Placement | None = None,
     known: AbstractSet[nn.Parameter] = frozenset(),
     sample: TensorDict | None = None,
+    measure: Callable[[Policy, TensorDict, str, bool], Activations] = measure_activations,
 ) -> MemoryPlan:
     """Estimate what an update keeps in memory, with ``pack`` the largest that it computes.
 
@@ -212,19 +261,21 @@ def training_memory(
       packed ones of their parts. ``others`` are further models, such as a reference.
     - gradients: as many bytes as the trained parameters.
     - master weights: with ``bf16-true`` float32 copies of what is trained.
-    - optimizer: what one step leaves in its state, per trained element (AdamW: two tensors).
+    - optimizer: what one step leaves in its state (:func:`state_bytes`; AdamW: two tensors).
       Of all these a process has one part in as many as share them.
     - gathered: of shared weights those outside of layers, and two layers (FSDP2 gathers one ahead);
       their gradients, of one layer, until they are summed.
     - activations: what autograd keeps for the backward pass, in the dtypes that compute. Measured
       on ``sample``, by default one group of the pack, and scaled by its tokens, for attention and
       everything else keep memory in proportion to them. With gradient checkpointing one layer's
-      come on top. Processes that compute a pack together share them
-      (:func:`shared_activations`). Where matrices are split, all of this is of one process's
-      parts, and measured on them.
+      come on top, of an MLP in tiles only those of a tile; layers' inputs that wait in host memory
+      are there, and one more than is computed with is on the device. Processes that compute a
+      pack together share them (:func:`shared_activations`). Where matrices are split, all of this
+      is of one process's parts, and measured on them.
     - bfloat16 weights: autocast's copies of whole weights, which autograd keeps as well.
     - logits: two chunks of fp32 logits (:mod:`lightning_rl.models.heads` never holds more).
-    - backward: the gradient of the largest parameter, before it is added to the others.
+    - backward: the gradient of the largest parameter, before it is added to the others; and those
+      of an MLP in tiles, until they are of all tokens.
     - an unpacked layer: the largest weight that is kept in few bits, while it is multiplied.
     """
     placement = placement or Placement()
@@ -239,23 +290,26 @@ def training_memory(
     group = pack["rollouts", "group"]
     if sample is None:
         sample = select(pack, (group == group[0]).nonzero().squeeze(1))
-    tokens, share = forward_tokens(pack), forward_tokens(pack) / forward_tokens(sample)
-    measured = copy.deepcopy(policy).bfloat16() if true and head.dtype != torch.bfloat16 else policy
-    kept, copies = kept_for_backward(measured, sample, mixed)
-    kept += _recomputed(measured, sample, mixed)
+    tokens, ranks = forward_tokens(pack), placement.sequence
+    tile = None if policy.recompute is None else policy.recompute.mlp_tokens
+    tiled = tile is not None and tile < tokens // ranks
+    found = measure(policy, sample, placement.precision, tiled)
+    kept = found.at_once(tokens, None if tile is None else tile * ranks)
     loss_tokens = ceil(int(pack["tokens", "loss_mask"].sum()) / placement.sequence)
+    stepped = torch.bfloat16 if true and not placement.masters else torch.float32
+    name, size = state_bytes(optimizer, (p.shape for p in trained), stepped)
     state = {
         "weights": _size((p for p in policy.parameters() if p not in known), width),
         "other models": sum(_size(module.parameters(), width) for module in others),
         "gradients": _size(trained, width),
-        f"optimizer ({type(optimizer).__name__})": _state_size(optimizer, trained),
+        f"optimizer ({name})": size,
     }
     if true and placement.masters:
         state["master weights"] = _size(trained, 4)
     state = {name: ceil(size / placement.shards) for name, size in state.items()}
     parts = {
         f"activations of {tokens // placement.sequence:,} tokens": shared_activations(
-            policy, int(kept * share), tokens, placement.sequence, 2 if true or mixed else 4
+            policy, kept, tokens, ranks, 2 if true or mixed else 4
         ),
         "logits": 2 * 4 * min(chunk_elements(placement.device), loss_tokens * head.shape[0]),
         "backward": width * max(p.numel() for p in trained),
@@ -264,34 +318,15 @@ def training_memory(
         parts["an unpacked layer"] = (2 if true or mixed else 4) * max(packed)
     if placement.shards * placement.tensor > 1:  # FSDP2 copies even what one process has whole
         parts["gathered"] = _gathered(policy, 2 if true or mixed else 4)
-    elif mixed:
-        parts["bfloat16 weights"] = copies + 2 * head.numel()
+    elif tiled:  # else among what is gathered
+        parts["backward"] += max(_size(mlp.parameters(), width, True) for mlp in tiled_mlps(policy))
+    if mixed and "gathered" not in parts:
+        parts["bfloat16 weights"] = found.copies + 2 * head.numel()
+    host = {"layers' inputs": ceil(sent / ranks)} if (sent := found.on_host(tokens)) else {}
+    advice = next_advice(policy, found, size > 3 * sum(p.numel() for p in trained), placement)
     if placement.cpu_offload:
-        return MemoryPlan(parts, state)
-    return MemoryPlan(state | parts)
-
-
-def shared_activations(policy: Policy, kept: int, tokens: int, ranks: int, width: int) -> int:
-    """Bytes of a pack's activations on each of the ranks that compute it together.
-
-    A share of what one keeps that computes it alone, ``kept``; and once more a layer's attention
-    outputs, as they are before they are sent on (with gradient checkpointing, of one layer).
-
-    Args:
-        policy: what computes.
-        kept: bytes.
-        tokens: of the pack.
-        ranks: how many they are; 1: it is computed alone.
-        width: bytes of a number.
-    """
-    if ranks == 1:
-        return kept
-    text, layers = policy.lm.config.get_text_config(), _layers(policy)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    outputs = 1 if any(layer.gradient_checkpointing for layer in layers) else len(layers)
-    heads = text.num_attention_heads // (1 if policy.tensor is None else policy.tensor.size)
-    sent = outputs * heads * size * width
-    return ceil((kept + tokens * sent) / ranks)
+        return MemoryPlan(parts, state | host, advice)
+    return MemoryPlan(state | parts, host, advice)
 
 
 def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:
@@ -301,63 +336,16 @@ def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:
         stays.update({name: size for name, size in plan.parts.items() if name.startswith(_STAYS)})
     most = max(plans, key=lambda plan: plan.total - plan.sum_of(*_STAYS))
     rest = {name: size for name, size in most.parts.items() if not name.startswith(_STAYS)}
-    return MemoryPlan(dict(stays) | rest, most.host)
+    return MemoryPlan(dict(stays) | rest, most.host, most.advice)
 
 
 _STAYS = ("weights", "other models", "gradients", "optimizer", "master weights")
 """Parts, or their beginnings, that are there between updates too."""
 
 
-def kept_for_backward(
-    policy: Policy, pack: TensorDict, bf16_mixed: bool = False
-) -> tuple[int, int]:
-    """Bytes that autograd keeps of a pack's forward pass, and of them copies of weights.
-
-    The first are in proportion to the tokens. Parameters themselves are not counted.
-    """
-    parameters = [local(p) for p in policy.parameters()]
-    own = {p.untyped_storage()._cdata for p in parameters}
-    shapes = {shape for p in parameters for shape in (p.shape, p.shape[::-1])}
-    kept: dict[int, tuple[int, bool]] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()  # by its object: fake tensors have no data
-        if storage._cdata not in own:  # views share a storage, which counts once
-            is_weight = bf16_mixed and tensor.dtype == torch.bfloat16 and tensor.shape in shapes
-            kept[storage._cdata] = storage.nbytes(), is_weight
-        return tensor.detach()  # an output that its own graph refers to would never be freed
-
-    # As Lightning's autocast is, which caches no copy.
-    kind = policy.lm.device.type
-    cast = torch.autocast(kind, torch.bfloat16, enabled=bf16_mixed, cache_enabled=False)
-    saved = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-    with torch.enable_grad(), saved, cast:
-        scores = policy(pack)
-    del scores  # not before: what is freed meanwhile could be counted again at its place
-    copies = sum(size for size, is_weight in kept.values() if is_weight)
-    return sum(size for size, _ in kept.values()) - copies, copies
-
-
-def _recomputed(policy: Policy, pack: TensorDict, bf16_mixed: bool) -> int:
-    """Bytes that one layer keeps in its turn of backward, with gradient checkpointing."""
-    layers = _layers(policy)
-    checkpointing = [layer for layer in layers if layer.gradient_checkpointing]
-    if not checkpointing:
-        return 0
-    try:
-        for layer in checkpointing:
-            layer.gradient_checkpointing = False
-        everything, _ = kept_for_backward(policy, pack, bf16_mixed)
-    finally:
-        for layer in checkpointing:
-            layer.gradient_checkpointing = True
-    # Of a kind: a tower's layers may be many, and small beside the language model's.
-    return everything // min(Counter(type(layer) for layer in layers).values())
-
-
 def _gathered(policy: Policy, width: int) -> int:
     """Bytes of the weights that a process has whole at a time, and of their gradients."""
-    layers = _layers(policy)
+    layers = layers_of(policy)
     inside = {p for layer in layers for p in layer.parameters()}
     outside = [p for p in policy.parameters() if p not in inside]
 
@@ -368,10 +356,6 @@ def _gathered(policy: Policy, width: int) -> int:
     return weights + _size(outside, width, trained_only=True) + largest(True)
 
 
-def _layers(policy: Policy) -> list[GradientCheckpointingLayer]:
-    return [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
-
-
 def _size(parameters: Iterable[nn.Parameter], width: int, trained_only: bool = False) -> int:
     """Bytes, where a float takes ``width``."""
     return sum(
@@ -379,20 +363,6 @@ def _size(parameters: Iterable[nn.Parameter], width: int, trained_only: bool = F
         for p in parameters
         if p.requires_grad or not trained_only
     )
-
-
-def _state_size(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> int:
-    """Bytes of one step's state, scaled from the optimizer's own single parameter."""
-    [parameter] = optimizer.param_groups[0]["params"]
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    state = optimizer.state[parameter].values()
-    per_element = sum(
-        t.numel() * t.element_size()
-        for t in state
-        if isinstance(t, Tensor) and t.numel() == parameter.numel()
-    )
-    return per_element * sum(p.numel() for p in trained) // parameter.numel()
 
 
 @dataclass(frozen=True)
@@ -446,10 +416,8 @@ class CardPlan:
         engine = self.at_start if self.sleeps else self.engine
         sleeping = "" if self.sleeps else ", or let it sleep meanwhile (sleep_level)"
         sizes = {
-            "train with lora, or share the weights: strategy ShardedStrategy with more devices, or "
-            "its cpu_offload: true": state,
-            "lower max_tokens_per_pack, or set gradient_checkpointing: true; for long rollouts "
-            "ShardedStrategy(sequence=2)": self.training.total - state,
+            self.training.advice.state: state,
+            self.training.advice.activations: self.training.total - state,
             f"lower the engine's gpu_memory_utilization or kv_cache_gb{sleeping}": engine,
         }
         return max(sizes, key=lambda advice: sizes[advice])

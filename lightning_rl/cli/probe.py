@@ -164,8 +164,9 @@ def _timed(trial: Trial, rank: int, groups: int) -> dict[str, Any]:
 
 def _built(trial: Trial) -> tuple[PolicyModule, RLDataModule]:
     parser = LightningArgumentParser()
-    parser.add_subclass_arguments(LightningModule, "model")
-    parser.add_subclass_arguments(LightningDataModule, "data")
+    # As LightningCLI does, which lets optimizers of others go without types.
+    parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
+    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
     parsed = parser.parse_object({"model": trial.model, "data": trial.data})
     parts = parser.instantiate_classes(parsed)
     return parts.model, parts.data

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
@@ -10,6 +11,7 @@ from tensordict import TensorDict
 from torch.nn import Parameter
 
 from lightning_rl.callbacks import WeightSync
+from lightning_rl.cli.activations import Activations, measure_activations
 from lightning_rl.cli.plan import (
     BatchPlan,
     CardPlan,
@@ -29,6 +31,7 @@ from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.models.memory import forward_tokens
+from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import weights_in
 from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rollout import Prompt
@@ -60,6 +63,7 @@ class Learning:
     prompts: Sequence[Prompt]
     ranks: int
     _batches: dict[tuple[int, int, int], TensorDict] = field(default_factory=dict)
+    _activations: dict[tuple[int, int, int, bool], Activations] = field(default_factory=dict)
 
     def told(self, placement: Placement) -> tuple[list[str], MemoryPlan]:
         """As :func:`training_plan`, of each process."""
@@ -128,14 +132,33 @@ class Learning:
             epochs=epochs if epochs is not None and epochs > 0 else None,
             schedule=getattr(policy, "schedule", EveryIteration()),
         )
-        # With one parameter of its own: a step of it tells what the state of all will take.
-        optimizer = policy.optimizer([Parameter(torch.zeros(1024))])
         others = [] if policy.reference is None else [policy.reference]
-        sample = self._largest(1, written, SAMPLED) if tokens > SAMPLED else None
         memory = training_memory(
-            policy.loaded_policy, others, optimizer, largest, placement, seen, sample
+            policy.loaded_policy,
+            others,
+            policy.optimizer,
+            largest,
+            placement,
+            seen,
+            self._largest(1, written, min(tokens, SAMPLED)),
+            partial(self._measured, policy, placement.tensor),
         )
-        return [*plan.lines(), *_schedule(policy, optimizer, plan)], memory
+        return [*plan.lines(), *_schedule(policy, plan)], memory
+
+    def _measured(
+        self,
+        owner: PolicyModule,
+        tensor: int,
+        policy: Policy,
+        sample: TensorDict,
+        precision: str,
+        tiled: bool,
+    ) -> Activations:
+        """Of a policy, or one of ``tensor`` parts of it: however many ranks share its tokens."""
+        key = id(owner), tensor, id(sample), tiled
+        if key not in self._activations:
+            self._activations[key] = measure_activations(policy, sample, precision, tiled)
+        return self._activations[key]
 
     def _largest(self, groups: int, group_size: int, tokens: int) -> TensorDict:
         key = groups, group_size, tokens
@@ -206,12 +229,11 @@ def tensor_size(strategy: Strategy) -> int:
     return strategy.num_processes if size == "auto" else size
 
 
-def _schedule(
-    policy: PolicyModule, optimizer: torch.optim.Optimizer, plan: BatchPlan
-) -> Iterator[str]:
+def _schedule(policy: PolicyModule, plan: BatchPlan) -> Iterator[str]:
     """A schedule that ends at another step than the run is hardly meant."""
     if policy.lr_scheduler is None:
         return
+    optimizer = policy.optimizer([Parameter(torch.zeros(1, 1))])
     ends = getattr(policy.lr_scheduler(optimizer), "total_steps", None)
     if ends is None or plan.total_steps is None or ends == plan.total_steps:
         return

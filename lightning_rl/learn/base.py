@@ -19,6 +19,7 @@ from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import GivenModel, Loading
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.run.dist import any_rank, rank
 from lightning_rl.run.hooks import StageClock, call_hook
@@ -118,7 +119,7 @@ class LearningModule(LanguageModule):
         model: str,
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: bool | Recompute,
         trust_remote_code: bool,
         model_kwargs: dict[str, Any] | None,
         random_init: bool = False,

@@ -21,6 +21,7 @@ from lightning_rl.learn.sft import SFTDataModule, SupervisedModule
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.pretrained import model_of
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.vision.training import Vision
@@ -52,7 +53,8 @@ class DPOModule(SupervisedModule):
         optimizer: called with the trained parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         lora: train adapters only; None: all weights.
-        gradient_checkpointing: recompute activations in backward.
+        gradient_checkpointing: recompute activations in backward, all of them or as
+            ``Recompute`` says.
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
         vision: what is trained of the part of an image-text model that sees; None: nothing.
@@ -70,7 +72,7 @@ class DPOModule(SupervisedModule):
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=5e-7, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
         lora: LoRA | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Recompute = False,
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
         vision: Vision | None = None,

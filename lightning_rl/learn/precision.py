@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_rl.config.arguments import configurable
@@ -182,6 +183,7 @@ def make_optimizer(module: LightningModule, make: OptimizerCallable, params: Ite
     check_optimizer(make)
     groups = list(params)
     optimizer = make(groups)
+    _require_whole(optimizer)
     if not any(is_half(p) for group in optimizer.param_groups for p in group["params"]):
         return optimizer
     plugin = module.trainer.precision_plugin
@@ -197,6 +199,22 @@ def make_optimizer(module: LightningModule, make: OptimizerCallable, params: Ite
             100 * share,
         )
     return optimizer
+
+
+def _require_whole(optimizer: Optimizer) -> None:
+    """Check that an optimizer whose kernels step whole parameters is given such.
+
+    Raises:
+        ConfigError: if processes share them.
+    """
+    theirs = any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if theirs and any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__} steps whole parameters, of which each process "
+            "has a share under ShardedStrategy and ModelParallelStrategy; use torch.optim.AdamW, "
+            "whose state is shared, too, or strategy: ddp"
+        )
 
 
 def check_optimizer(make: Callable[[Any], Optimizer]) -> None:

@@ -22,6 +22,7 @@ from lightning_rl.learn.offline_rows import OfflineRows
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import model_of
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Prompt, Rollout
@@ -76,7 +77,8 @@ class SFTModule(SupervisedModule):
         aggregation: how token losses are averaged.
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        gradient_checkpointing: recompute activations in backward.
+        gradient_checkpointing: recompute activations in backward, all of them or as
+            ``Recompute`` says.
         random_init: start from random weights instead of those in ``model``.
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
@@ -89,7 +91,7 @@ class SFTModule(SupervisedModule):
         aggregation: Aggregation = TokenMean(),
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Recompute = False,
         random_init: bool = False,
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,

@@ -29,6 +29,7 @@ from lightning_rl.models.lora import (
 from lightning_rl.models.memory import each_pack
 from lightning_rl.models.preparation import compile_each_layer, disable_dropout
 from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
+from lightning_rl.models.recompute import Recompute, as_recompute
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
 from lightning_rl.models.sequence import PackRanks, Scores as Scores
@@ -55,7 +56,7 @@ class Policy(nn.Module):
         value_head: critic on top, for PPO; None without.
         random_init: take only the configuration of ``model`` and start from random weights.
         gradient_checkpointing: recompute activations in backward: less memory, about a third
-            more compute.
+            more compute. True: ``Recompute()``.
         lora: train adapters only; None: all weights.
         vision: what is trained of the part of an image-text model that sees; None: nothing.
         compile_layers: let ``torch.compile`` make the language model's layers faster; needs a C++
@@ -70,7 +71,7 @@ class Policy(nn.Module):
         model: str,
         value_head: ValueHead | None = None,
         random_init: bool = False,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Recompute = False,
         lora: LoRA | None = None,
         compile_layers: bool = False,
         cast_lm_head_to_fp32: bool = False,
@@ -104,8 +105,9 @@ class Policy(nn.Module):
         # transformers recomputes activations in training mode only, and without dropout the mode
         # decides nothing else.
         self.lm.train()
-        if gradient_checkpointing:
-            self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.recompute = as_recompute(gradient_checkpointing)
+        if self.recompute is not None:
+            self.recompute.apply(self.lm)
         self.value_head = value_head
         if value_head is not None:
             value_head.configure(self.lm.base_model)

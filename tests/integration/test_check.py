@@ -12,17 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from torch.nn import Parameter
 
 from benchmarks.memory import FollowAllocations
 from lightning_rl import LoRA, PolicyModule, SharedValueHead
 from lightning_rl.cli import layouts, main, stopwatch
+from lightning_rl.cli.activations import kept_for_backward, measure_activations
 from lightning_rl.cli.mesh import configure_without_weights
 from lightning_rl.cli.plan import (
     BatchPlan,
     cut,
     in_units,
-    kept_for_backward,
     largest_rollouts,
     training_memory,
 )
@@ -117,15 +116,12 @@ def test_memory_by_hand(tiny_model):
     policy = Policy(str(tiny_model))
     elements = sum(p.numel() for p in policy.parameters())
     rollouts = largest_rollouts([Prompt("0", "", [3, 2])], 2, 2, 6)
-    optimizer = torch.optim.AdamW([Parameter(torch.zeros(8))])
-    plan = training_memory(policy, [], optimizer, pack_rollouts(rollouts))
+    plan = training_memory(policy, [], torch.optim.AdamW, pack_rollouts(rollouts))
     assert plan.parts["weights"] == plan.parts["gradients"] == 4 * elements
     assert plan.parts["optimizer (AdamW)"] == 8 * elements  # two moments in float32
     assert plan.parts["logits"] == 2 * 4 * 24 * 16  # two chunks: 24 tokens, 16 words
     assert plan.total == sum(plan.parts.values())
-    plain = training_memory(
-        policy, [policy], torch.optim.SGD([Parameter(torch.zeros(8))]), pack_rollouts(rollouts)
-    )
+    plain = training_memory(policy, [policy], torch.optim.SGD, pack_rollouts(rollouts))
     assert plain.parts["optimizer (SGD)"] == 0
     assert plain.parts["other models"] == 4 * elements
     assert [in_units(3 << 19), in_units(5 << 29)] == ["1.5 MiB", "2.50 GiB"]
@@ -137,7 +133,7 @@ def test_activations_grow_with_the_tokens(tiny_model):
     def kept(groups: int) -> float:
         prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(groups)]
         pack = pack_rollouts(largest_rollouts(prompts, groups, 4, 20))
-        return kept_for_backward(policy, pack)[0] / forward_tokens(pack)
+        return kept_for_backward(policy, pack).activations / forward_tokens(pack)
 
     # What one group tells of eight: that is how the estimate is made.
     assert kept(8) == pytest.approx(kept(1), rel=0.05)
@@ -385,3 +381,25 @@ def test_groups_that_processes_cannot_share_are_refused(workplace, capsys):
     options = ["--trainer.devices", "4", "--data.groups_per_iteration", "3"]
     assert main(["check", "--config", "good.yaml", *options]) == 2
     assert "groups_per_iteration=3 cannot be shared by 4 processes" in capsys.readouterr().err
+
+
+def test_what_recomputed_layers_keep_is_planned_once_for_each_tensor(
+    workplace, capsys, monkeypatch
+):
+    """On fake tensors, of which host inputs, kept attention and tiles are made, too."""
+    measured = []
+
+    def counted(*arguments):
+        measured.append(measure_activations(*arguments))
+        return measured[-1]
+
+    monkeypatch.setattr("lightning_rl.cli.training_plan.measure_activations", counted)
+    recompute = "{inputs: host, keep: attention, mlp_tokens: 4}"
+    command = ["check", "--config", "good.yaml", "--model.gradient_checkpointing", recompute]
+    assert main([*command, "--gpus", "2", "--gpu_memory_gb", "80"]) == 0
+    said = capsys.readouterr().out
+    assert "sequence 2 x tensor 1: " in said
+    # One head of keys, which two cannot share: so only whole matrices are measured, for both.
+    assert "sequence 1 x tensor 2: refused" in said
+    assert len(measured) == 1
+    assert min(measured[0].sent, measured[0].turn, measured[0].tile) > 0

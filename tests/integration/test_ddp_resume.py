@@ -47,7 +47,8 @@ def alone(tiny_model, folder) -> Callable[[bool], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "trained"), [("resume_ddp", 3), ("resume_fsdp", 3), ("resume_shards", 2)]
+    ("scenario", "trained"),
+    [("resume_ddp", 3), ("resume_8bit", 3), ("resume_fsdp", 3), ("resume_shards", 2)],
 )
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(results, scenario, trained):
     for rank in results(scenario):
@@ -73,6 +74,12 @@ def require_rest(rest, whole, trained, tolerance=TOLERANCE):
     for ours, theirs in zip(rest[0]["rows"][-left:], whole["rows"][-left:], strict=True):
         expected = pytest.approx(comparable(theirs), rel=tolerance, abs=tolerance)
         assert comparable(ours) == expected
+
+
+def test_8_bits_of_shared_weights_are_refused(results):
+    for rank in results("shared_8bit"):
+        assert rank["error"] == "ConfigError"
+        assert rank["message"].startswith("optimizer=AdamW8bit steps whole parameters, of which")
 
 
 @pytest.mark.parametrize("scenario", ["one_to_two", "one_to_shared", "one_to_fsdp"])

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.errors import LightningRLError
-from tests.support.ranks_run import SharedEngine, adamw, fit, replaying, run_all, sharded
+from tests.support.ranks_run import SharedEngine, adamw, failure, fit, replaying, run_all, sharded
 
 
 def saved(
@@ -20,19 +20,16 @@ def saved(
 ) -> dict[str, Any]:
     """A run of two epochs, saved after each of its four iterations."""
     keep = IterationCheckpoint(1, 9)
-    return fit(
-        model, where, strategy, *extra, keep, iterations=2, epochs=2, optimizer=adamw, **options
-    )
+    options = {"optimizer": adamw} | options
+    return fit(model, where, strategy, *extra, keep, iterations=2, epochs=2, **options)
 
 
 def gone_on(
     model: str, where: Path, strategy: Strategy | str, checkpoint: Path, **options: Any
 ) -> dict[str, Any]:
     """The rest of such a run."""
-    return fit(
-        model, where, strategy, iterations=2, epochs=2, optimizer=adamw, ckpt_path=str(checkpoint),
-        **options,
-    )  # fmt: skip
+    options = {"optimizer": adamw, "ckpt_path": str(checkpoint)} | options
+    return fit(model, where, strategy, iterations=2, epochs=2, **options)
 
 
 def checkpoint_of(where: Path, name: str) -> Path:
@@ -40,12 +37,18 @@ def checkpoint_of(where: Path, name: str) -> Path:
 
 
 def resumed(
-    model: str, where: Path, strategy: Callable[[], Strategy], checkpoint: str
+    model: str, where: Path, strategy: Callable[[], Strategy], checkpoint: str, **options: Any
 ) -> dict[str, Any]:
     """A run of two epochs, and one that goes on from one of its checkpoints."""
-    whole = saved(model, where / "whole", strategy())
+    whole = saved(model, where / "whole", strategy(), **options)
     path = checkpoint_of(where / "whole", checkpoint)
-    return {"whole": whole, "rest": gone_on(model, where / "rest", strategy(), path)}
+    return {"whole": whole, "rest": gone_on(model, where / "rest", strategy(), path, **options)}
+
+
+def eight_bits(parameters: Any) -> Any:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, lr=1e-3)
 
 
 class StopsWhenCollected(RLCallback):
@@ -78,6 +81,12 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
             model, where / "ahead", DDPStrategy(), data={"collector": AsyncCollector()}
         ),
         "resume_ddp": lambda: resumed(model, where / "resume_ddp", DDPStrategy, "iteration_3.ckpt"),
+        "resume_8bit": lambda: resumed(
+            model, where / "resume_8bit", DDPStrategy, "iteration_3.ckpt", optimizer=eight_bits
+        ),
+        "shared_8bit": lambda: failure(
+            lambda: fit(model, where / "shared_8bit", sharded(), optimizer=eight_bits)
+        ),
         "resume_fsdp": lambda: resumed(model, where / "resume_fsdp", sharded, "iteration_3.ckpt"),
         "resume_shards": lambda: resumed(
             model, where / "resume_shards", lambda: sharded(True), "iteration_2.ckpt"

@@ -54,6 +54,7 @@ from lightning_rl.learn.own_loop import FabricDDP
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.quantization import NF4
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.rules import EnvironmentReward
@@ -379,7 +380,13 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "guards": lambda: guarded(model, where / "guards", rows, share_of_even_digits),
         "again": lambda: rerun(model, where / "again", rows()),
         "replay": lambda: run("replay", DDPStrategy(), **replaying(where / "replay")),
-        "streamed": lambda: run("streamed", DDPStrategy(), *everything(), data=streaming()),
+        "streamed": lambda: run(
+            "streamed",
+            DDPStrategy(),
+            *everything(),
+            data=streaming(),
+            gradient_checkpointing=Recompute(every=2, inputs="host"),
+        ),
         "streamed_minibatches": lambda: run(
             "streamed_minibatches", DDPStrategy(), data=streaming(), **in_minibatches()
         ),

@@ -19,6 +19,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.rollout import Picture, Placed, Prompt, Rollout, Row
 from lightning_rl.vision.training import Vision
 from tests.support.tiny_vision import FAMILIES, picture
@@ -28,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "frozen": {},
     "trained": {"vision": TRAINED, "value_head": SharedValueHead()},
     "separate": {"vision": TRAINED, "value_head": SeparateValueHead()},
-    "recomputed": {"vision": TRAINED, "gradient_checkpointing": True},
+    "recomputed": {"vision": TRAINED, "gradient_checkpointing": Recompute(every=2, inputs="host")},
     "lora": {"vision": TRAINED, "lora": LoRA(rank=2)},
 }
 

@@ -13,6 +13,7 @@ from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import HFExport, RLCallback
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.lora import LoRA
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import FrozenReference
 from lightning_rl.models.sharding import ShardedStrategy
 from lightning_rl.module import PolicyModule
@@ -100,12 +101,17 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "offload": lambda: sharded("offload", offload=True),
         "recomputed": lambda: sharded("recomputed", gradient_checkpointing=True),
         "recomputed_lora": lambda: sharded(
-            "recomputed_lora", gradient_checkpointing=True, lora=LoRA(rank=4)
+            "recomputed_lora",
+            gradient_checkpointing=Recompute(inputs="host", mlp_tokens=16),
+            lora=LoRA(rank=4),
         ),
         "separate": lambda: sharded("separate", **separate(model)),
         "sequence": lambda: sharded("sequence", sequence=2, **in_minibatches()),
         "sequence_lora": lambda: sharded(
-            "sequence_lora", sequence=2, gradient_checkpointing=True, lora=LoRA(rank=4)
+            "sequence_lora",
+            sequence=2,
+            gradient_checkpointing=Recompute(inputs="host", keep="attention"),
+            lora=LoRA(rank=4),
         ),
         "sequence_separate": lambda: sharded("sequence_separate", sequence=2, **separate(model)),
         "bf16": lambda: sharded("bf16", HFExport(), precision="bf16-mixed", **one_update()),

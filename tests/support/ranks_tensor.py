@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import HFExport
 from lightning_rl.models.lora import LoRA
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import BaseReference, PeriodicReference
 from lightning_rl.models.sharding import ShardedStrategy
 from tests.support.ranks_resume import checkpoint_of, gone_on, saved
@@ -21,7 +22,7 @@ from tests.support.ranks_sharded import loaded, one_update, run, separate
 
 OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
     "plain": lambda model: in_minibatches(),
-    "recomputed": lambda model: {"gradient_checkpointing": True},
+    "recomputed": lambda model: {"gradient_checkpointing": Recompute(inputs="host", mlp_tokens=16)},
     "lora": lambda model: {"lora": LoRA(rank=4), "kl": K3Penalty(), "reference": BaseReference()},
     "renewed": lambda model: {"kl": K3Penalty(), "reference": PeriodicReference(1)},
     "critic": lambda model: critic() | {"max_grad_norm": 0.1},

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rl.cli.plan import kept_for_backward
+from lightning_rl.cli.activations import kept_for_backward
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.sampling import Sampling
@@ -396,7 +396,7 @@ def test_a_memory_plan_counts_what_the_tower_keeps(model):
     kept = []
     for vision in (Vision(), Vision(train_projector=True), Vision(train_tower=True)):
         pack = pack_rollouts(rollouts)
-        kept.append(kept_for_backward(Policy(str(model), vision=vision), pack)[0])
+        kept.append(kept_for_backward(Policy(str(model), vision=vision), pack).activations)
     frozen, projector, tower = kept
     assert frozen < projector < tower
 

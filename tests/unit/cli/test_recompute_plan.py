@@ -1,0 +1,114 @@
+"""The planned memory of recomputed layers, against every allocation of a backward pass."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from benchmarks.recompute import NARROW, SETTINGS, measure, pack_of
+from lightning_rl import LoRA, Recompute
+from lightning_rl.cli.activations import Activations
+from lightning_rl.cli.optimizer_state import state_bytes
+from lightning_rl.cli.plan import Advice, Placement, training_memory
+from lightning_rl.models.policy import Policy
+from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.tiny_models import save_random_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("narrow")
+    save_random_model(directory, make_tokenizer(), **NARROW)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def pack():
+    return pack_of(200)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_is_kept_is_planned(model, pack, setting):
+    found = measure(model, SETTINGS[setting], pack)
+    # 5 %, and one for what a kernel takes for itself on another CPU.
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.06)
+
+
+def test_inputs_in_host_memory_are_planned_there(model, pack):
+    device, host = (
+        training_memory(
+            Policy(model, gradient_checkpointing=kind), [], torch.optim.AdamW, pack,
+            Placement(sequence=2),
+        )
+        for kind in (True, Recompute(inputs="host"))
+    )  # fmt: skip
+    one = (8 * 199 + 2 * 2) * 32 * 4 // 2  # bytes of a layer's input, of each of two ranks
+    assert host.host == {"layers' inputs": 6 * one}
+    assert device.host == {}
+    # Two of six are on the device: the one that is computed with, as without, and the next.
+    assert device.total - host.total == 5 * one
+
+
+def test_the_next_to_switch_on_is_advised(model, pack):
+    """First what costs little, then what takes more devices; nothing twice."""
+
+    def advice(recompute, optimizer=torch.optim.AdamW, **options) -> Advice:
+        policy = Policy(model, gradient_checkpointing=recompute, lora=options.pop("lora", None))
+        return training_memory(policy, [], optimizer, pack, Placement(**options)).advice
+
+    def begins(recompute) -> str:
+        return advice(recompute).activations.partition(",")[0].partition(";")[0]
+
+    assert advice(False).activations.startswith("lower max_tokens_per_pack, or set gradient_ch")
+    # One layer's turn takes more than six inputs of a model that is so shallow.
+    assert begins(True) == "set gradient_checkpointing.mlp_tokens: 4096"
+    assert begins(Recompute(mlp_tokens=20)) == "set gradient_checkpointing: {inputs: host}"
+    assert begins(Recompute(mlp_tokens=20, inputs="host")) == "lower max_tokens_per_pack"
+    assert advice(True).state.startswith("train with lora, or set optimizer: bitsandbytes.optim.Ad")
+    assert advice(True, torch.optim.SGD, lora=LoRA(rank=2)).state.startswith("share the weights")
+    assert advice(True, shards=2).state == (
+        "train with lora, or more devices, or ShardedStrategy's cpu_offload: true"
+    )
+
+
+def test_activations_of_other_numbers_of_tokens_by_hand():
+    found = Activations(tokens=10, kept=100, turn=50, tile=40, sent=60, fetched=10)
+    assert found.at_once(20, None) == 2 * (100 + 50 + 10 + 40)
+    assert found.at_once(20, 5) == 2 * (100 + 50 + 10) + 20  # of an MLP's 40, half
+    assert found.at_once(20, 100) == found.at_once(20, None)
+    assert found.on_host(20) == 120
+
+
+def test_the_state_of_an_optimizer_is_its_own():
+    small, large = torch.Size([10]), torch.Size([5000, 64])
+    assert state_bytes(torch.optim.AdamW, [small, large], torch.float32) == (
+        "AdamW", 8 * (10 + 5000 * 64),
+    )  # fmt: skip
+    assert state_bytes(torch.optim.AdamW, [large], torch.bfloat16)[1] == 4 * 5000 * 64
+    assert state_bytes(torch.optim.SGD, [small], torch.float32) == ("SGD", 0)
+    # One number for each row and one for each column.
+    factored = state_bytes(torch.optim.Adafactor, [large], torch.float32)
+    assert factored == ("Adafactor", 4 * (5000 + 64))
+
+
+def test_eight_bits_are_counted_as_bitsandbytes_keeps_them():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    make = bitsandbytes.optim.AdamW8bit
+    shapes = [torch.Size([4095]), torch.Size([4096]), torch.Size([9000, 100])]
+    # Two bytes an element and a float32 of each 256, twice; below 4,096 two float32.
+    blocks = [-(-numel // 256) for numel in (4096, 900_000)]
+    expected = 8 * 4095 + 2 * (4096 + 900_000) + 8 * sum(blocks)
+    name, found = state_bytes(make, shapes, torch.float32)
+    assert name == "AdamW8bit"
+    assert found == pytest.approx(expected, rel=1e-4)
+    parameters = [Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = sum(
+        value.nbytes
+        for parameter in parameters
+        for name, value in optimizer.state[parameter].items()
+        if name in ("state1", "state2", "absmax1", "absmax2")
+    )
+    assert found == pytest.approx(kept, rel=1e-4)
