@@ -12,7 +12,8 @@ token's logprobs between engine and trainer in nats, of the same weights and rol
 with the engine's experts; ``gap_max`` and ``gap_max_replayed`` the largest. ``other_experts`` is
 the share of tokens for which the trainer's routers would choose another set in any layer.
 ``trained`` are the same figures for the policy that was trained with the replay, ``float32`` those
-of float32. ``reward`` is the mean at the end.
+of float32. ``reward`` is the mean at the end. ``--save`` also writes the table into
+docs/experts.md.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.results import parser_of, report
+from benchmarks.results import parser_of, report, write_block
 from lightning_rl import PolicyModule, RLDataModule, Sampling, TransformersEngine
 from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.callbacks import WeightSync
@@ -37,6 +38,7 @@ from lightning_rl.run.loop import run_async
 from recipes.sort_digits.prepare import make_tokenizer
 
 SAMPLING = Sampling(max_tokens=12)
+PAGE = Path(__file__).parents[1] / "docs" / "experts.md"
 
 
 def save_model(directory: Path) -> None:
@@ -141,11 +143,40 @@ def measure(updates: int) -> dict[str, Any]:
     return results["bfloat16"] | {"float32": results["float32"], "updates": updates}
 
 
+def table(result: dict[str, Any]) -> list[str]:
+    """Markdown: the gaps, without and with the replay."""
+    rows = {
+        "bfloat16": result,
+        "bfloat16, trained with the replay": result["trained"],
+        "float32": result["float32"],
+    }
+    lines = [
+        "| nats per token | mean gap | largest | replayed: mean | largest |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in rows.items():
+        cells = [
+            nats(found[f"{key}{suffix}"], style)
+            for suffix in ("", "_replayed")
+            for key, style in (("gap", ".4f"), ("gap_max", "#.2g"))
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def nats(gap: float, style: str) -> str:
+    """In this style, or with an exponent where that would show nothing but zeros."""
+    return f"{gap:{style if gap > 1e-4 else '.1e'}}".replace("e-0", "e-")
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--updates", type=int, default=200)
     arguments = parser.parse_args()
-    report("experts", measure(arguments.updates), arguments.save)
+    result = measure(arguments.updates)
+    if arguments.save:
+        write_block(PAGE, "experts", table(result))
+    report("experts", result, arguments.save)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ before the task). The last line is JSON, of the first number of threads, with th
 number. All ratios are TRL / ours: `cpu_ratio` of CPU seconds to 0.90, `iteration_ratio` of the
 median iteration, `heavy_ratio` and `long_prompt_ratio` the same on these tasks; `wall_ratio` is of
 wall seconds per iteration on the quickstart task, which tells something on an idle machine only.
+`--save` also writes the table of one thread, if it comes first, into docs/benchmarks.md.
 """
 
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.peers_layouts import (
@@ -35,8 +37,11 @@ from benchmarks.peers_layouts import (
     summary,
 )
 from benchmarks.peers_tasks import NEVER, Task, heavy_task, long_task, quick_task
-from benchmarks.results import parser_of, report
+from benchmarks.results import parser_of, report, write_block
 from benchmarks.task import prepare
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+TITLES = {"quickstart": "quickstart", "heavy": "heavy tails", "long": "long prompts"}
 
 
 def measure(task: Task, seeds: list[int], threads: int) -> dict[str, Any]:
@@ -88,6 +93,26 @@ def print_table(results: dict[str, Any]) -> None:
             print(f"{task:<11}{name:<6}{row}")
 
 
+def table(results: dict[str, Any]) -> list[str]:
+    """Markdown, a task and a side a line; what it takes to 0.90 only where a run goes on to it."""
+    lines = [
+        "| one thread | CPU s per iteration | tokens per second | iterations to 0.90 "
+        "| CPU s to 0.90 | set-up, CPU s | peak memory, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for task, title in TITLES.items():
+        for name, side in (("ours", "ours"), ("TRL", "trl")):
+            found = results[task][side]
+            to_goal = f"{found['iterations']:.0f} | {found['cpu_s']:#.3g}"
+            lines.append(
+                f"| {title}, {name} | {found['cpu_s_per_iteration']:#.3g} "
+                f"| {found['tokens_per_wall_s']:,.0f} "
+                f"| {to_goal if task == 'quickstart' else '|'} "
+                f"| {found['setup_cpu_s']:.1f} | {found['peak_rss_gib']:.2f} |"
+            )
+    return lines
+
+
 def ratios(results: dict[str, Any]) -> dict[str, float]:
     """TRL / ours."""
 
@@ -125,6 +150,8 @@ def main() -> None:
         (_, first), *others = by_threads.items()
         # Each time, for the next one takes as long again.
         result = first | {"seeds": arguments.seeds, "threads": dict(others)}
+        if arguments.save and arguments.threads[0] == 1:
+            write_block(PAGE, "peers", table(result))
         report("peers", result, arguments.save)
 
 

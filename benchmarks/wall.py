@@ -69,8 +69,9 @@ from benchmarks.quiet import require_quiet, take_cores
 from benchmarks.results import RESULTS, parser_of, report, write_block
 from benchmarks.task import prepare
 from benchmarks.wall_defaults import compare, ratios
+from benchmarks.wall_tables import front_table, table
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parents[1]
 CHOSEN = BUILD / "wall-layouts.json"
 TASKS: dict[str, tuple[Callable[[int], Task], int]] = {
     "quickstart": (quick_task, 40),
@@ -230,23 +231,6 @@ def headline(by_task: Mapping[str, dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:
-    lines = [
-        "| task | ours, wall s per iteration | TRL | TRL / ours | ours, one thread / best "
-        "| ours, best / floor |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, result in by_task.items():
-        sides = []
-        for side in ("ours", "trl"):
-            best = result[side]["best"]
-            seconds = result[side]["layouts"][best]["wall_s_per_iteration"]
-            sides.append(f"{seconds:.3g} ({best})")
-        ratios = [f"{result[key]:.2f}" for key in ("ratio", "two_over_one", "floor_ratio")]
-        lines.append(f"| {' | '.join([name, *sides, *ratios])} |")
-    return lines
-
-
 def with_saved(by_task: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """And, of tasks that were left out this time, what was saved before; in their order."""
     file = RESULTS / "wall-cpu.json"
@@ -303,7 +287,8 @@ def main() -> None:
     lines = table(by_task)
     print("\n".join(lines))
     if arguments.save:
-        write_block(PAGE, "wall", lines)
+        write_block(ROOT / "docs" / "benchmarks.md", "wall", lines)
+        write_block(ROOT / "README.md", "wall", front_table(by_task))
     report("wall", headline(by_task) | {"load_before": load, "tasks": by_task}, arguments.save)
 
 

@@ -8,7 +8,19 @@ from select import select
 
 import pytest
 
-from benchmarks import algorithms, faults, guards, layout, quiet, scaling, schedulers, wall
+from benchmarks import (
+    algorithms,
+    experts,
+    faults,
+    guards,
+    layout,
+    peers,
+    quiet,
+    scaling,
+    schedulers,
+    wall,
+    wall_tables,
+)
 from benchmarks.peers_layouts import Layout, reason, run, together
 from benchmarks.peers_tasks import NEVER, Task
 from benchmarks.results import RESULTS as SAVED, write_block
@@ -46,19 +58,31 @@ def algorithms_table(result):
     return [*algorithms.HEAD, *rows]
 
 
+def wall_table(result):
+    return wall_tables.table(result["tasks"])
+
+
+def front_table(result):
+    return wall_tables.front_table(result["tasks"])
+
+
 @pytest.mark.parametrize(
     ("page", "block", "table"),
     [
-        ("algorithms", "algorithms", algorithms_table),
-        ("collectors", "schedulers-real", schedulers.real_table),
-        ("collectors", "schedulers-cores", schedulers.real_table),
-        ("gpu", "layout", layout.table),
-        ("guards", "guards", guards.table),
+        ("README", "wall", front_table),
+        ("docs/algorithms", "algorithms", algorithms_table),
+        ("docs/benchmarks", "peers", peers.table),
+        ("docs/benchmarks", "wall", wall_table),
+        ("docs/collectors", "schedulers-real", schedulers.real_table),
+        ("docs/collectors", "schedulers-cores", schedulers.real_table),
+        ("docs/experts", "experts", experts.table),
+        ("docs/gpu", "layout", layout.table),
+        ("docs/guards", "guards", guards.table),
     ],
 )
 def test_a_page_shows_what_was_saved(page, block, table):
     saved = json.loads((SAVED / f"{block}-cpu.json").read_text())
-    text = (SAVED.parents[1] / "docs" / f"{page}.md").read_text()
+    text = (SAVED.parents[1] / f"{page}.md").read_text()
     shown = text.partition(f"<!-- {block} -->\n")[2].partition(f"\n<!-- /{block} -->")[0]
     assert shown.splitlines() == table(saved.get("result", saved))
 
@@ -116,7 +140,7 @@ def test_wall_compares_the_best_layout_of_each_with_the_other_and_with_the_floor
     )
     # With the first iteration: 10.2 beside the median of 10.2 and 9.5.
     assert result["goal_ratio"] == pytest.approx(10.2 / 9.85)
-    assert wall.table({"quickstart": result})[2:] == [
+    assert wall_tables.table({"quickstart": result})[2:] == [
         "| quickstart | 0.6 (vllm, 2 processes) | 1.2 (padded, 2 threads) | 2.00 | 1.67 | 1.20 |"
     ]
 
