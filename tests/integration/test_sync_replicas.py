@@ -19,7 +19,7 @@ from lightning_rl.engines.replica import ReplicaLost
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.server_process import ServerProcess, validation_failure
 from lightning_rl.engines.transformers import TransformersEngine
-from lightning_rl.engines.vllm_server import VLLMServer, server_command
+from lightning_rl.engines.vllm_server import VLLMServer, own_cores, server_command
 from lightning_rl.errors import (
     ConfigError,
     DamagedWeightsError,
@@ -631,6 +631,19 @@ def test_a_workers_error_keeps_its_class():
     dead = '{"error":{"message":"EngineCore encountered an issue. See stack trace (above)..."}}'
     assert type(refusal("a", "/b", 500, dead)) is ReplicaLost
     assert type(refusal("a", "/b", 500, "Internal Server Error")) is ServerRefusal
+
+
+def test_servers_on_one_machine_have_cores_of_their_own(monkeypatch):
+    """vLLM itself would bind each of them to the same."""
+    bind = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.delenv(bind, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6, 7, 9})
+    assert own_cores(0, 2) == {bind: "4,6,9"}
+    assert own_cores(1, 2) == {bind: "5,7"}
+    assert own_cores(6, 7) == {bind: "5"}  # more servers than cores
+    monkeypatch.setenv(bind, "0-3")  # the user's
+    assert own_cores(0, 2) == {}
 
 
 def test_a_command_for_a_server():
