@@ -50,6 +50,7 @@ ROUNDING = 1e-4
 LONGEST_S = 3.0
 """The random time is at most this long: a few iterations."""
 PATIENCE_S = 300.0
+GRADING_S = 1.0
 JOINED = "has joined the engine"
 """What the run prints for each server that joins."""
 
@@ -115,12 +116,20 @@ class Servers:
             process.kill()
 
 
+def take_time(completions: list[Any], **columns: Any) -> list[float]:
+    """A reward that leaves the cores to servers that start."""
+    time.sleep(GRADING_S)
+    return [0.0] * len(completions)
+
+
 def begin(data: Path, out: Path, servers: Servers, iterations: int) -> Any:
     """The run, of so many iterations if nobody stops it."""
     config = configuration(data, out, "SyncCollector", "TransformersEngine")
     # It looks at the engine's logprobs; without it weights depend on tokens alone.
     del config["model"]["init_args"]["correction"]
+    rewards = config["data"]["init_args"]["rewards"]
     config["data"]["init_args"] |= {
+        "rewards": [*rewards, "benchmarks.kill_engines.take_time"],
         "engine": {
             "class_path": "VLLMServer",
             "init_args": {
