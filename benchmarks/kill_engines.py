@@ -172,7 +172,7 @@ def disturbed(data: Path, out: Path, options: argparse.Namespace) -> tuple[int, 
         run.join()
         servers.close()
     saved = run_directory(out / "run") / "checkpoints"
-    return max(int(path.stem.partition("_")[2]) for path in saved.glob("*.ckpt")), noticed
+    return max(int(path.stem.partition("_")[2]) for path in saved.glob("iteration_*.ckpt")), noticed
 
 
 def has_joined(log: Path, times: int) -> bool:
