@@ -88,6 +88,8 @@ NEEDED = {
     "SFTDataModule": {"train": PROMPTS},
     "SFTModule": {"model": "base"},
     "ScriptAgent": {"script": "agent.py"},
+    "ServersByName": {"url": "http://there:8000"},
+    "ServersInFile": {"path": "servers.txt"},
     "SoloDataModule": {"train": of("FunctionData", make=FUNCTION)},
     "SoloModule": {"head": "NumberHead"},
     "StagedLoggers": {"loggers": [of("CSVLogger", save_dir="logs")]},
