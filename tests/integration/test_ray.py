@@ -312,7 +312,7 @@ def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, loca
             "a Ray actor killed with six requests in flight", "the same tokens, by the other"
         ):
             require_same(run_async(kill_one()), expected)
-        assert f"{name}: " in str(engine._outages)
+        assert f"{name}: " in str(engine.supervision.outages)
         with fault("the same", "it is made anew and filled"):
             wait_for(lambda: doomed.version == 5)
         assert doomed.life == life + 1
