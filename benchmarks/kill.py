@@ -36,7 +36,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,17 @@ def check_async(out: Path, max_staleness: int = 1) -> list[str]:
 # ---------------------------------------------------------------- the command
 
 
+@contextmanager
+def folder_of(keep: Path | None, prefix: str) -> Iterator[Path]:
+    """Where the runs are: a folder that stays, or, if none is given, one that is deleted."""
+    out = (keep or Path(tempfile.mkdtemp(prefix=prefix))).resolve()
+    try:
+        yield out
+    finally:
+        if keep is None:
+            shutil.rmtree(out)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kill a run at random points and compare.")
     parser.add_argument("--points", type=int, default=20)
@@ -374,12 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pictures", action="store_true", help="train a model that sees")
     parser.add_argument("--keep", type=Path, help="a folder for the runs (default: deleted)")
     options = parser.parse_args(arguments)
-    out = options.keep or Path(tempfile.mkdtemp(prefix="kill_"))
-    try:
+    with folder_of(options.keep, "kill_") as out:
         return measure(options, out)
-    finally:
-        if options.keep is None:
-            shutil.rmtree(out)
 
 
 def measure(options: argparse.Namespace, out: Path) -> int:

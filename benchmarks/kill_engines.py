@@ -21,9 +21,7 @@ import argparse
 import json
 import os
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks import forked
-from benchmarks.kill import configuration, differences, lines_of, run_directory
+from benchmarks.kill import configuration, differences, folder_of, lines_of, run_directory
 from benchmarks.results import report
 from lightning_rl.engines.server_process import ServerProcess, free_port
 from lightning_rl.engines.vllm_server import (
@@ -69,7 +67,7 @@ class Servers:
         self._running: dict[str, tuple[int, ServerProcess]] = {}
         for place in range(count):
             self._start(place)
-        self._list(list(self._running))
+        self._list()
 
     def _start(self, place: int) -> None:
         port = free_port("127.0.0.1")
@@ -79,9 +77,9 @@ class Servers:
         environment["VLLM_API_KEY"] = os.environ[KEY]
         self._running[url] = place, ServerProcess([*self._command, *listen], environment)
 
-    def _list(self, urls: list[str]) -> None:
+    def _list(self) -> None:
         new = self.path.with_suffix(".new")
-        new.write_text("".join(f"{url}\n" for url in urls))
+        new.write_text("".join(f"{url}\n" for url in self._running))
         new.replace(self.path)
 
     def replace_one(self, notice: bool) -> None:
@@ -89,11 +87,11 @@ class Servers:
         doomed = self._random.choice(list(self._running))
         place, process = self._running.pop(doomed)
         if notice:
-            self._list(list(self._running))
+            self._list()
             time.sleep(self._random.uniform(0.0, LONGEST_S))
         process.kill()
         self._start(place)
-        self._list(list(self._running))
+        self._list()
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         """Until a condition holds, and then a random time.
@@ -207,12 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--save", action="store_true", help="keep the last line in results/")
     options = parser.parse_args(arguments)
     os.environ[KEY] = "of the servers that will be killed"
-    out = options.keep or Path(tempfile.mkdtemp(prefix="kill_engines_"))
-    try:
+    with folder_of(options.keep, "kill_engines_") as out:
         return measure(options, out)
-    finally:
-        if options.keep is None:
-            shutil.rmtree(out)
 
 
 def measure(options: argparse.Namespace, out: Path) -> int:

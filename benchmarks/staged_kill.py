@@ -25,12 +25,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kill import folder_of
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
 from recipes.pointing.prepare import prepare
 
@@ -228,12 +228,8 @@ def main() -> int:
     )
     parser.add_argument("--keep", type=Path, help="a folder for the runs (default: deleted)")
     options = parser.parse_args()
-    out = (options.keep or Path(tempfile.mkdtemp(prefix="staged_kill_"))).resolve()
-    try:
+    with folder_of(options.keep, "staged_kill_") as out:
         return measure(options, out)
-    finally:
-        if options.keep is None:
-            shutil.rmtree(out)
 
 
 if __name__ == "__main__":

@@ -46,12 +46,12 @@ class Supervision:
     def watch(self) -> None:
         """All, from now on."""
         for replica in self.replicas:
-            self._watches[replica] = asyncio.create_task(self._watch(replica))
+            self._begin_to_watch(replica)
 
     def join(self, replica: Replica) -> None:
         """A further replica: it serves as soon as it answers and holds the weights."""
         self.replicas.append(replica)
-        self._watches[replica] = asyncio.create_task(self._watch(replica))
+        self._begin_to_watch(replica)
 
     def leave(self, replica: Replica) -> None:
         """Give it no more requests and weights, and close it once it has answered what it has.
@@ -79,6 +79,9 @@ class Supervision:
         self._watches.clear()
         self.leaving.clear()
         await asyncio.gather(*(replica.close() for replica in replicas))
+
+    def _begin_to_watch(self, replica: Replica) -> None:
+        self._watches[replica] = asyncio.create_task(self._watch(replica))
 
     async def _watch(self, replica: Replica) -> None:
         wait = _FIRST_WAIT_S

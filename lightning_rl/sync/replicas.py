@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # an engine's workers import this, and need no model of the t
     from lightning_rl.models.policy import Policy
 
 Answers = dict[Replica, Future[Any]]
+Question = Callable[[Replica], Coroutine[Any, Any, Any]]
 
 
 class Stager(Protocol):
@@ -109,8 +110,7 @@ class ReplicaPush(WeightTransport):
         with self._exclusive:
             version = self._kept
             if version is not None and replica.version != version:
-                staged = chain.from_iterable(self._staged.values())
-                for filled in self._deliver([replica], staged, version, True):
+                for filled in self._deliver([replica], self._all_staged(), version, True):
                     if self._sent is not None:
                         self._sent.require_held(
                             lambda names: self.engine.holdings_of([replica], names)
@@ -147,6 +147,10 @@ class ReplicaPush(WeightTransport):
             if complete or bucket.get("names") != []:
                 yield whole if complete else bucket
 
+    def _all_staged(self) -> Iterable[Bucket]:
+        """What a replica that holds nothing needs, whole."""
+        return chain.from_iterable(self._staged.values())
+
     # ---------------------------------------------------------------- who is told what
 
     def _deliver(
@@ -155,12 +159,11 @@ class ReplicaPush(WeightTransport):
         """Tell all of each bucket; returns the replicas that have taken everything."""
         live, timeout_s = list(replicas), self.transport.timeout_s
 
-        def ask(question: Callable[[Replica], Coroutine[Any, Any, Any]]) -> Answers:
+        def ask(question: Question) -> Answers:
             return {replica: submit(question(replica)) for replica in live}
 
         def tell(bucket: Bucket | None) -> Answers:  # None: that was the last
-            info = {"bucket": bucket, "complete": complete}
-            return ask(lambda r: r.transfer("update_weights", timeout_s, update_info=info))
+            return ask(self._telling(bucket, complete))
 
         def settle(answers: Answers) -> None:
             for replica, answer in answers.items():
@@ -186,11 +189,24 @@ class ReplicaPush(WeightTransport):
             settle(tell(None))
             settle(ask(lambda r: r.set_version(version, timeout_s)))
         except BaseException:
-            for replica in self._joined:  # who knows in which state the connections are
-                self.transport.leave(replica)
-            self._joined.clear()
+            self._leave_all()  # who knows in which state the connections are
             raise
         return live
+
+    def _telling(self, bucket: Bucket | None, complete: bool) -> Question:
+        """Tells a replica of a bucket; None: there is no further one."""
+        info = {"bucket": bucket, "complete": complete}
+        timeout_s = self.transport.timeout_s
+        return lambda r: r.transfer("update_weights", timeout_s, update_info=info)
+
+    def _leave_all(self) -> None:
+        for replica in self._joined:
+            self.transport.leave(replica)
+        self._joined.clear()
+
+    def _lost(self, replica: Replica, error: Exception) -> None:
+        """Tell the engine, which waits for it or starts it anew."""
+        runtime.loop.call_soon_threadsafe(self.engine.lost, replica, error)
 
     def _forget_departed(self) -> None:
         """Those that left the engine since the last push."""
@@ -209,7 +225,7 @@ class ReplicaPush(WeightTransport):
                 live.remove(replica)
             # On a GPU, a broadcast that waits for it keeps the device busy.
             self.transport.leave(replica)
-            runtime.loop.call_soon_threadsafe(self.engine.lost, replica, error)
+            self._lost(replica, error)
 
 
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:

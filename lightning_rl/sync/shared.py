@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
@@ -11,10 +11,9 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError, first_line
-from lightning_rl.run.loop import runtime
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
-from lightning_rl.sync.replicas import Answers, ReplicaPush, submit
+from lightning_rl.sync.replicas import Answers, Question, ReplicaPush, submit
 from lightning_rl.sync.stream import Bucket
 
 _log = logging.getLogger(__name__)
@@ -125,13 +124,10 @@ class SharedPush(ReplicaPush):
         # Each gets a group of its own, and so takes no part in the other one any more.
         self._part()
         deque(buckets, maxlen=0)  # stages those that were not staged yet
-        staged = [bucket for kind in self._staged.values() for bucket in kind]
         try:
-            return super()._deliver(replicas, staged, version, True)
+            return super()._deliver(replicas, self._all_staged(), version, True)
         finally:
-            for replica in self._joined:
-                self.transport.leave(replica)
-            self._joined.clear()
+            self._leave_all()
 
     def _deliver_together(
         self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
@@ -151,13 +147,9 @@ class SharedPush(ReplicaPush):
             for answer in done:
                 answer.result()
 
-        def ask(question: Callable[[Replica], Coroutine[Any, Any, Any]]) -> None:
+        def ask(question: Question) -> None:
             settle()
             loading[:] = [submit(question(replica)) for replica in replicas]
-
-        def tell(bucket: Bucket | None) -> None:
-            info = {"bucket": bucket, "complete": complete}
-            ask(lambda r: r.transfer("update_weights", timeout_s, update_info=info))
 
         try:
             if self._met != _lives(replicas):
@@ -166,9 +158,9 @@ class SharedPush(ReplicaPush):
                 self._met = _lives(replicas)
             ask(lambda replica: replica.begin(timeout_s))
             for bucket in buckets:
-                tell(bucket)
+                ask(self._telling(bucket, complete))
                 self.transport.send(bucket)
-            tell(None)
+            ask(self._telling(None, complete))
             ask(lambda replica: replica.set_version(version, timeout_s))
             settle()
         except (ReplicaLost, SyncTimeoutError) as error:
@@ -188,7 +180,7 @@ class SharedPush(ReplicaPush):
             error = answer.exception() if answer.done() else None
             if isinstance(error, ReplicaLost):
                 gone.append(replica)
-                runtime.loop.call_soon_threadsafe(self.engine.lost, replica, error)
+                self._lost(replica, error)
         return gone
 
     def _part(self) -> None:

@@ -11,12 +11,11 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.server_list import ServersByName, ServersInFile, follow, read_urls
 from lightning_rl.engines.vllm_server import VLLMServer
 from lightning_rl.errors import ConfigError, EngineError
-from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import wait_for
-from tests.support.thread_replicas import ThreadEngine, ThreadReplica, holds
+from tests.support.thread_replicas import ThreadEngine, ThreadReplica, halved, holds
 
 pytestmark = pytest.mark.timeout(60)
 ONE = Sampling(max_tokens=1)
@@ -43,11 +42,6 @@ def engine(tiny_model):
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def weights(tiny_model):
-    return dict(Policy(str(tiny_model)).named_weights())
-
-
 @pytest.fixture(params=[MemoryTransport, partial(CollectiveTransport, timeout_s=10)])
 def transport(request, engine):
     transport = request.param(bucket_mb=0.05)
@@ -68,10 +62,6 @@ def join(engine, name):
 
 def leave(engine, replica):
     run_async(in_loop(engine.supervision.leave, replica))
-
-
-def halved(weights):
-    return {name: weight / 2 for name, weight in weights.items()}
 
 
 def test_a_replica_that_joins_is_filled_and_serves(transport, engine, weights, caplog):
@@ -127,6 +117,19 @@ def test_all_may_leave_and_others_come(transport, engine, weights):
     assert holds(engine.replicas[0], state)
 
 
+def with_one_that_is_asked(engine, weights):
+    """A transport that has pushed version 3, and a third replica, which is asked next."""
+    transport = MemoryTransport()
+    transport.connect(engine)
+    transport.push(weights.items(), 3)
+    third = HeldReplica("replica 2")
+    run_async(in_loop(engine.supervision.join, third))
+    wait_for(lambda: third.version == 3)
+    for other in engine.replicas[:2]:
+        other.load = 9
+    return transport, third
+
+
 def asked(engine, leaving, then):
     """A completion that ``leaving`` is asked for before it leaves, and then something happens."""
 
@@ -145,14 +148,7 @@ def asked(engine, leaving, then):
 
 
 def test_who_leaves_may_end_what_it_writes(engine, weights):
-    transport = MemoryTransport()
-    transport.connect(engine)
-    transport.push(weights.items(), 3)
-    leaving = HeldReplica("replica 2")
-    run_async(in_loop(engine.supervision.join, leaving))
-    wait_for(lambda: leaving.version == 3)
-    for other in engine.replicas[:2]:
-        other.load = 9  # so that the one that leaves is asked
+    transport, leaving = with_one_that_is_asked(engine, weights)
 
     async def let_it_answer():
         leaving.answer.set()
@@ -165,14 +161,7 @@ def test_who_leaves_may_end_what_it_writes(engine, weights):
 
 
 def test_what_it_writes_when_weights_change_is_generated_elsewhere(engine, weights, caplog):
-    transport = MemoryTransport()
-    transport.connect(engine)
-    transport.push(weights.items(), 3)
-    leaving = HeldReplica("replica 2")
-    run_async(in_loop(engine.supervision.join, leaving))
-    wait_for(lambda: leaving.version == 3)
-    for other in engine.replicas[:2]:
-        other.load = 9
+    transport, leaving = with_one_that_is_asked(engine, weights)
 
     async def push():
         await asyncio.to_thread(transport.push, weights.items(), 4)

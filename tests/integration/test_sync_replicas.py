@@ -40,7 +40,7 @@ from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.shared import SharedCollectiveTransport
 from tests.support.engine_checks import train_adapters, wait_for
-from tests.support.thread_replicas import ThreadEngine, holds
+from tests.support.thread_replicas import ThreadEngine, halved, holds
 
 pytestmark = pytest.mark.timeout(60)
 ONE = Sampling(max_tokens=1)
@@ -52,11 +52,6 @@ def engine(tiny_model):
     engine.start(tiny_model)
     yield engine
     engine.close()
-
-
-@pytest.fixture(scope="module")
-def weights(tiny_model):
-    return dict(Policy(str(tiny_model)).named_weights())
 
 
 TRANSPORTS = {
@@ -80,10 +75,6 @@ def connect(request, tmp_path, engine):
     yield make
     for transport in made:
         transport.close()
-
-
-def halved(weights):
-    return {name: weight / 2 for name, weight in weights.items()}
 
 
 def test_a_push_reaches_every_replica(connect, engine, weights):

@@ -105,3 +105,7 @@ def holds(replica, weights) -> bool:
     return replica.held.keys() == weights.keys() and all(
         torch.equal(replica.held[name], weight) for name, weight in weights.items()
     )
+
+
+def halved(weights):
+    return {name: weight / 2 for name, weight in weights.items()}
