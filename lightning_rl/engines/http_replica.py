@@ -171,9 +171,10 @@ class HTTPReplica(Replica):
         if self._process is not None:
             await asyncio.to_thread(self._process.kill)
             self._process = None
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        # First: it may be closed in the middle of a push, whose next call is to find none.
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     # ---------------------------------------------------------------- generation
 

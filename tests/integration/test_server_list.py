@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 
+from lightning_rl.engines.http_replica import HTTPReplica
+from lightning_rl.engines.replica import ReplicaLost
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.server_list import ServersByName, ServersInFile, follow, read_urls
 from lightning_rl.engines.vllm_server import VLLMServer
@@ -190,6 +192,28 @@ def test_a_machine_that_vanished_is_not_waited_for(engine, weights):
 
     assert run_async(run()).token_ids == [7]
     assert silent.load == 0
+
+
+def test_a_call_while_a_server_is_closed_finds_it_lost():
+    """As when one leaves in the middle of a push."""
+
+    class Closing:
+        async def close(self):
+            await asyncio.sleep(0.05)
+
+        def request(self, *arguments, **options):
+            raise RuntimeError("Session is closed")  # as aiohttp's then
+
+    async def run():
+        replica = HTTPReplica("http://127.0.0.1:9", "", None, False, 1.0, 1.0, 1.0)
+        replica._session = Closing()
+        closing = asyncio.create_task(replica.close())
+        await asyncio.sleep(0)
+        with pytest.raises(ReplicaLost, match=r"http://127\.0\.0\.1:9 is closed"):
+            await replica.pause()
+        await closing
+
+    run_async(run())
 
 
 # -------------------------------------------------------------------- the lists
