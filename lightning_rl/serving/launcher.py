@@ -214,11 +214,16 @@ def _keep(
 def _go_in(control: int) -> bool:
     """Continue as the first process of a new namespace; whether it is one of users too."""
     own_user = namespaces.leave_processes()
+    told, telling = os.pipe()
     first = os.fork()
     if first:
         _tell(control, {"keeper": first, "alone": True})  # inside it does not know its number
+        os.close(telling)
         os.waitpid(first, 0)
         os._exit(0)
+    os.close(telling)
+    os.read(told, 1)  # a short program must not be over before the trainer hears of its keeper
+    os.close(told)
     namespaces.mount_own_processes()
     return own_user
 
