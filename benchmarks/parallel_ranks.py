@@ -50,7 +50,7 @@ KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
         "gradient_checkpointing": Recompute(inputs="host", keep="attention", mlp_tokens=8)
     },
 }
-FEATURES = (*KINDS, "one_silent", "all_silent", "float32")
+FEATURES = (*KINDS, "one_silent", "all_silent", "brief", "float32")
 """All but the last are compared in float64."""
 LAYOUTS: dict[str, Callable[[int], tuple[int, int]]] = {
     "sequence": lambda ranks: (ranks, 1),
@@ -84,8 +84,15 @@ def rollouts(rank: int) -> list[Rollout]:
     return made
 
 
-def pack_of(rank: int, silent: bool) -> TensorDict:
-    batch = pack_rollouts(rollouts(rank))
+def brief(rank: int) -> list[Rollout]:
+    """One, of which fewer tokens are computed than there are ranks, but for the last."""
+    row, count = Row([2]), rank + 1
+    row.append_written([3 + rank] * count, [0.0] * count, [0] * count)
+    return [Rollout(Prompt("0", "", [2]), f"{rank}", 0, seed=0, rows=[row])]
+
+
+def pack_of(made: list[Rollout], silent: bool) -> TensorDict:
+    batch = pack_rollouts(made)
     if silent:
         batch["tokens", "loss_mask"] = torch.zeros_like(batch["tokens", "loss_mask"])
     return batch
@@ -155,10 +162,18 @@ def counted_bytes() -> Iterator[list[int]]:
 
 
 def compare(
-    model: str, layout: str, kind: str, silent: tuple[int, ...], dtype: torch.dtype
+    model: str,
+    layout: str,
+    kind: str,
+    silent: tuple[int, ...],
+    dtype: torch.dtype,
+    made: Callable[[int], list[Rollout]],
 ) -> dict[str, float]:
-    """As :func:`compare_packs`, of a kind of policy; packs of ``silent`` ranks have no loss."""
-    packs = [pack_of(rank, rank in silent) for rank in range(dist.get_world_size())]
+    """As :func:`compare_packs`, of a kind of policy, on what is ``made`` for each rank.
+
+    Packs of ``silent`` ranks have no loss.
+    """
+    packs = [pack_of(made(rank), rank in silent) for rank in range(dist.get_world_size())]
     return compare_packs(policy_of(model, dtype, **KINDS[kind](model)), layout, packs)
 
 
@@ -322,7 +337,8 @@ def scenarios(model: str) -> dict[str, Callable[[], Any]]:
         silent = {"one_silent": everyone[:1], "all_silent": everyone}.get(feature, ())
         kind = {"one_silent": "shared"}.get(feature, feature if feature in KINDS else "plain")
         dtype = torch.float32 if feature == "float32" else torch.float64
-        return lambda: compare(model, layout, kind, silent, dtype)
+        made = brief if feature == "brief" else rollouts
+        return lambda: compare(model, layout, kind, silent, dtype, made)
 
     found = {f"{name}_{feature}": of(name, feature) for name in LAYOUTS for feature in FEATURES}
     for name in LAYOUTS:

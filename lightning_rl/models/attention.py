@@ -21,21 +21,34 @@ from transformers import AttentionInterface
 
 from lightning_rl.data.batch import host_of, ranges, token_rows
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention_batches import AttentionBatches, Segments, batch_segments
+from lightning_rl.models.attention_batches import AttentionBatches, Segments
 from lightning_rl.models.short_attention import attend_short, is_short
-from lightning_rl.models.varlen import Varlen, attend, build_varlen, fused_kernel, varlen_dtype
+from lightning_rl.models.varlen import Varlen, attend, fused_kernel, varlen_dtype
 
 ATTENTION = "lightning_rl_packed"
 
 
 class TokenExchange(Protocol):
-    """How a rank that has some of a pack's tokens gets all of them, for some of the heads."""
+    """How a rank that has s of a pack's tokens gets what it attends with, and gives the outputs."""
 
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values (s, H, D) of own tokens to (S, H / n, D) of own heads."""
+        """Queries, keys and values (s, H, D) of own tokens to those that this rank computes with.
+
+        Queries (Q, H', D), keys and values (K, Hkv', D), of the same of the heads.
+        """
 
     def gather_heads(self, output: Tensor) -> Tensor:
-        """Outputs (S, H / n, D) of own heads to (s, H, D) of own tokens."""
+        """Outputs (Q, H', D) of these queries to (s, H, D) of own tokens."""
+
+
+class Attending(Protocol):
+    """Which of the keys that a rank has each of its Q queries sees."""
+
+    def batches(self) -> AttentionBatches:
+        """For calls of SDPA."""
+
+    def varlen(self) -> Varlen:
+        """For one call of a fused kernel."""
 
 
 @dataclass
@@ -49,7 +62,8 @@ class PackLayout:
     less its last. How that is computed, ``batches`` or ``varlen``, is worked out once it is asked
     for: a pack needs one of them.
     With ``exchange``, the tokens, ``live``, ``rows`` and ``predictors`` are those of one rank of
-    several (:mod:`lightning_rl.models.sequence`), and only ``segments`` those of the whole pack.
+    several (:mod:`lightning_rl.models.sequence`), and ``segments`` those of the whole pack, or of
+    what this rank's queries see of it.
     """
 
     input_ids: Tensor
@@ -58,26 +72,19 @@ class PackLayout:
     live: Tensor
     rows: Tensor
     predictors: Tensor
-    segments: Segments
+    segments: Attending
     longest: int
     exchange: TokenExchange | None = None
 
     @cached_property
     def batches(self) -> AttentionBatches:
         """For calls of SDPA."""
-        return batch_segments(self.segments).to(self.input_ids.device)
+        return self.segments.batches().to(self.input_ids.device)
 
     @cached_property
     def varlen(self) -> Varlen:
         """For one call of a fused kernel."""
-        nothing = torch.zeros(self.segments.prompts, dtype=torch.long, device="cpu")
-        prefix_start, prefix_length = self.segments.prefix
-        return build_varlen(
-            self.segments.start,
-            self.segments.length,
-            torch.cat([nothing, prefix_start]),
-            torch.cat([nothing, prefix_length]),
-        ).to(self.input_ids.device)
+        return self.segments.varlen().to(self.input_ids.device)
 
 
 def build_layout(pack: TensorDict) -> PackLayout:
@@ -179,7 +186,7 @@ def packed_attention(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Attention of q (S, H, D) on k and v (S, Hkv, D), of shape (S, H, D)."""
+    """Attention of q (Q, H, D) on k and v (K, Hkv, D), of shape (Q, H, D)."""
     dtype = None if dropout else varlen_dtype(q)
     if dtype is not None:
         q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -190,12 +197,13 @@ def _attention(
         if not dropout and is_short(batch, q, repeats):
             outputs.append(attend_short(batch, q, k, v, scaling))
             continue
+        mask = batch.mask_for(q)
         out = F.scaled_dot_product_attention(
             _gather(q, batch.query),
             _gather(k, batch.key).repeat_interleave(repeats, 1),
             _gather(v, batch.key).repeat_interleave(repeats, 1),
-            attn_mask=batch.mask,
-            is_causal=batch.mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=dropout,
             scale=scaling,
         )

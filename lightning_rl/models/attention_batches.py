@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rl.models.varlen import Varlen, build_varlen
+
 # Segments of like length share one SDPA call; more padding than this share opens a new batch.
 MAX_PADDING = 0.3
 # Bound on the elements of one batch's scores (N x Lq x Lk), and so on its mask's memory.
@@ -41,15 +43,30 @@ class Segments:
         """Start and length (M,) of the tokens that each completion sees before itself."""
         return self.start[self.prompt], self.length[self.prompt]
 
+    @property
+    def before(self) -> tuple[Tensor, Tensor]:
+        """Start and length (N,) of what each segment sees before itself; prompts see nothing."""
+        nothing = torch.zeros(self.prompts, dtype=torch.long, device="cpu")
+        start, length = self.prefix
+        return torch.cat([nothing, start]), torch.cat([nothing, length])
+
+    def batches(self) -> "AttentionBatches":
+        """For calls of SDPA."""
+        return batch_segments(self)
+
+    def varlen(self) -> Varlen:
+        """For one call of a fused kernel."""
+        return build_varlen(self.start, self.length, *self.before)
+
 
 @dataclass(slots=True)
 class AttentionBatch:
     """Segments attended in one SDPA call: N segments, padded to Lq queries and Lk keys.
 
-    ``query`` (N, Lq) and ``key`` (N, Lk) index the pack's S tokens, -1 where padded. ``mask``
-    (N, 1, Lq, Lk) is True where a query may look; None means plain causal attention, where
-    padding on the right is never looked at. ``prepared`` is what a way to compute it has worked out
-    of them once, for all layers.
+    ``query`` (N, Lq) and ``key`` (N, Lk) index rows of queries and of keys, -1 where padded: the
+    pack's S tokens, where one process has them all. ``mask`` (N, 1, Lq, Lk) is True where a query
+    may look; None means plain causal attention, where padding on the right is never looked at.
+    ``prepared`` is what a way to compute it has worked out of them once, for all layers.
     """
 
     query: Tensor
@@ -61,12 +78,34 @@ class AttentionBatch:
         """On another device, with padding pointing at token 0 (its outputs are never read)."""
         mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
         query, key = (x.clamp(min=0).to(device, non_blocking=True) for x in (self.query, self.key))
-        return AttentionBatch(query, key, mask)
+        return type(self)(query, key, mask)
+
+    def mask_for(self, query: Tensor) -> Tensor | None:
+        """``mask``, as SDPA takes it beside such queries."""
+        return self.mask
+
+
+class EndAligned(AttentionBatch):
+    """One segment whose Lq queries are its last tokens, from the last to the first, without a mask.
+
+    They see Lk keys, one fewer each. So each row of the mask is the one before, shifted by a place:
+    all are views of one row.
+    """
+
+    def mask_for(self, query: Tensor) -> Tensor:
+        """(1, 1, Lq, Lk) of Lq + Lk - 1 numbers, which all layers share."""
+        if query.dtype not in self.prepared:
+            queries, keys = self.query.shape[1], self.key.shape[1]
+            row = torch.zeros(keys + queries - 1, dtype=query.dtype, device=query.device)
+            row[keys:] = -torch.inf
+            self.prepared[query.dtype] = row.as_strided((1, 1, queries, keys), (0, 0, 1, 1))
+        mask: Tensor = self.prepared[query.dtype]
+        return mask
 
 
 @dataclass(slots=True)
 class AttentionBatches:
-    """All of a pack; ``restore`` (S,) picks each token's output from theirs, concatenated."""
+    """All of Q queries; ``restore`` (Q,) picks the output of each from theirs, concatenated."""
 
     parts: list[AttentionBatch]
     restore: Tensor
@@ -95,21 +134,26 @@ def batch_segments(segments: Segments) -> AttentionBatches:
     parts = [
         *(
             _causal_batch(segments.start[part], segments.length[part])
-            for part in _parts(alone, segments.length[:count], nothing[:count])
+            for part in parts_of(alone, segments.length[:count], nothing[:count])
         ),
         *(
             _suffix_batch(start[part], length[part], prefix_start[part], prefix_length[part])
-            for part in _parts(~whole, length, prefix_length)
+            for part in parts_of(~whole, length, prefix_length)
         ),
         *(
             _whole_batch(
                 start[part], length[part], prefix_start[part], prefix_length[part], provider[part]
             )
-            for part in _parts(whole, prefix_length + length, nothing[count:])
+            for part in parts_of(whole, prefix_length + length, nothing[count:])
         ),
     ]
+    return restored(parts, size)
+
+
+def restored(parts: list[AttentionBatch], queries: int) -> AttentionBatches:
+    """Batches that each of so many queries is in once."""
     slots = torch.cat([batch.query.flatten() for batch in parts])
-    restore = torch.empty(size, dtype=torch.long, device="cpu")
+    restore = torch.empty(queries, dtype=torch.long, device="cpu")
     restore[slots[slots >= 0]] = (slots >= 0).nonzero().squeeze(1)
     return AttentionBatches(parts, restore)
 
@@ -137,7 +181,7 @@ def _providers(prompt: Tensor, whole: Tensor, count: int) -> Tensor:
     return provider
 
 
-def _parts(chosen: Tensor, length: Tensor, prefix: Tensor) -> list[Tensor]:
+def parts_of(chosen: Tensor, length: Tensor, prefix: Tensor) -> list[Tensor]:
     """The chosen ones of segments (N,), as indices of those that share a call.
 
     Sorted by size, cut where padding or the score matrix would grow too large.
@@ -165,37 +209,51 @@ def _steps(length: Tensor) -> Tensor:
     return torch.arange(int(length.max()), device="cpu")
 
 
-def _index(start: Tensor, length: Tensor) -> Tensor:
+def index_of(start: Tensor, length: Tensor) -> Tensor:
     """Consecutive positions per segment, padded with -1 on the right: (N, max length)."""
     steps = _steps(length)
     return torch.where(steps < length[:, None], start[:, None] + steps, -1)
 
 
+def joined(
+    prefix_start: Tensor, prefix_length: Tensor, start: Tensor, length: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Positions of a prefix and what follows it per segment, padded as :func:`index_of` does.
+
+    And a mask of those in the prefix, both (N, longest).
+    """
+    steps = _steps(prefix_length + length)
+    in_prefix = steps < prefix_length[:, None]
+    place = steps + torch.where(in_prefix, prefix_start[:, None], (start - prefix_length)[:, None])
+    return place.where(steps < (prefix_length + length)[:, None], -1), in_prefix
+
+
 def _causal_batch(start: Tensor, length: Tensor) -> AttentionBatch:
-    index = _index(start, length)
+    index = index_of(start, length)
     return AttentionBatch(index, index, None)
 
 
 def _suffix_batch(
     start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor
 ) -> AttentionBatch:
-    """Completions on their prompts, each padded by itself; a mask marks the visible keys."""
-    query = _index(start, length)
-    prefix = _index(prefix_start, prefix_length)
-    steps = _steps(length)
-    causal = (steps[:, None] >= steps).expand(len(start), -1, -1)
-    seen = (prefix >= 0)[:, None].expand(-1, query.shape[1], -1)
-    return AttentionBatch(
-        query, torch.cat([prefix, query], 1), torch.cat([seen, causal], 2)[:, None]
-    )
+    query = index_of(start, length)
+    return masked_batch(query, index_of(prefix_start, prefix_length), query)
+
+
+def masked_batch(query: Tensor, before: Tensor, own: Tensor) -> AttentionBatch:
+    """Queries (N, Lq) on their ``own`` keys (N, Lq), causally, and on all ``before`` them (N, Lp).
+
+    Each is padded by itself; a mask marks the visible keys.
+    """
+    steps = torch.arange(query.shape[1], device="cpu")
+    causal = (steps[:, None] >= steps).expand(len(query), -1, -1)
+    seen = (before >= 0)[:, None].expand(-1, query.shape[1], -1)
+    return AttentionBatch(query, torch.cat([before, own], 1), torch.cat([seen, causal], 2)[:, None])
 
 
 def _whole_batch(
     start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor, provider: Tensor
 ) -> AttentionBatch:
     """Prompt and completion without a gap; the prompt's outputs come from ``provider`` only."""
-    steps = _steps(prefix_length + length)
-    in_prompt = steps < prefix_length[:, None]
-    place = steps + torch.where(in_prompt, prefix_start[:, None], (start - prefix_length)[:, None])
-    key = place.where(steps < (prefix_length + length)[:, None], -1)
+    key, in_prompt = joined(prefix_start, prefix_length, start, length)
     return AttentionBatch(key.masked_fill(in_prompt & ~provider[:, None], -1), key, None)

@@ -1,17 +1,18 @@
-"""One pack's tokens over several ranks: sequence parallelism as DeepSpeed-Ulysses has it.
+"""One pack's tokens over several ranks: sequence parallelism as DeepSpeed-Ulysses has it, and more.
 
 Each of n ranks embeds and computes 1/n of a pack's tokens. Attention needs all of them: there an
 all-to-all gives each rank 1/n of the heads for every token, and another takes them back (Jacobs et
-al. 2023, arXiv 2309.14509). A picture is seen by the ranks that have some of its tokens. A pack
-stays its owner's. The others lend it their devices, for which they call the policy at the same
-time, and hear nothing of it: so losses, advantages, minibatches and metrics are what they are
-without.
+al. 2023, arXiv 2309.14509). Where a model has fewer heads, u of the ranks share them so, and n / u
+such places share the queries (:mod:`lightning_rl.models.key_exchange`). A picture is seen by the
+ranks that have some of its tokens. A pack stays its owner's. The others lend it their devices, for
+which they call the policy at the same time, and hear nothing of it: so losses, advantages,
+minibatches and metrics are what they are without.
 
 Activations of a rollout take 1/n of the memory, so it may be n times as long.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ from transformers import PretrainedConfig
 from lightning_rl.data.batch import PackedBatch
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
+from lightning_rl.models.attention_batches import Segments
+from lightning_rl.models.key_exchange import HeadSharing, QuerySharing, Sharing, rows_of
 from lightning_rl.models.routing import Heard
 from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.run.dist import all_reduce_max
@@ -69,7 +72,7 @@ class PackRanks:
         tensor: ranks that have the matrices; None: each has all of them.
 
     Raises:
-        ConfigError: if they do not divide the number of ranks, or of the model's heads.
+        ConfigError: if they do not divide the number of ranks.
     """
 
     def __init__(
@@ -86,25 +89,38 @@ class PackRanks:
         text = config.get_text_config()
         heads = text.num_attention_heads
         keys = getattr(text, "num_key_value_heads", None) or heads
-        require_heads(sequence, heads // self.copies, keys // self.copies)
         self.group: Any
         self.group, _ = dist.new_subgroups(self.size)
         self.index = dist.get_rank(self.group)
         self.shares, self.share = sequence, self.index // self.copies
-        self.holders = self.group if self.copies == 1 else self._holders()
+        self.holders = self.group if self.copies == 1 else self._every(1, sequence)
         """Ranks that have this one's part of the matrices, and other tokens of the same packs."""
+        self.sharing = self._sharing(
+            head_ranks(sequence, heads // self.copies, keys // self.copies)
+        )
 
-    def _holders(self) -> Any:
-        if self.shares == 1:
+    def _every(self, step: int, count: int) -> Any:
+        """The group of ``count`` shares that this one's is among, each ``step`` after another."""
+        if count == 1:
             return None  # this one alone
-        firsts = range(0, dist.get_world_size(), self.size)
+        block = step * count * self.copies
         groups = [
-            list(range(first + copy, first + self.size, self.copies))
-            for first in firsts
-            for copy in range(self.copies)
+            list(range(first, first + block, step * self.copies))
+            for begin in range(0, dist.get_world_size(), block)
+            for first in range(begin, begin + step * self.copies)
         ]
         found, _ = dist.new_subgroups_by_enumeration(groups)
         return found
+
+    def _sharing(self, heads: int) -> Sharing:
+        """So many neighbouring shares have the heads together, and as many as remain queries."""
+        places = self.shares // heads
+        group = self.holders if places == 1 else self._every(1, heads)
+        exchange = None if heads == 1 else partial(HeadExchange, group, heads)
+        if places == 1:
+            return HeadSharing(self.shares, exchange)
+        others = self.holders if heads == 1 else self._every(heads, places)
+        return QuerySharing(self.share // heads, others, places, heads, exchange)
 
     def scores(self, pack: TensorDict, score: Scorer) -> Scores:
         """Score this rank's pack; all of these ranks call it together, each with its own.
@@ -142,24 +158,26 @@ class PackRanks:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logprobs, entropies and values (M,) of one pack, for its owner; for others (0,)."""
         layout = build_layout(pack)
-        share = -(-len(layout.input_ids) // self.shares)
-        begin, missing = self.share * share, share * self.shares - len(layout.input_ids)
-        holder = layout.predictors // share
+        assert isinstance(layout.segments, Segments)  # of the whole pack
+        dealt = self.sharing.deal(layout.segments)
+        device, share = layout.tokens.device, len(dealt.order) // self.shares
+        begin = self.share * share
+        predictors = rows_of(dealt.order, len(layout.tokens)).to(device)[layout.predictors]
+        holder = predictors // share
         own = (holder == self.share).nonzero().squeeze(1)
-        part = slice(begin, begin + share)
+        tokens = dealt.order[begin : begin + share].clamp(min=0).to(device)  # lacking: the first
         found = score(
             pack,
-            replace(
-                layout,
-                input_ids=F.pad(layout.input_ids, (0, missing))[part],
-                tokens=F.pad(layout.tokens, (0, missing))[part],
-                position_ids=F.pad(layout.position_ids, (0, missing))[part],
+            PackLayout(
+                input_ids=layout.input_ids[tokens],
+                tokens=layout.tokens[tokens],
+                position_ids=layout.position_ids[tokens],
                 live=layout.live[own],
                 rows=layout.rows[own],
-                predictors=layout.predictors[own] - begin,
-                exchange=None
-                if self.shares == 1
-                else HeadExchange(self.holders, self.shares, len(layout.input_ids)),
+                predictors=predictors[own] - begin,
+                segments=dealt.segments,
+                longest=layout.longest,
+                exchange=dealt.exchange,
             ),
         )
         columns = [found.logprobs, found.entropy]
@@ -195,17 +213,30 @@ def _on(device: torch.device, pack: TensorDict) -> TensorDict:
     return PackedBatch({**parts, **_table(pack), "host": pack}, batch_size=[])
 
 
+def head_ranks(ranks: int, query: int, key: int) -> int:
+    """How many of so many ranks share a model's heads; the others share queries.
+
+    The most that divide the ranks and the query heads, and divide or are divided by the key heads:
+    these are copied where there are fewer.
+    """
+    return next(
+        size
+        for size in range(min(ranks, query), 0, -1)
+        if ranks % size == 0 and query % size == 0 and (key % size == 0 or size % key == 0)
+    )
+
+
 def require_heads(size: int, query: int, key: int) -> None:
-    """Check that ranks can share a model's heads; keys' are copied where there are fewer.
+    """Check that ranks can share a layer's heads, as those that its model's configuration names.
 
     Raises:
         ConfigError: if not.
     """
     if query % size or (key % size and size % key):
         raise ConfigError(
-            f"sequence={size} does not divide the model's {query} attention heads, or neither "
-            f"divides nor is divided by its {key} key-value heads; set sequence to a divisor of "
-            "both"
+            f"{size} processes cannot share a layer of {query} attention and {key} key-value "
+            "heads, which the model's num_attention_heads and num_key_value_heads do not tell of; "
+            "set sequence: 1"
         )
 
 

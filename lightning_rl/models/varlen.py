@@ -24,7 +24,7 @@ LARGEST_HEAD = 256
 
 @dataclass(slots=True)
 class Varlen:
-    """N segments: ``keys`` (K,) index the pack's S tokens; the rest is where segments begin.
+    """N segments: ``keys`` (K,) index the rows of keys; the rest is where segments begin.
 
     ``query_ends`` and ``key_ends`` (N + 1,), int32, are cumulative lengths from 0.
     """
@@ -44,22 +44,28 @@ class Varlen:
 
 
 def build_varlen(
-    start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor
+    start: Tensor,
+    length: Tensor,
+    prefix_start: Tensor,
+    prefix_length: Tensor,
+    asking: Tensor | None = None,
 ) -> Varlen:
     """From the place and length of each segment and of what it sees before itself, all (N,).
 
-    Segments without a token are left out; the others follow each other without a gap.
+    Of each segment the last ``asking`` tokens are queries; None: all are. Segments without any are
+    left out; the queries of the others follow each other without a gap.
     """
-    full = length > 0
-    start, length, prefix_start, prefix_length = (
-        x[full] for x in (start, length, prefix_start, prefix_length)
+    asking = length if asking is None else asking
+    full = asking > 0
+    start, length, prefix_start, prefix_length, asking = (
+        x[full] for x in (start, length, prefix_start, prefix_length, asking)
     )
     starts = torch.stack([prefix_start, start], 1).flatten()
     lengths = torch.stack([prefix_length, length], 1).flatten()
     keys = ranges(starts, lengths)
     key_length = prefix_length + length
-    query_ends, key_ends = (F.pad(x.cumsum(0), (1, 0)).int() for x in (length, key_length))
-    longest = int(length.max()), int(key_length.max())
+    query_ends, key_ends = (F.pad(x.cumsum(0), (1, 0)).int() for x in (asking, key_length))
+    longest = int(asking.max()), int(key_length.max())
     return Varlen(keys, query_ends, key_ends, *longest)
 
 
@@ -146,7 +152,7 @@ def attend(
     scale: float | None,
     kernel: Callable[..., Tensor],
 ) -> Tensor:
-    """Attention of q (S, H, D) on k and v (S, Hkv, D), of shape (S, H, D)."""
+    """Attention of q (Q, H, D) on k and v (S, Hkv, D), of shape (Q, H, D)."""
     return kernel(
         q,
         k[layout.keys],

@@ -18,6 +18,9 @@ OF_FOUR = (
     "both_plain", "both_separate",
 )  # fmt: skip
 PLANNED = ("sequence_kept", "both_kept")
+FEW_HEADS = (
+    "sequence_plain", "sequence_recomputed", "sequence_one_silent", "sequence_brief",
+)  # fmt: skip
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
 
 
@@ -36,10 +39,27 @@ def four(folder) -> Results:
     return _started(folder / "four", Qwen3Config, 4, *OF_FOUR, *PLANNED, **sizes)
 
 
+@pytest.fixture(scope="module")
+def few_heads(folder) -> Results:
+    """Four ranks, of which two share a model's two heads, on one of keys, and then the queries."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return _started(folder / "few_heads", Qwen2Config, 4, *FEW_HEADS, **sizes)
+
+
+@pytest.fixture(scope="module")
+def no_heads_left(folder) -> Results:
+    """Four ranks; the two that share matrices have a head each."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    return _started(folder / "no_heads_left", Qwen3Config, 4, "both_plain", **sizes)
+
+
 def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> Results:
     folder.mkdir()
     save_random_model(
-        folder / "model", make_tokenizer(), kind, num_attention_heads=4, **SMALL, **sizes
+        folder / "model",
+        make_tokenizer(),
+        kind,
+        **SMALL | {"num_attention_heads": 4} | sizes,
     )
     return run_two("benchmarks.parallel_ranks", folder / "model", folder, *only, ranks=ranks)
 
@@ -49,6 +69,8 @@ def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> 
     [
         *(("two", f"{layout}_{feature}") for layout in OF_TWO for feature in FEATURES),
         *(("four", scenario) for scenario in OF_FOUR),
+        *(("few_heads", scenario) for scenario in FEW_HEADS),
+        ("no_heads_left", "both_plain"),
     ],
 )
 def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenario):

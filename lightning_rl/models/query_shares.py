@@ -1,0 +1,166 @@
+"""Which of a pack's tokens each of several places has, where all have the same heads.
+
+Causal attention costs a query as many products as it sees keys, so that the end of a rollout costs
+most. Each place gets as many tokens as the others, and about as much of that work: of a long
+segment the k-th of 2g pieces and the k-th from its end (as Llama 3's context parallelism has it,
+arXiv 2407.21783 section 3.3.2), and short ones as they are, the most work first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_rl.data.batch import ranges
+from lightning_rl.models.attention_batches import (
+    AttentionBatch,
+    AttentionBatches,
+    EndAligned,
+    Segments,
+    index_of,
+    joined,
+    masked_batch,
+    parts_of,
+    restored,
+)
+from lightning_rl.models.varlen import Varlen, build_varlen
+
+SHORT = 8
+"""A segment that is this small a part of a place's tokens stays whole: a few of them even out, and
+each piece's keys are gathered for it anew."""
+MASKED = 1 << 16
+"""Most elements of a piece's mask, for which pieces share a call of SDPA. Larger ones have a call
+each, which needs none; it must not be short (:mod:`lightning_rl.models.short_attention`)."""
+
+
+class Piece(NamedTuple):
+    """The tokens ``begin`` to ``end`` of a segment."""
+
+    segment: int
+    begin: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """How many they are."""
+        return self.end - self.begin
+
+    def work(self, before: Sequence[int]) -> int:
+        """Keys that its queries see, ``before`` each segment and in it, added up."""
+        inside = (self.end * (self.end + 1) - self.begin * (self.begin + 1)) // 2
+        return self.tokens * before[self.segment] + inside
+
+
+def deal(
+    lengths: Sequence[int], before: Sequence[int], places: int, room: int
+) -> list[list[Piece]]:
+    """The pieces of each place, of segments of such lengths with so many tokens ``before`` them.
+
+    A place has ``room`` for so many tokens, and all together for all.
+    """
+    dealt: list[list[Piece]] = [[] for _ in range(places)]
+    left, work = [room] * places, [0] * places
+
+    def give(place: int, piece: Piece) -> None:
+        if piece.tokens:
+            dealt[place].append(piece)
+            left[place] -= piece.tokens
+            work[place] += piece.work(before)
+
+    total, short = sum(lengths), list[Piece]()
+    for segment, length in enumerate(lengths):
+        if length * SHORT * places <= total:
+            short.append(Piece(segment, 0, length))
+            continue
+        # What does not divide goes to those with the most room, and then the least work.
+        order = sorted(range(places), key=lambda place: (-left[place], work[place]))
+        begin, end = 0, length
+        for turn, place in enumerate(order):
+            count = length // places + (turn < length % places)
+            give(place, Piece(segment, begin, begin + count // 2))
+            give(place, Piece(segment, end - (count - count // 2), end))
+            begin, end = begin + count // 2, end - (count - count // 2)
+    short.sort(key=lambda piece: piece.work(before))
+    while short:
+        piece = short.pop()
+        roomy = [place for place in range(places) if left[place] >= piece.tokens]
+        if roomy:
+            give(min(roomy, key=lambda place: work[place]), piece)
+            continue
+        widest = max(range(places), key=lambda place: left[place])
+        cut = piece.begin + left[widest]
+        give(widest, piece._replace(end=cut))
+        short.append(piece._replace(begin=cut))
+    return [sorted(pieces) for pieces in dealt]
+
+
+@dataclass(frozen=True)
+class PlacedQueries:
+    """What the queries of one place see: N pieces, each the last ``asking`` tokens of what it sees.
+
+    All on the CPU. ``start`` and ``length`` (N,): of a piece's segment up to its end, in the pack's
+    row of S tokens, and ``prefix_start`` and ``prefix_length`` (N,) of what is seen before that.
+    Queries are those of the pieces, one behind the other; ``rows`` (S,) say which row of keys is
+    that of each token.
+    """
+
+    start: Tensor
+    length: Tensor
+    prefix_start: Tensor
+    prefix_length: Tensor
+    asking: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, segments: Segments, pieces: Sequence[Piece], rows: Tensor) -> "PlacedQueries":
+        """Of these pieces of segments; without any, a query sees the first token."""
+        pieces = pieces or [Piece(int(segments.length.nonzero()[0]), 0, 1)]
+        segment, begin, end = torch.tensor(pieces, device="cpu").unbind(1)
+        prefix_start, prefix_length = (x[segment] for x in segments.before)
+        return cls(segments.start[segment], end, prefix_start, prefix_length, end - begin, rows)
+
+    def batches(self) -> AttentionBatches:
+        """For calls of SDPA, in memory that is in proportion to queries and keys."""
+        scores = self.asking * (self.prefix_length + self.length)
+        earlier = self.prefix_length + self.length - self.asking
+        first = self.asking.cumsum(0) - self.asking
+        parts = [
+            self._masked(part, first) for part in parts_of(scores <= MASKED, self.asking, earlier)
+        ]
+        parts += [self._alone(part, first) for part in (scores > MASKED).nonzero().unbind()]
+        return restored(parts, int(self.asking.sum()))
+
+    def _masked(self, part: Tensor, first: Tensor) -> AttentionBatch:
+        start, length, asking = (x[part] for x in (self.start, self.length, self.asking))
+        before, _ = joined(
+            self.prefix_start[part], self.prefix_length[part], start, length - asking
+        )
+        own = index_of(start + length - asking, asking)
+        return masked_batch(index_of(first[part], asking), self._row(before), self._row(own))
+
+    def _alone(self, part: Tensor, first: Tensor) -> AttentionBatch:
+        key, _ = joined(
+            *(x[part] for x in (self.prefix_start, self.prefix_length, self.start, self.length))
+        )
+        return EndAligned(index_of(first[part], self.asking[part]).flip(1), self._row(key), None)
+
+    def _row(self, token: Tensor) -> Tensor:
+        """The rows of tokens' keys; -1 of padding."""
+        return torch.where(token < 0, -1, self.rows[token])
+
+    def varlen(self) -> Varlen:
+        """For one call of a fused kernel."""
+        found = build_varlen(
+            self.start, self.length, self.prefix_start, self.prefix_length, self.asking
+        )
+        found.keys = self.rows[found.keys]
+        return found
+
+
+def tokens_of(segments: Segments, pieces: Sequence[Piece]) -> Tensor:
+    """The places of some pieces' tokens in the pack's row, one behind the other."""
+    given = torch.tensor(pieces, dtype=torch.long, device="cpu").reshape(-1, 3)
+    segment, begin, end = given.unbind(1)
+    return ranges(segments.start[segment] + begin, end - begin)
