@@ -3,14 +3,16 @@
     python -m benchmarks.parallel [--ranks 2 4] [--save]
 
 ``ShardedStrategy(sequence=n)``, ``tensor=2`` and both, for tiny random models of two kinds, over
-gloo, in float64 and once in float32. Of each feature: the largest difference of scores (logprobs,
-entropies, values) and of gradients, relative to the largest of them or to 1, between packs that
-one process computes and those that several compute together. Each rank has packs of its own, with
-shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to
-train on. Then, in float32, of one rollout: bytes that autograd keeps on a rank, against what
-``lightning-rl check`` plans, and bytes that a rank sends in both passes, against the formulas of
-Ulysses and Megatron-LM.
-And of a whole update: the most that a rank has allocated at a time, against the plan.
+gloo, in float64 and once in float32; and for three that have fewer heads than that takes: with
+``one_head`` two ranks, and with ``two_heads`` two pairs of ranks, share queries, and so do those
+that have the ``one_left`` after matrices are shared. Of each feature: the largest difference of
+scores (logprobs, entropies, values) and of gradients, relative to the largest of them or to 1,
+between packs that one process computes and those that several compute together. Each rank has packs
+of its own, with shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank
+has nothing to train on, and in ``brief`` there are fewer tokens than ranks. Then, in float32, of
+one rollout: bytes that autograd keeps on a rank, against what ``lightning-rl check`` plans, and
+bytes that a rank sends in both passes, against the formulas of Ulysses, of gathered keys and of
+Megatron-LM. And of a whole update: the most that a rank has allocated at a time, against the plan.
 
 The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;
 ``equal``, how many of them are within 1e-12 (in float32 within 3e-6: one process is 1.3e-6 from
@@ -20,9 +22,9 @@ its own float64); ``max_difference``, in float64; ``memory_plan_error``, the lar
 import tempfile
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.parallel_ranks import FEATURES
 from benchmarks.results import parser_of, report
@@ -30,25 +32,37 @@ from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.tiny_models import save_random_model
 from tests.support.two_ranks import run_two
 
-KINDS = {
-    "qwen2": (Qwen2Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "qwen3": (Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
+
+class Model(NamedTuple):
+    """A kind of model, its sizes, and the layouts that it is tried in, by the number of ranks."""
+
+    kind: type[PretrainedConfig]
+    sizes: dict[str, int]
+    layouts: dict[int, list[str]]
+
+
+def _heads(query: int, key: int) -> dict[str, int]:
+    return {"num_attention_heads": query, "num_key_value_heads": key}
+
+
+_ALL = {2: ["sequence", "tensor"], 4: ["sequence", "tensor", "both"]}
+MODELS = {
+    "qwen2": Model(Qwen2Config, _heads(4, 2), _ALL),
+    "qwen3": Model(Qwen3Config, _heads(4, 2) | {"head_dim": 16}, _ALL),
+    "one_head": Model(Qwen2Config, _heads(1, 1), {2: ["sequence"]}),
+    "two_heads": Model(Qwen2Config, _heads(2, 1), {4: ["sequence"]}),
+    "one_left": Model(Qwen3Config, _heads(2, 2) | {"head_dim": 16}, {4: ["both"]}),
 }
 CLOSE, CLOSE_IN_FLOAT32 = 1e-12, 3e-6
 
 
-def layouts_of(ranks: int) -> list[str]:
-    """Those for so many processes."""
-    return ["sequence", "tensor", *(["both"] if ranks >= 4 else [])]
-
-
 def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]:
     """Of a model on so many ranks: what each scenario found, the largest of all ranks."""
-    kind, heads = KINDS[name]
+    kind, heads, layouts = MODELS[name]
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
     save_random_model(folder / "model", make_tokenizer(), kind, **sizes, **heads)
     wanted = [
-        f"{layout}_{what}" for layout in layouts_of(ranks) for what in (*FEATURES, "kept", "peak")
+        f"{layout}_{what}" for layout in layouts[ranks] for what in (*FEATURES, "kept", "peak")
     ]
     results = run_two("benchmarks.parallel_ranks", folder / "model", folder, *wanted, ranks=ranks)
     found = {}
@@ -68,12 +82,14 @@ def main() -> None:
     arguments = parser.parse_args()
     off: dict[str, float] = {}
     plan: dict[str, float] = {}
-    print(f"{'model':<8}{'ranks':<7}{'layout':<10}{'feature':<12}{'scores':>10}{'gradients':>11}")
-    for name, ranks in product(KINDS, arguments.ranks):
+    print(f"{'model':<11}{'ranks':<7}{'layout':<10}{'feature':<12}{'scores':>10}{'gradients':>11}")
+    for name, ranks in product(MODELS, arguments.ranks):
+        if ranks not in MODELS[name].layouts:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             found = measured(name, ranks, Path(folder))
-        for layout in layouts_of(ranks):
-            begin = f"{name:<8}{ranks:<7}{layout:<10}"
+        for layout in MODELS[name].layouts[ranks]:
+            begin = f"{name:<11}{ranks:<7}{layout:<10}"
             for feature in FEATURES:
                 row = found[f"{layout}_{feature}"]
                 scores = row["scores"] / max(1.0, row["score"])

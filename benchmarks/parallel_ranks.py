@@ -30,13 +30,14 @@ from lightning_rl.cli.plan import Placement, largest_rollouts, training_memory
 from lightning_rl.cli.plan_parts import one_part
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models import sequence
+from lightning_rl.models import key_exchange, sequence
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.sharding import ShardedStrategy, full_tensor
+from lightning_rl.models.sharing import head_counts, head_ranks
 from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, SamplingDistribution
@@ -140,15 +141,25 @@ def share(policy: Policy, layout: str) -> None:
 def counted_bytes() -> Iterator[list[int]]:
     """Bytes that this rank sends to others within layers and the head, message by message.
 
-    Of n ranks, a share of an all-to-all is one's own; and an all-reduce takes each number to
-    another rank and back, but for a rank's own n-th.
+    Of n ranks, a share of an all-to-all is one's own; an all-gather takes a rank's own to all
+    others; and an all-reduce takes each number to another rank and back, but for a rank's own n-th.
     """
     sent: list[int] = []
     exchange, reduced = sequence._exchanged, TensorRanks._reduced
+    gather, add_up = key_exchange.gathered, key_exchange.summed
 
     def exchanging(parts: Tensor, group: Any) -> Tensor:
         sent.append(parts.nbytes * (len(parts) - 1) // len(parts))
         return exchange(parts, group)
+
+    def gathering(rows: Tensor, group: Any) -> Tensor:
+        sent.append(rows.nbytes * (dist.get_world_size(group) - 1))
+        return gather(rows, group)
+
+    def adding_up(rows: Tensor, group: Any) -> Tensor:
+        size = dist.get_world_size(group)
+        sent.append(rows.nbytes * (size - 1) // size)
+        return add_up(rows, group)
 
     def reducing(ranks: TensorRanks, part: Tensor, operation: Any) -> Tensor:
         sent.append(2 * part.nbytes * (ranks.size - 1) // ranks.size)
@@ -156,6 +167,7 @@ def counted_bytes() -> Iterator[list[int]]:
 
     with (
         patch.multiple(sequence, _exchanged=exchanging),
+        patch.multiple(key_exchange, gathered=gathering, summed=adding_up),
         patch.multiple(TensorRanks, _reduced=reducing),
     ):
         yield sent
@@ -225,35 +237,60 @@ def kept(model: str, layout: str) -> dict[str, int]:
     """
     policy = Policy(model)
     shares, parts = LAYOUTS[layout](dist.get_world_size())
-    count = 1100  # so long that attention has no mask, which nobody shares
+    alone, together, pack = kept_alone_and_together(policy, layout)
+    with counted_bytes() as sent:
+        policy(pack).logprobs.sum().backward()
+    return {
+        "planned": shared_activations(policy, alone, rollout_of(LONG), shares, 4),
+        "together": together,
+        "sent": sum(sent),
+        "formula": 4 * (sent_for_tokens(policy, LONG, shares, parts))
+        + 4 * (sent_for_matrices(policy, LONG, shares, parts)),
+    }
+
+
+def kept_recomputed(model: str, layout: str) -> dict[str, float]:
+    """As :func:`kept`, of layers that are recomputed; with the ``share`` of what one rank keeps."""
+    shares, _ = LAYOUTS[layout](dist.get_world_size())
+    policy = Policy(model, gradient_checkpointing=True)
+    alone, together, _ = kept_alone_and_together(policy, layout)
+    return {"share": alone / shares, "together": together}
+
+
+LONG = 1100
+"""Tokens of a rollout, so many that attention has no mask, which nobody shares."""
+
+
+def rollout_of(count: int) -> TensorDict:
     row = Row([2], [3] * count, [True] * count, [0.0] * count, [0] * count)
-    pack = pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
+    return pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
+
+
+def kept_alone_and_together(policy: Policy, layout: str) -> tuple[int, int, TensorDict]:
+    """Bytes that autograd keeps on a rank, which then shares packs; and the pack of rank 0."""
+    parts = LAYOUTS[layout](dist.get_world_size())[1]
+    pack = rollout_of(LONG)
     own = policy if parts == 1 else one_part(policy, parts)
     alone = kept_for_backward(own, pack).activations
     share(policy, layout)
     if dist.get_rank():
         pack["tokens", "loss_mask"] = torch.zeros_like(pack["tokens", "loss_mask"])
-    together = kept_for_backward(policy, pack).activations
-    with counted_bytes() as sent:
-        policy(pack).logprobs.sum().backward()
-    return {
-        "planned": shared_activations(own, alone, count, shares, 4),
-        "together": together,
-        "sent": sum(sent),
-        "formula": 4 * (sent_for_tokens(policy, count, shares, parts))
-        + 4 * (sent_for_matrices(policy, count, shares, parts)),
-    }
+    return alone, kept_for_backward(policy, pack).activations, pack
 
 
 def sent_for_tokens(policy: Policy, count: int, shares: int, parts: int) -> int:
     """Numbers that a rank sends for ``count`` tokens, of which it has one share."""
     config = policy.lm.config
-    heads, keys = config.num_attention_heads // parts, config.num_key_value_heads // parts
+    heads, keys = head_counts(config, parts)
+    together = head_ranks(shares, heads, keys)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Per layer and token: queries, keys and values there, outputs back; and their gradients.
-    numbers = 2 * config.num_hidden_layers * (2 * heads + 2 * max(keys, shares)) * width
-    # Each of its tokens goes to the other ranks by heads.
-    return numbers * -(-count // shares) * (shares - 1) // shares
+    copied = max(keys, together)
+    # Per layer and token: queries, keys and values there, outputs back; and their gradients. Each
+    # of its tokens goes to the other ranks by heads.
+    by_heads = 2 * (2 * heads + 2 * copied) * (together - 1) // together
+    # What a rank then has of keys and values, to each of those that share its heads; and back.
+    by_queries = 2 * 2 * copied * (shares // together - 1)
+    return config.num_hidden_layers * (by_heads + by_queries) * width * -(-count // shares)
 
 
 def sent_for_matrices(policy: Policy, count: int, shares: int, parts: int) -> int:
@@ -343,6 +380,7 @@ def scenarios(model: str) -> dict[str, Callable[[], Any]]:
     found = {f"{name}_{feature}": of(name, feature) for name in LAYOUTS for feature in FEATURES}
     for name in LAYOUTS:
         found |= {f"{name}_kept": partial(kept, model, name)}
+        found |= {f"{name}_kept_recomputed": partial(kept_recomputed, model, name)}
         found |= {f"{name}_peak": partial(peak, model, name)}
     return found
 

@@ -13,10 +13,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_rl.models.attention import build_layout
+from lightning_rl.models.attention_batches import Segments
 from lightning_rl.models.host_inputs import HostInputs
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.query_shares import most_keys
 from lightning_rl.models.recompute import FUSED_ATTENTION, layers_of, tiled_mlps
+from lightning_rl.models.sharing import head_counts, head_ranks
 from lightning_rl.models.tensor import local
 
 
@@ -189,16 +193,17 @@ class _AttentionOutputs(TorchDispatchMode):
         return returned
 
 
-def shared_activations(policy: Policy, kept: int, tokens: int, ranks: int, width: int) -> int:
+def shared_activations(policy: Policy, kept: int, pack: TensorDict, ranks: int, width: int) -> int:
     """Bytes of a pack's activations on each of the ranks that compute it together.
 
     A share of what one keeps that computes it alone, ``kept``; and once more a layer's attention
-    outputs, as they are before they are sent on (with gradient checkpointing, of one layer).
+    outputs, as they are before they are sent on (with gradient checkpointing, of one layer). Where
+    ranks share queries, a layer keeps the keys and values that its kernel reads of all tokens.
 
     Args:
         policy: what computes.
         kept: bytes.
-        tokens: of the pack.
+        pack: what is computed.
         ranks: how many they are; 1: it is computed alone.
         width: bytes of a number.
     """
@@ -206,7 +211,13 @@ def shared_activations(policy: Policy, kept: int, tokens: int, ranks: int, width
         return kept
     text, layers = policy.lm.config.get_text_config(), layers_of(policy)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    outputs = sum(not layer.gradient_checkpointing for layer in layers) or 1
-    heads = text.num_attention_heads // (1 if policy.tensor is None else policy.tensor.size)
-    sent = outputs * heads * size * width
-    return ceil((kept + tokens * sent) / ranks)
+    keeping = sum(not layer.gradient_checkpointing for layer in layers) or 1
+    heads = head_counts(text, 1 if policy.tensor is None else policy.tensor.size)
+    together = head_ranks(ranks, *heads)
+    places, query = ranks // together, heads[0]
+    outputs = forward_tokens(pack) * query * size / ranks
+    segments = build_layout(pack).segments
+    assert isinstance(segments, Segments)  # of the whole pack
+    seen = most_keys(segments, places) - most_keys(segments, 1) / places
+    # What is measured has keys once for each query head.
+    return ceil(kept / ranks + keeping * width * (outputs + 2 * seen * query // together * size))

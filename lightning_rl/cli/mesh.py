@@ -80,8 +80,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Ways to share, those first in which fewer GPUs compute a pack together.
 
-    Of as many, a sequence is shared before matrices are: an all-to-all of heads sends less in a
-    layer than the all-reduces of its outputs do.
+    Of as many, a sequence is shared before matrices are: an all-to-all of heads, and gathered keys
+    where there are fewer heads, send less in a layer than the all-reduces of its outputs do.
     """
     ways = [
         (sequence, tensor)

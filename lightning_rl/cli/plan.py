@@ -309,7 +309,7 @@ def training_memory(
     state = {name: ceil(size / placement.shards) for name, size in state.items()}
     parts = {
         f"activations of {tokens // placement.sequence:,} tokens": shared_activations(
-            policy, kept, tokens, ranks, 2 if true or mixed else 4
+            policy, kept, pack, ranks, 2 if true or mixed else 4
         ),
         "logits": 2 * 4 * min(chunk_elements(placement.device), loss_tokens * head.shape[0]),
         "backward": width * max(p.numel() for p in trained),

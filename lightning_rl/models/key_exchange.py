@@ -10,99 +10,16 @@ values of all tokens, for its heads, which with grouped queries are few. Autogra
 kernel read of them; layers that are recomputed gather them again instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_rl.models.attention import Attending, TokenExchange
-from lightning_rl.models.attention_batches import Segments
-from lightning_rl.models.query_shares import PlacedQueries, deal, tokens_of
-
-
-class Dealt(NamedTuple):
-    """How n ranks have a pack's row of S tokens, each a share of s, and what one of them sees.
-
-    ``order`` (n s,), on the CPU: the tokens of one rank after another, as their places in the row;
-    -1: none.
-    """
-
-    order: Tensor
-    segments: Attending
-    exchange: TokenExchange | None
-
-
-class Sharing(Protocol):
-    """A way in which ranks share a pack's tokens."""
-
-    def deal(self, segments: Segments) -> Dealt:
-        """The tokens of a pack's segments; all ranks call it with the same."""
-
-
-@dataclass(frozen=True)
-class HeadSharing:
-    """Each of n ranks has the tokens that follow those of the one before it.
-
-    Attention is computed for all of them, so that it does not matter which they are.
-
-    Args:
-        ranks: n.
-        exchange: of their heads, for so many tokens; None: the only rank has all of them.
-    """
-
-    ranks: int
-    exchange: Callable[[int], TokenExchange] | None
-
-    def deal(self, segments: Segments) -> Dealt:
-        """As :class:`Sharing` says."""
-        count = int(segments.length.sum())
-        order = torch.arange(-(-count // self.ranks) * self.ranks, device="cpu")
-        exchange = None if self.exchange is None else self.exchange(count)
-        return Dealt(order.masked_fill(order >= count, -1), segments, exchange)
-
-
-@dataclass(frozen=True)
-class QuerySharing:
-    """Ranks are in g places of u: those of a place share heads, and places the queries.
-
-    Args:
-        place: this rank's.
-        others: the ranks of all places that have the same heads as this one, in their order.
-        places: g.
-        ranks: of a place, u.
-        exchange: of a place's heads, for so many tokens; None: its only rank has all of them.
-    """
-
-    place: int
-    others: Any
-    places: int
-    ranks: int
-    exchange: Callable[[int], TokenExchange] | None
-
-    def deal(self, segments: Segments) -> Dealt:
-        """As :class:`Sharing` says."""
-        count = int(segments.length.sum())
-        room = -(-count // (self.ranks * self.places)) * self.ranks
-        _, before = segments.before
-        dealt = deal(segments.length.tolist(), before.tolist(), self.places, room)
-        tokens = [tokens_of(segments, pieces) for pieces in dealt]
-        order = torch.cat([F.pad(own, (0, room - len(own)), value=-1) for own in tokens])
-        seen = PlacedQueries.of(segments, dealt[self.place], rows_of(order, count))
-        exchange: TokenExchange = KeyExchange(self.others, room, int(seen.asking.sum()))
-        if self.exchange is not None:
-            exchange = InTurn(self.exchange(room), exchange)
-        return Dealt(order, seen, exchange)
-
-
-def rows_of(order: Tensor, count: int) -> Tensor:
-    """Where in ``order`` each of so many tokens is, (S,)."""
-    rows = torch.empty(count, dtype=torch.long, device="cpu")
-    rows[order[order >= 0]] = (order >= 0).nonzero().squeeze(1)
-    return rows
+from lightning_rl.models.attention import TokenExchange
 
 
 @dataclass(frozen=True)

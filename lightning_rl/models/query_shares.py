@@ -77,11 +77,13 @@ def deal(
         # What does not divide goes to those with the most room, and then the least work.
         order = sorted(range(places), key=lambda place: (-left[place], work[place]))
         begin, end = 0, length
-        for turn, place in enumerate(order):
+        for turn, place in enumerate(order[:-1]):
             count = length // places + (turn < length % places)
-            give(place, Piece(segment, begin, begin + count // 2))
-            give(place, Piece(segment, end - (count - count // 2), end))
-            begin, end = begin + count // 2, end - (count - count // 2)
+            front, back = begin + count // 2, end - (count - count // 2)
+            give(place, Piece(segment, begin, front))
+            give(place, Piece(segment, back, end))
+            begin, end = front, back
+        give(order[-1], Piece(segment, begin, end))  # the middle, where both meet
     short.sort(key=lambda piece: piece.work(before))
     while short:
         piece = short.pop()
@@ -94,6 +96,14 @@ def deal(
         give(widest, piece._replace(end=cut))
         short.append(piece._replace(begin=cut))
     return [sorted(pieces) for pieces in dealt]
+
+
+def most_keys(segments: Segments, places: int) -> int:
+    """Keys that a place's kernel reads at most: of each piece those that it sees."""
+    _, before = segments.before
+    lengths, prefixes = segments.length.tolist(), before.tolist()
+    dealt = deal(lengths, prefixes, places, -(-sum(lengths) // places))
+    return max(sum(prefixes[piece.segment] + piece.end for piece in pieces) for pieces in dealt)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,15 @@ from lightning_rl.data.batch import PackedBatch
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
 from lightning_rl.models.attention_batches import Segments
-from lightning_rl.models.key_exchange import HeadSharing, QuerySharing, Sharing, rows_of
 from lightning_rl.models.routing import Heard
+from lightning_rl.models.sharing import (
+    HeadSharing,
+    QuerySharing,
+    Sharing,
+    head_counts,
+    head_ranks,
+    rows_of,
+)
 from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.run.dist import all_reduce_max
 from lightning_rl.vision.batch import NAME as PICTURES, as_column, sight_in
@@ -86,18 +93,13 @@ class PackRanks:
                 f"sequence={sequence} does not divide the run's {world // self.copies} processes; "
                 "change it, or trainer.devices and num_nodes"
             )
-        text = config.get_text_config()
-        heads = text.num_attention_heads
-        keys = getattr(text, "num_key_value_heads", None) or heads
         self.group: Any
         self.group, _ = dist.new_subgroups(self.size)
         self.index = dist.get_rank(self.group)
         self.shares, self.share = sequence, self.index // self.copies
         self.holders = self.group if self.copies == 1 else self._every(1, sequence)
         """Ranks that have this one's part of the matrices, and other tokens of the same packs."""
-        self.sharing = self._sharing(
-            head_ranks(sequence, heads // self.copies, keys // self.copies)
-        )
+        self.sharing = self._sharing(head_ranks(sequence, *head_counts(config, self.copies)))
 
     def _every(self, step: int, count: int) -> Any:
         """The group of ``count`` shares that this one's is among, each ``step`` after another."""
@@ -211,19 +213,6 @@ def _on(device: torch.device, pack: TensorDict) -> TensorDict:
         return pack
     parts = {name: pack[name].to(device) for name in ("tokens", "rollouts")}
     return PackedBatch({**parts, **_table(pack), "host": pack}, batch_size=[])
-
-
-def head_ranks(ranks: int, query: int, key: int) -> int:
-    """How many of so many ranks share a model's heads; the others share queries.
-
-    The most that divide the ranks and the query heads, and divide or are divided by the key heads:
-    these are copied where there are fewer.
-    """
-    return next(
-        size
-        for size in range(min(ranks, query), 0, -1)
-        if ranks % size == 0 and query % size == 0 and (key % size == 0 or size % key == 0)
-    )
 
 
 def require_heads(size: int, query: int, key: int) -> None:

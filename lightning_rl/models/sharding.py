@@ -184,7 +184,7 @@ class ShardedStrategy(ModelParallelStrategy):
             step there; a GPU then holds what is gathered and activations. Slow.
         sequence: processes that compute each pack together, each its share of the tokens, for
             rollouts whose activations do not fit on one device; a divisor of the number of
-            processes and of the model's attention heads.
+            processes.
         tensor: processes that have each layer's matrices together, and compute each pack together,
             for models whose layers do not fit on one device; a divisor of the number of processes,
             of the model's attention and key-value heads, of its MLPs' width and its vocabulary.

@@ -18,7 +18,7 @@ OF_FOUR = (
     "both_plain", "both_separate",
 )  # fmt: skip
 PLANNED = ("sequence_kept", "both_kept")
-FEW_HEADS = (
+TWO_HEADS = (
     "sequence_plain", "sequence_recomputed", "sequence_one_silent", "sequence_brief",
 )  # fmt: skip
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
@@ -40,26 +40,34 @@ def four(folder) -> Results:
 
 
 @pytest.fixture(scope="module")
-def few_heads(folder) -> Results:
-    """Four ranks, of which two share a model's two heads, on one of keys, and then the queries."""
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return _started(folder / "few_heads", Qwen2Config, 4, *FEW_HEADS, **sizes)
+def one_head(folder) -> Results:
+    """Two ranks, which share its queries."""
+    wanted = ("sequence_plain", "sequence_kept")
+    return _started(folder / "one_head", Qwen2Config, 2, *wanted, **_heads(1, 1))
 
 
 @pytest.fixture(scope="module")
-def no_heads_left(folder) -> Results:
+def two_heads(folder) -> Results:
+    """Four ranks, of which two share the heads, and two such pairs the queries."""
+    wanted = (*TWO_HEADS, "sequence_kept", "sequence_kept_recomputed")
+    return _started(folder / "two_heads", Qwen2Config, 4, *wanted, **_heads(2, 1))
+
+
+@pytest.fixture(scope="module")
+def one_left(folder) -> Results:
     """Four ranks; the two that share matrices have a head each."""
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    return _started(folder / "no_heads_left", Qwen3Config, 4, "both_plain", **sizes)
+    sizes = _heads(2, 2) | {"head_dim": 16}
+    return _started(folder / "one_left", Qwen3Config, 4, "both_plain", "both_kept", **sizes)
+
+
+def _heads(query: int, key: int) -> dict[str, int]:
+    return {"num_attention_heads": query, "num_key_value_heads": key}
 
 
 def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> Results:
     folder.mkdir()
     save_random_model(
-        folder / "model",
-        make_tokenizer(),
-        kind,
-        **SMALL | {"num_attention_heads": 4} | sizes,
+        folder / "model", make_tokenizer(), kind, **SMALL | {"num_attention_heads": 4} | sizes
     )
     return run_two("benchmarks.parallel_ranks", folder / "model", folder, *only, ranks=ranks)
 
@@ -69,8 +77,9 @@ def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> 
     [
         *(("two", f"{layout}_{feature}") for layout in OF_TWO for feature in FEATURES),
         *(("four", scenario) for scenario in OF_FOUR),
-        *(("few_heads", scenario) for scenario in FEW_HEADS),
-        ("no_heads_left", "both_plain"),
+        ("one_head", "sequence_plain"),
+        *(("two_heads", scenario) for scenario in TWO_HEADS),
+        ("one_left", "both_plain"),
     ],
 )
 def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenario):
@@ -85,13 +94,27 @@ def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenari
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [("two", "sequence"), ("two", "tensor"), ("four", "sequence"), ("four", "both")],
+    [
+        ("two", "sequence"),
+        ("two", "tensor"),
+        ("four", "sequence"),
+        ("four", "both"),
+        ("one_head", "sequence"),
+        ("two_heads", "sequence"),
+        ("one_left", "both"),
+    ],
 )
 def test_each_keeps_a_share_of_a_rollouts_activations(request, ranks, layout):
     """As it is planned, but for what is kept to bring scores to their owner."""
     for result in request.getfixturevalue(ranks)(f"{layout}_kept"):
         assert result["together"] == pytest.approx(result["planned"], rel=0.1)
         assert result["sent"] == result["formula"]
+
+
+def test_gathered_keys_are_not_kept_where_layers_are_recomputed(two_heads):
+    """A share of layers' inputs is, and what brings scores to their owner."""
+    for result in two_heads("sequence_kept_recomputed"):
+        assert result["together"] == pytest.approx(result["share"], rel=0.1)
 
 
 def test_an_update_takes_the_memory_that_is_planned(two):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_rl import NF4, Int8, LoRA
+from lightning_rl.cli.activations import shared_activations
 from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.cli.plan import CardPlan, MemoryPlan, Placement, largest_rollouts, training_memory
 from lightning_rl.data.packing import pack_rollouts
@@ -45,6 +46,23 @@ def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_
         # Outside and two layers; gradients of outside and one layer.
         assert parts["gathered"] == width * (2 * OUTSIDE + 3 * LAYER)
         assert "bfloat16 weights" not in parts
+
+
+def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
+    """Of a rollout of 1 and 800 tokens two pairs of ranks have 400 queries each, on two heads.
+
+    The first has the first 200 and the last, which see 201 and 801 keys, and the prompt's 1. The
+    last token, which is not computed, is planned, too.
+    """
+    policy = Policy(str(tiny_model))
+    pack = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 801))
+    outputs, keys = 802 * 64 // 4, 2 * 32 * (201 + 801 + 1 - 802 // 2)
+    assert shared_activations(policy, 4000, pack, 1, 2) == 4000
+    assert shared_activations(policy, 4000, pack, 4, 2) == 1000 + 2 * 2 * (outputs + keys)
+    # Of two ranks, each has a head.
+    assert shared_activations(policy, 4000, pack, 2, 2) == 2000 + 2 * 2 * 802 * 64 // 2
+    policy = Policy(str(tiny_model), gradient_checkpointing=True)  # of one layer at a time
+    assert shared_activations(policy, 4000, pack, 4, 2) == 1000 + 2 * (outputs + keys)
 
 
 def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, pack):
