@@ -307,6 +307,18 @@ def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
     assert "give --gpu_memory_gb too" in capsys.readouterr().err
 
 
+def test_more_gpus_than_heads_share_a_rollout_if_it_takes_them(workplace, capsys):
+    """The tiny model has two heads. With two GPUs for a pack each needs 37 MiB, with four 21."""
+    long = ["--data.sampling.max_tokens", "4000"]
+    assert (
+        main(["check", "--config", "good.yaml", *long, "--gpus", "4", "--gpu_memory_gb", "0.03"])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "sequence 2 x tensor 1: 36.5 MiB training + 0.2 MiB engine: DOES NOT FIT" in said
+    assert "take sequence 4 x tensor 1: " in said
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_a_plan_without_weights_is_the_one_with_them(tiny_model, tmp_path, precision):
     plans = []

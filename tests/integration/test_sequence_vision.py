@@ -1,4 +1,4 @@
-"""Packs with pictures that two processes compute together: numbers and gradients are one's."""
+"""Packs with pictures that processes compute together: numbers and gradients are one's."""
 
 import pytest
 
@@ -6,20 +6,34 @@ from tests.support.ranks_seeing import WAYS
 from tests.support.tiny_vision import FAMILIES, save_vision_model
 from tests.support.two_ranks import run_two
 
-SCENARIOS = [*(f"{family}_{way}" for family in FAMILIES for way in WAYS), "one_sees", "none_sees"]
+OF_TWO = [*(f"{family}_{way}" for family in FAMILIES for way in WAYS), "one_sees", "none_sees"]
+OF_FOUR = ["four_qwen2_5_vl", "four_qwen3_vl"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
+def two(folder):
+    return _started(folder / "two", OF_TWO, 2)
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    """More than the models have heads."""
+    return _started(folder / "four", OF_FOUR, 4)
+
+
+def _started(folder, scenarios, ranks):
     for family in FAMILIES:
         save_vision_model(folder / "models" / family, family)
-    return run_two("tests.support.ranks_seeing", folder / "models", folder)
+    module = "tests.support.ranks_seeing"
+    return run_two(module, folder / "models", folder, *scenarios, ranks=ranks)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_shared_packs_that_see(results, scenario):
-    for result in results(scenario):
+@pytest.mark.parametrize(
+    ("ranks", "scenario"),
+    [*(("two", scenario) for scenario in OF_TWO), *(("four", scenario) for scenario in OF_FOUR)],
+)
+def test_shared_packs_that_see(request, ranks, scenario):
+    for result in request.getfixturevalue(ranks)(scenario):
         assert result["numbers"] >= 12
         assert result["gradient"] > 0.1
         assert result["scores"] < 1e-12

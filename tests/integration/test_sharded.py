@@ -1,4 +1,4 @@
-"""Two processes with half of the weights each: what they hold, gather and learn."""
+"""Processes with a share of the weights each: what they hold, gather and learn."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,13 +11,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.ranks_run import ITERATIONS, HFExport, LoRA, fit, in_minibatches
-from tests.support.ranks_sharded import one_update, separate
+from tests.support.ranks_sharded import one_update, scenarios, separate
 from tests.support.two_ranks import TOLERANCE, Results, comparable, run_two
+
+FOUR = ("four_minibatches", "four_separate")
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model, folder) -> Results:
-    return run_two("tests.support.ranks_sharded", tiny_model, folder)
+    of_two = [name for name in scenarios("", Path()) if name not in FOUR]
+    return run_two("tests.support.ranks_sharded", tiny_model, folder, *of_two)
+
+
+@pytest.fixture(scope="module")
+def four(tiny_model, folder) -> Results:
+    """Four processes, which are more than the model has heads."""
+    return run_two("tests.support.ranks_sharded", tiny_model, folder, *FOUR, ranks=4)
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +51,24 @@ def test_a_rank_never_holds_the_whole_model(results):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "name"),
+    ("ranks", "scenario", "name"),
     [
-        ("offload", "plain"),
-        ("recomputed", "plain"),
-        ("recomputed_lora", "lora"),
-        ("separate", "separate"),
-        ("sequence", "minibatches"),
-        ("sequence_lora", "lora"),
-        ("sequence_separate", "separate"),
+        ("results", "offload", "plain"),
+        ("results", "recomputed", "plain"),
+        ("results", "recomputed_lora", "lora"),
+        ("results", "separate", "separate"),
+        ("results", "sequence", "minibatches"),
+        ("results", "sequence_lora", "lora"),
+        ("results", "sequence_separate", "separate"),
+        ("four", "four_minibatches", "minibatches"),
+        ("four", "four_separate", "separate"),
     ],
 )
-def test_sharded_processes_train_as_one(results, alone, scenario, name):
-    one, two = alone(name), results(scenario)
-    assert len(one["rows"]) == len(two[0]["rows"]) == ITERATIONS + 1
-    assert two[0]["start"] == pytest.approx(one["start"], rel=TOLERANCE)
-    for expected, row in zip(one["rows"], two[0]["rows"], strict=True):
+def test_sharded_processes_train_as_one(request, alone, ranks, scenario, name):
+    one, several = alone(name), request.getfixturevalue(ranks)(scenario)
+    assert len(one["rows"]) == len(several[0]["rows"]) == ITERATIONS + 1
+    assert several[0]["start"] == pytest.approx(one["start"], rel=TOLERANCE)
+    for expected, row in zip(one["rows"], several[0]["rows"], strict=True):
         assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
     assert one["rows"][-1]["policy/kl_old"] > 1e-4
 

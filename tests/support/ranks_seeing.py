@@ -1,4 +1,4 @@
-"""What two processes do in tests/integration/test_sequence_vision.py: they share packs that see.
+"""What processes do in tests/integration/test_sequence_vision.py: they share packs that see.
 
 RANK=0 WORLD_SIZE=2 ... python -m tests.support.ranks_seeing <folder of models> <folder>
 """
@@ -93,6 +93,8 @@ def scenarios(models: Path) -> dict[str, Callable[[], Any]]:
     return found | {
         "one_sees": of("qwen3_vl", "trained", True, False),
         "none_sees": of("qwen3_vl", "trained", False, False),
+        "four_qwen2_5_vl": of("qwen2_5_vl", "trained", True, False, True, True),
+        "four_qwen3_vl": of("qwen3_vl", "recomputed", True, False, True, True),
     }
 
 

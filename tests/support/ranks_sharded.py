@@ -114,6 +114,16 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
             lora=LoRA(rank=4),
         ),
         "sequence_separate": lambda: sharded("sequence_separate", sequence=2, **separate(model)),
+        "four_minibatches": lambda: sharded(
+            "four_minibatches", sequence=4, processes=4, **in_minibatches()
+        ),
+        "four_separate": lambda: sharded(
+            "four_separate",
+            sequence=4,
+            processes=4,
+            gradient_checkpointing=True,
+            **separate(model),
+        ),
         "bf16": lambda: sharded("bf16", HFExport(), precision="bf16-mixed", **one_update()),
         "bf16_true": lambda: sharded("bf16_true", precision="bf16-true"),
     }
