@@ -1,5 +1,7 @@
 """Attention over packs and the policy head, by themselves."""
 
+from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -12,6 +14,7 @@ from lightning_rl.extend import pack_rollouts
 from lightning_rl.models import heads
 from lightning_rl.models.attention import PackLayout, build_layout, packed_attention
 from lightning_rl.models.varlen import attend, plain_varlen, varlen_dtype
+from tests.support.places import attended_in_places
 
 HEADS = ((14, 2, 64), (12, 2, 128), (8, 8, 64), (8, 1, 256))
 """Query heads, key heads and their width: of 0.5B and 1.5B models, ungrouped, and the extremes."""
@@ -31,11 +34,35 @@ def attention(bench: Bench) -> None:
                     pack_rollouts(rollouts_of(count, tokens, prompt, group_size=2)).to(bench.device)
                 )
                 with bench.case(name):
-                    _compare(bench, name, layout, width, dtype)
+                    _compare(bench, name, layout, width, dtype, _packed)
+
+
+def shared_queries(bench: Bench) -> None:
+    """As ``attention``, of several places that have a share of the queries each."""
+    sizes = ((3, 40, 30),) if bench.tiny else ((16, 300, 200), (2, 8000, 64))
+    for places in (2, 8):
+        for dtype in TOLERANCE:
+            for count, tokens, prompt in sizes:
+                name = f"{places} places {str(dtype)[6:]} {count}x{prompt}+{tokens}"
+                layout = build_layout(
+                    pack_rollouts(rollouts_of(count, tokens, prompt, group_size=2)).to(bench.device)
+                )
+                with bench.case(name):
+                    attended = partial(attended_in_places, places=places)
+                    _compare(bench, name, layout, HEADS[0], dtype, attended)
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> Tensor:
+    return packed_attention(nn.Identity(), query, key, value, None, layout=layout)[0]
 
 
 def _compare(
-    bench: Bench, name: str, layout: PackLayout, width: tuple[int, int, int], dtype: torch.dtype
+    bench: Bench,
+    name: str,
+    layout: PackLayout,
+    width: tuple[int, int, int],
+    dtype: torch.dtype,
+    attended: Callable[[Tensor, Tensor, Tensor, PackLayout], Tensor],
 ) -> None:
     queries, keys, size = width
     tokens = len(layout.input_ids)
@@ -51,7 +78,7 @@ def _compare(
 
     def ours() -> list[Tensor]:
         query, key, value = inputs
-        out, _ = packed_attention(nn.Identity(), query, key, value, None, layout=layout)
+        out = attended(query, key, value, layout)
         return [out, *torch.autograd.grad(out, inputs, upstream)]
 
     exact = [x.detach().float().requires_grad_() for x in inputs]

@@ -33,6 +33,7 @@ CHECKS = (
     _ours("machine", "machine:describe", 60),
     # Does it train at all, and right?
     _ours("attention", "kernels:attention", 60),
+    _ours("shared-queries", "kernels:shared_queries", 60),
     _ours("fit-bf16-mixed", "fits:fit", 90, precision="bf16-mixed"),
     _ours("fit-32-true", "fits:fit", 90, precision="32-true"),
     _ours("fit-bf16-true", "fits:fit", 90, precision="bf16-true"),

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl.models.attention import build_layout
-from lightning_rl.models.attention_batches import Segments
 from lightning_rl.models.host_inputs import HostInputs
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
@@ -217,7 +216,6 @@ def shared_activations(policy: Policy, kept: int, pack: TensorDict, ranks: int, 
     places, query = ranks // together, heads[0]
     outputs = forward_tokens(pack) * query * size / ranks
     segments = build_layout(pack).segments
-    assert isinstance(segments, Segments)  # of the whole pack
     seen = most_keys(segments, places) - most_keys(segments, 1) / places
     # What is measured has keys once for each query head.
     return ceil(kept / ranks + keeping * width * (outputs + 2 * seen * query // together * size))

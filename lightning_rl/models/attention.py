@@ -62,8 +62,8 @@ class PackLayout:
     less its last. How that is computed, ``batches`` or ``varlen``, is worked out once it is asked
     for: a pack needs one of them.
     With ``exchange``, the tokens, ``live``, ``rows`` and ``predictors`` are those of one rank of
-    several (:mod:`lightning_rl.models.sequence`), and ``segments`` those of the whole pack, or of
-    what this rank's queries see of it.
+    several (:mod:`lightning_rl.models.sequence`), and only ``segments`` those of the whole pack;
+    ``seen`` is what the rank's queries see, None: all are its queries.
     """
 
     input_ids: Tensor
@@ -72,19 +72,20 @@ class PackLayout:
     live: Tensor
     rows: Tensor
     predictors: Tensor
-    segments: Attending
+    segments: Segments
     longest: int
     exchange: TokenExchange | None = None
+    seen: Attending | None = None
 
     @cached_property
     def batches(self) -> AttentionBatches:
         """For calls of SDPA."""
-        return self.segments.batches().to(self.input_ids.device)
+        return (self.seen or self.segments).batches().to(self.input_ids.device)
 
     @cached_property
     def varlen(self) -> Varlen:
         """For one call of a fused kernel."""
-        return self.segments.varlen().to(self.input_ids.device)
+        return (self.seen or self.segments).varlen().to(self.input_ids.device)
 
 
 def build_layout(pack: TensorDict) -> PackLayout:

@@ -25,7 +25,6 @@ from transformers import PretrainedConfig
 from lightning_rl.data.batch import PackedBatch
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
-from lightning_rl.models.attention_batches import Segments
 from lightning_rl.models.routing import Heard
 from lightning_rl.models.sharing import (
     HeadSharing,
@@ -160,7 +159,6 @@ class PackRanks:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logprobs, entropies and values (M,) of one pack, for its owner; for others (0,)."""
         layout = build_layout(pack)
-        assert isinstance(layout.segments, Segments)  # of the whole pack
         dealt = self.sharing.deal(layout.segments)
         device, share = layout.tokens.device, len(dealt.order) // self.shares
         begin = self.share * share
@@ -177,9 +175,10 @@ class PackRanks:
                 live=layout.live[own],
                 rows=layout.rows[own],
                 predictors=predictors[own] - begin,
-                segments=dealt.segments,
+                segments=layout.segments,
                 longest=layout.longest,
                 exchange=dealt.exchange,
+                seen=dealt.seen,
             ),
         )
         columns = [found.logprobs, found.entropy]

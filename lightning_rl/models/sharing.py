@@ -40,15 +40,15 @@ def head_ranks(ranks: int, query: int, key: int) -> int:
 
 
 class Dealt(NamedTuple):
-    """How n ranks have a pack's row of S tokens, each a share of s, and what one of them sees.
+    """How n ranks have a pack's row of S tokens, each a share of s.
 
     ``order`` (n s,), on the CPU: the tokens of one rank after another, as their places in the row;
-    -1: none.
+    -1: none. ``seen`` is what this rank's queries see, None: all are its queries.
     """
 
     order: Tensor
-    segments: Attending
     exchange: TokenExchange | None
+    seen: Attending | None
 
 
 class Sharing(Protocol):
@@ -77,7 +77,7 @@ class HeadSharing:
         count = int(segments.length.sum())
         order = torch.arange(-(-count // self.ranks) * self.ranks, device="cpu")
         exchange = None if self.exchange is None else self.exchange(count)
-        return Dealt(order.masked_fill(order >= count, -1), segments, exchange)
+        return Dealt(order.masked_fill(order >= count, -1), exchange, None)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class QuerySharing:
         exchange: TokenExchange = KeyExchange(self.others, room, int(seen.asking.sum()))
         if self.exchange is not None:
             exchange = InTurn(self.exchange(room), exchange)
-        return Dealt(order, seen, exchange)
+        return Dealt(order, exchange, seen)
 
 
 def rows_of(order: Tensor, count: int) -> Tensor:
