@@ -41,7 +41,6 @@ def cost(bench: Bench) -> None:
     reading, copying = milliseconds(bench, lambda: digests(weights)), milliseconds(bench, copy)
     bench.note({"GiB": size / 2**30, "ms": reading, "ms of a copy": copying})
     bench.note({"GB/s": size / reading / 1e6})
-    del copies
     share = _share_of_push(bench, model)
     bench.note({"share of a push": share})
 
