@@ -64,6 +64,8 @@ class Servers:
         self.path = folder / "servers.txt"
         self._random = random.Random(seed)
         self._count = count
+        self.check: Callable[[], None] = lambda: None
+        """Called while one waits."""
         self._running: dict[str, tuple[int, ServerProcess]] = {}
         for place in range(count):
             self._start(place)
@@ -97,10 +99,11 @@ class Servers:
         """Until a condition holds, and then a random time.
 
         Raises:
-            SystemExit: if it does not within ``PATIENCE_S``.
+            SystemExit: if it does not within ``PATIENCE_S``, or a server does not start.
         """
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
+            self.check()
             for url, (_, process) in self._running.items():
                 if not process.running:
                     raise SystemExit(f"the server at {url} did not start: {process.tail()}")
@@ -154,16 +157,21 @@ def disturbed(data: Path, out: Path, options: argparse.Namespace) -> tuple[int, 
     servers = Servers(data / "model", out, options.engines, options.batched, options.seed)
     draw, noticed = random.Random(options.seed), 0
     run = begin(data, out / "run", servers, 100_000)
+    log = out / "run" / "output.txt"
+
+    def require_running() -> None:
+        if not run.is_alive():
+            raise SystemExit(f"the run ended with {run.exitcode}: see {log}")
+
+    servers.check = require_running
     try:
-        log = out / "run" / "output.txt"
         servers.wait(lambda: list(out.glob("run/run/*/rollouts.jsonl")), f"first iteration: {log}")
         for kill in range(options.kills):
             notice = draw.random() < options.leave
             noticed += notice
             servers.replace_one(notice)
             servers.wait(partial(has_joined, log, kill + 1), f"server that joined: {log}")
-            if not run.is_alive():
-                raise SystemExit(f"the run ended with {run.exitcode}: see {log}")
+            require_running()
             print(f"{kill + 1:>5}  {'left' if notice else 'killed'}", flush=True)
     finally:
         run.terminate()

@@ -70,6 +70,7 @@ CHECKS = (
     # How long it takes, and in how much memory.
     _ours("update-0.5B", "updates:update", 120, shape="0.5B"),
     _ours("head-chunks", "kernels:head_chunks", 60),
+    _ours("digests", "digests:cost", 60),
     _ours("host-inputs", "recomputed:host_inputs", 150),
     _with_vllm("recipe", "recipe:three_iterations", 240),
     _with_vllm("gap-bfloat16", "engines:gap", 120, dtype="bfloat16"),

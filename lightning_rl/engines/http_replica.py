@@ -3,7 +3,11 @@
 import asyncio
 import json
 import logging
+import os
+import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +17,7 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import lora_hint
 from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost, worker_error
 from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.engines.server_access import CLAIM, RUN_HEADER, TAKEN
 from lightning_rl.engines.server_process import ServerProcess
 from lightning_rl.errors import (
     EngineError,
@@ -24,6 +29,8 @@ from lightning_rl.errors import (
 _log = logging.getLogger(__name__)
 _FIRST_NOTICE_S, _NEXT_NOTICE_S = 3.0, 15.0
 """Seconds of waiting, until a notice, for a server that is not ours to start."""
+_CLAIM_AGAIN_S = 1.0
+"""Between two attempts to have a server that another run has."""
 _ENGINE_DIED = ("EngineCore encountered an issue", "EngineDeadError")
 """vLLM's words, in the moment before its server ends too."""
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
@@ -31,6 +38,8 @@ _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError,
 
 class HTTPReplica(Replica):
     """A vLLM server with ``VLLM_SERVER_DEV_MODE=1`` and our worker extension.
+
+    No other run can use it meanwhile (:mod:`lightning_rl.engines.server_access`).
 
     Args:
         url: ``http://host:port``; of a server that we start, where it will listen.
@@ -41,6 +50,7 @@ class HTTPReplica(Replica):
         start_timeout_s: until it answers; a big model takes its time.
         request_timeout_s: for one completion.
         call_timeout_s: for any other call.
+        lease_s: how long the server stays this run's without a word from it.
     """
 
     def __init__(
@@ -53,17 +63,22 @@ class HTTPReplica(Replica):
         request_timeout_s: float,
         call_timeout_s: float,
         shortest: int = 0,
+        lease_s: float = 20.0,
     ) -> None:
         super().__init__(url, urlsplit(url).hostname or "")
         self.can_restart = launch is not None
         self.max_length = 0
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._run = f"{socket.gethostname()}, process {os.getpid()}, {secrets.token_hex(4)}"
+        self._headers = {RUN_HEADER: self._run}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._launch = launch
         self._apart = apart
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
         self._call_timeout_s = call_timeout_s
         self._shortest = shortest
+        self._lease_s = lease_s
         self._process: ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -81,6 +96,7 @@ class HTTPReplica(Replica):
                 await asyncio.to_thread(self._process.kill)
             self.name, self._process = self._launch()
         await self._wait_until_ready()
+        await self._claim()
         await self._read_properties()
         self.gone.clear()
 
@@ -132,6 +148,34 @@ class HTTPReplica(Replica):
             return str(error)
         return None
 
+    async def _claim(self) -> None:
+        """Have the server for this run; wait for one that may have been killed a moment ago.
+
+        Raises:
+            ReplicaError: if another run goes on with it.
+        """
+        loop = asyncio.get_running_loop()
+        begin, said = loop.time(), False
+        while True:
+            try:
+                await self._call("PUT", CLAIM, lease_s=str(self._lease_s))
+                return
+            except ServerTaken as error:
+                if loop.time() - begin > error.lease_s + _CLAIM_AGAIN_S:
+                    raise
+                if not said:
+                    said = True
+                    _log.warning("%s; trying for %g s whether that has ended", error, error.lease_s)
+            except ServerRefusal as error:
+                if error.status != 404:
+                    raise
+                _log.warning(
+                    "%s does not keep other runs from pushing their weights to it: start it with "
+                    "--middleware lightning_rl.engines.server_access.ServerAccess", self.name,
+                )  # fmt: skip
+                return
+            await asyncio.sleep(_CLAIM_AGAIN_S)
+
     async def _read_properties(self) -> None:
         """Read the server's properties, and refuse one that we cannot work with."""
         try:
@@ -171,6 +215,9 @@ class HTTPReplica(Replica):
         if self._process is not None:
             await asyncio.to_thread(self._process.kill)
             self._process = None
+        elif self._session is not None and self.life:
+            with suppress(EngineError):  # it is gone, or another run's: then it is not ours to give
+                await self._call("DELETE", CLAIM, timeout_s=HEALTH_TIMEOUT_S)
         # First: it may be closed in the middle of a push, whose next call is to find none.
         session, self._session = self._session, None
         if session is not None:
@@ -250,6 +297,17 @@ class HTTPReplica(Replica):
             ) from error
 
 
+class ServerTaken(ReplicaError):
+    """Another run has a server, for ``lease_s`` seconds after each word from it."""
+
+    def __init__(self, message: str, lease_s: float) -> None:
+        super().__init__(message)
+        self.lease_s = lease_s
+
+    def described(self) -> tuple[Any, ...]:
+        return (str(self), self.lease_s)
+
+
 class ServerRefusal(EngineError):
     """A server answered, and refused; ``status`` is HTTP's, 0 if it was no answer of ours."""
 
@@ -297,10 +355,28 @@ def completion_of(choice: Mapping[str, Any]) -> Completion:
 def refusal(name: str, path: str, status: int, text: str) -> EngineError:
     """The error that a worker raised, of its own class if it is one of ours.
 
-    It is a :class:`ReplicaLost` if the engine behind the server has died.
+    It is a :class:`ReplicaLost` if the engine behind the server has died, or the server is a new
+    one that no run has claimed.
     """
     if (error := worker_error(name, text)) is not None:
         return error
+    if status == TAKEN and (taken := _taken(name, text)) is not None:
+        return taken
     if status >= 500 and any(words in text for words in _ENGINE_DIED):
         return ReplicaLost(f"{name}{path}: its engine has died")
     return ServerRefusal(f"{name}{path} answered {status}: {text[:300]}", status)
+
+
+def _taken(name: str, text: str) -> ReplicaError | None:
+    try:
+        told = json.loads(text)
+        run, lease_s = told["run"], float(told.get("lease_s", 0))
+    except (ValueError, TypeError, KeyError):
+        return None  # another server's 409
+    if run is None:
+        return ReplicaLost(f"{name} has been started anew, or no run has claimed it")
+    return ServerTaken(
+        f"{name} is used by another training run ({run}), whose weights this one's pushes would "
+        "overwrite; give each run servers of its own, or end that run",
+        lease_s,
+    )

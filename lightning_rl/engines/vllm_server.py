@@ -20,12 +20,14 @@ from lightning_rl.engines.vllm_settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 _WORKER = "lightning_rl.sync.vllm_worker"
+_LEASE = 4
+"""Looks at a server's health that a run may miss before another one can have the server."""
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
 SERVER_ARGUMENTS = {
     "worker_extension_cls": f"{_WORKER}.WorkerExtension",
     "weight_transfer_config": {"backend": OUR_TRANSFER},
-    "middleware": f"{_WORKER}.RequireKey",
+    "middleware": "lightning_rl.engines.server_access.ServerAccess",
     "enable_scale_out": True,  # token ids in, token ids out
 }
 """Arguments without which a server cannot be given weights, whoever starts it."""
@@ -146,7 +148,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
 
     def _replica_at(self, url: str) -> HTTPReplica:
         own = self._key(), None, self.takes_adapters, *self._timeouts
-        return HTTPReplica(url, *own, shortest=self._max_length)
+        lease_s = _LEASE * self.health_every_s
+        return HTTPReplica(url, *own, shortest=self._max_length, lease_s=lease_s)
 
     def _own_replica(self, command: list[str], index: int) -> HTTPReplica:
         key = secrets.token_urlsafe(32)

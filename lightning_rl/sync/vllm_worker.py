@@ -1,15 +1,12 @@
 """Runs inside vLLM's processes: where pushed weights arrive.
 
-vLLM imports it for ``--worker-extension-cls`` and ``--middleware``. Importing it registers the
-weight-transfer backend ``lightning_rl``, which loads buckets of weights from a ``WeightReceiver``
-through the model's own loader: fused and tied weights are its business. Adapters are merged before,
-or kept beside them.
+vLLM imports it for ``--worker-extension-cls``. Importing it registers the weight-transfer backend
+``lightning_rl``, which loads buckets of weights from a ``WeightReceiver`` through the model's own
+loader: fused and tied weights are its business. Adapters are merged before, or kept beside them.
 """
 
-import hmac
 import logging
-import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -169,30 +166,6 @@ def _raisable(error: Exception) -> Exception:
     kind = type(error).__name__ if ours else WeightSyncError.__name__
     told = str(error) if ours else f"vLLM does not take these weights: {last_line(error)}"
     return RuntimeError(f"{kind}: {told}".replace('"', "'"))
-
-
-class RequireKey:
-    """Demands the key on every path but ``/health``.
-
-    vLLM's own check leaves out those that pause, load weights and call methods of the worker.
-    """
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self.app = app
-        self._expected = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health" and not self._allows(scope):
-            await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b"wrong or missing key"})
-            return
-        await self.app(scope, receive, send)
-
-    def _allows(self, scope: Any) -> bool:
-        if self._expected == b"Bearer ":
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)
 
 
 # It warns of each layer that a push leaves as it is; what a push lacks, require_all_loaded names.

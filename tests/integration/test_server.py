@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 import benchmarks
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
+from lightning_rl.engines.server_access import CLAIM
 from lightning_rl.engines.server_process import ServerProcess, free_port
 from lightning_rl.errors import (
     DamagedWeightsError,
@@ -409,7 +410,9 @@ def test_a_stuck_peer_that_is_not_ours_is_waited_for(
         urls=[replica.name], api_key_env=KEY, health_every_s=60, call_timeout_s=3,
         recovery_timeout_s=200,
     )  # fmt: skip
+    run_async(replica._call("DELETE", CLAIM))  # or it is no visitor's
     visitor.start(skeleton)
+    theirs = visitor.replicas[0]
     hung = engine_core(replica)
     try:
         with connected(CollectiveTransport(timeout_s=3), visitor) as transport:
@@ -427,12 +430,13 @@ def test_a_stuck_peer_that_is_not_ours_is_waited_for(
             with fault("the same, and it goes on", "filled with that push, and asked"):
                 os.kill(hung, signal.SIGCONT)
                 assert set(waiting.result(200).versions) == {2}
-            assert gap(replica, plain_model(tiny_model, scaled(weights, 0.8))) < ROUNDING
+            assert gap(theirs, plain_model(tiny_model, scaled(weights, 0.8))) < ROUNDING
             transport.push(scaled(weights, 0.7).items(), 3)
-        assert gap(replica, plain_model(tiny_model, scaled(weights, 0.7))) < ROUNDING
+        assert gap(theirs, plain_model(tiny_model, scaled(weights, 0.7))) < ROUNDING
     finally:
         os.kill(hung, signal.SIGCONT)
         visitor.close()
+        run_async(replica._claim())
     assert is_running(hung)  # it was not ours to end
 
 
@@ -452,13 +456,14 @@ def test_a_server_started_as_the_page_says_can_be_worked_with(
         "python -m", f"exec {sys.executable} -m"
     )
     server = ServerProcess(["bash", "-c", script], {})
-    visitor = VLLMServer(
-        urls=[f"http://127.0.0.1:{port}"], api_key_env=KEY, dtype="float32", start_timeout_s=200
-    )
+    options = {"api_key_env": KEY, "dtype": "float32", "start_timeout_s": 200, "health_every_s": 1}
+    visitor, another = (VLLMServer(urls=[f"http://127.0.0.1:{port}"], **options) for _ in range(2))
     try:
         visitor.start(skeleton)
         visitor.load_weights(weights.items(), 1)
         assert gap(visitor.replicas[0], plain_model(tiny_model, weights)) < ROUNDING
+        with pytest.raises(ReplicaError, match="is used by another training run"):
+            another.start(skeleton)
     finally:
         visitor.close()
         server.kill()
