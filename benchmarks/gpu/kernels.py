@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -23,7 +24,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
 def attention(bench: Bench) -> None:
-    """Outputs and gradients of packed attention against its definition in float32."""
+    """Outputs and gradients of packed attention against its definition in float32.
+
+    Without a sliding window, and through one of a third of the longest rollout.
+    """
     sizes = ((3, 40, 30), (4, 7, 1)) if bench.tiny else ((16, 300, 200), (4, 1500, 64), (4, 64, 1))
     for width in HEADS[:2] if bench.tiny else HEADS:
         for dtype in TOLERANCE:
@@ -33,8 +37,10 @@ def attention(bench: Bench) -> None:
                 layout = build_layout(
                     pack_rollouts(rollouts_of(count, tokens, prompt, group_size=2)).to(bench.device)
                 )
-                with bench.case(name):
-                    _compare(bench, name, layout, width, dtype, _packed)
+                for window in (None, (tokens + prompt) // 3):
+                    with bench.case(through := name if window is None else f"{name} w{window}"):
+                        attended = partial(_packed, window=window)
+                        _compare(bench, through, layout, width, dtype, attended, window)
 
 
 def shared_queries(bench: Bench) -> None:
@@ -52,8 +58,11 @@ def shared_queries(bench: Bench) -> None:
                     _compare(bench, name, layout, HEADS[0], dtype, attended)
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout) -> Tensor:
-    return packed_attention(nn.Identity(), query, key, value, None, layout=layout)[0]
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, window: int | None
+) -> Tensor:
+    options: dict[str, Any] = {"layout": layout, "sliding_window": window}
+    return packed_attention(nn.Identity(), query, key, value, None, **options)[0]
 
 
 def _compare(
@@ -63,6 +72,7 @@ def _compare(
     width: tuple[int, int, int],
     dtype: torch.dtype,
     attended: Callable[[Tensor, Tensor, Tensor, PackLayout], Tensor],
+    window: int | None = None,
 ) -> None:
     queries, keys, size = width
     tokens = len(layout.input_ids)
@@ -72,7 +82,7 @@ def _compare(
         for n in (queries, keys, keys)
     ]
     upstream = torch.randn(1, tokens, queries, size, device=bench.device).to(dtype)
-    fused = varlen_dtype(inputs[0]) is not None
+    fused = varlen_dtype(inputs[0], window is not None) is not None
     if bench.device == "cuda" and dtype != torch.float32:
         bench.require(fused, f"{name}: the fused kernel is not used")
 
@@ -87,7 +97,7 @@ def _compare(
         for what, a, b in zip(
             ("out", "dq", "dk", "dv"),
             ours(),
-            _defined(exact, layout, upstream.float()),
+            _defined(exact, layout, upstream.float(), window),
             strict=True,
         )
     }
@@ -97,10 +107,12 @@ def _compare(
     bench.require(worst < bound, f"{name}: off by {worst:.2g} of its norm, above {bound:g}")
 
 
-def _defined(inputs: list[Tensor], layout: PackLayout, upstream: Tensor) -> list[Tensor]:
+def _defined(
+    inputs: list[Tensor], layout: PackLayout, upstream: Tensor, window: int | None
+) -> list[Tensor]:
     """Output and gradients, segment by segment in float32."""
     q, k, v = (x[0].transpose(0, 1) for x in inputs)
-    out = attend(q, k, v, layout.varlen, None, plain_varlen)
+    out = attend(q, k, v, layout.varlen, None, plain_varlen, window)
     return [out[None], *torch.autograd.grad(out, inputs, upstream[0])]
 
 

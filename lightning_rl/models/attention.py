@@ -9,7 +9,7 @@ transformers calls :func:`packed_attention` for every layer with the pack's :cla
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -21,9 +21,10 @@ from transformers import AttentionInterface
 
 from lightning_rl.data.batch import host_of, ranges, token_rows
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention_batches import AttentionBatches, Segments
+from lightning_rl.models.attention_batches import AttentionBatches, Pieces, Segments
 from lightning_rl.models.short_attention import attend_short, is_short
 from lightning_rl.models.varlen import Varlen, attend, fused_kernel, varlen_dtype
+from lightning_rl.models.windows import windowed_batches
 
 ATTENTION = "lightning_rl_packed"
 
@@ -43,6 +44,10 @@ class TokenExchange(Protocol):
 
 class Attending(Protocol):
     """Which of the keys that a rank has each of its Q queries sees."""
+
+    @property
+    def pieces(self) -> Pieces:
+        """The same, piece by piece."""
 
     def batches(self) -> AttentionBatches:
         """For calls of SDPA."""
@@ -76,11 +81,21 @@ class PackLayout:
     longest: int
     exchange: TokenExchange | None = None
     seen: Attending | None = None
+    _windowed: dict[int, AttentionBatches] = field(default_factory=dict)
 
     @cached_property
     def batches(self) -> AttentionBatches:
         """For calls of SDPA."""
         return (self.seen or self.segments).batches().to(self.input_ids.device)
+
+    def batches_within(self, window: int | None) -> AttentionBatches:
+        """The same for layers with a sliding window of so many tokens; None: without one."""
+        if window is None:
+            return self.batches
+        if window not in self._windowed:
+            made = windowed_batches((self.seen or self.segments).pieces, window)
+            self._windowed[window] = made.to(self.input_ids.device)
+        return self._windowed[window]
 
     @cached_property
     def varlen(self) -> Varlen:
@@ -171,30 +186,37 @@ def packed_attention(
     """Attention of one layer over a pack: q (1, H, S, D), k and v (1, Hkv, S, D) to (1, S, H, D).
 
     Raises:
-        ConfigError: if the model's attention has a feature that this function would ignore, or a
-            rollout is longer than its sliding window.
+        ConfigError: if the model's attention has a feature that this function would ignore.
     """
-    _refuse(module, layout, sliding_window, unsupported)
+    _refuse(module, unsupported)
+    window = None if sliding_window is None or layout.longest <= sliding_window else sliding_window
     # Token-major rows make every gather below a copy of whole rows.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.exchange is None:
-        return _attention(q, k, v, layout, scaling, dropout)[None], None
+        return _attention(q, k, v, layout, scaling, dropout, window)[None], None
     q, k, v = layout.exchange.gather_tokens(q, k, v)
-    output = _attention(q, k, v, layout, scaling, dropout)
+    output = _attention(q, k, v, layout, scaling, dropout, window)
     return layout.exchange.gather_heads(output)[None], None
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scaling: float | None, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackLayout,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
 ) -> Tensor:
     """Attention of q (Q, H, D) on k and v (K, Hkv, D), of shape (Q, H, D)."""
-    dtype = None if dropout else varlen_dtype(q)
+    dtype = None if dropout else varlen_dtype(q, window is not None)
     if dtype is not None:
         q, k, v = (x.to(dtype) for x in (q, k, v))
-        return attend(q, k, v, layout.varlen, scaling, fused_kernel())
+        return attend(q, k, v, layout.varlen, scaling, fused_kernel(), window)
+    batches = layout.batches_within(window)
     repeats = q.shape[1] // k.shape[1]
     outputs = []
-    for batch in layout.batches.parts:
+    for batch in batches.parts:
         if not dropout and is_short(batch, q, repeats):
             outputs.append(attend_short(batch, q, k, v, scaling))
             continue
@@ -209,7 +231,7 @@ def _attention(
             scale=scaling,
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[layout.batches.restore]
+    return torch.cat(outputs)[batches.restore]
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
@@ -221,17 +243,10 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     return rows.unflatten(-1, x.shape[1:]).transpose(1, 2)
 
 
-def _refuse(
-    module: nn.Module, layout: PackLayout, window: int | None, features: dict[str, object]
-) -> None:
+def _refuse(module: nn.Module, features: dict[str, object]) -> None:
     for name in ("softcap", "s_aux", "position_bias"):
         if features.get(name) is not None:
             raise ConfigError(
                 f"{type(module).__name__} uses {name}, which packed attention does not compute; "
                 "use a model without it"
             )
-    if window is not None and layout.longest > window:
-        raise ConfigError(
-            f"a rollout of {layout.longest} tokens exceeds the model's sliding window of {window}; "
-            "lower sampling.max_tokens or drop longer prompts"
-        )

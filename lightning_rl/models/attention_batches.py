@@ -50,6 +50,12 @@ class Segments:
         start, length = self.prefix
         return torch.cat([nothing, start]), torch.cat([nothing, length])
 
+    @property
+    def pieces(self) -> "Pieces":
+        """What all queries of the row see: each segment is a piece of its own."""
+        rows = torch.arange(int(self.length.sum()), device="cpu")
+        return Pieces(self.start, self.length, *self.before, self.length, rows)
+
     def batches(self) -> "AttentionBatches":
         """For calls of SDPA."""
         return batch_segments(self)
@@ -57,6 +63,52 @@ class Segments:
     def varlen(self) -> Varlen:
         """For one call of a fused kernel."""
         return build_varlen(self.start, self.length, *self.before)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What some queries see: N pieces of segments, each the last ``asking`` tokens of what it sees.
+
+    All on the CPU. ``start`` and ``length`` (N,): of a piece's segment up to its end, in the pack's
+    row of S tokens, and ``prefix_start`` and ``prefix_length`` (N,) of what is seen before that.
+    Queries are those of the pieces, one behind the other; ``rows`` (S,) say which row of keys is
+    that of each token.
+    """
+
+    start: Tensor
+    length: Tensor
+    prefix_start: Tensor
+    prefix_length: Tensor
+    asking: Tensor
+    rows: Tensor
+
+    @property
+    def pieces(self) -> "Pieces":
+        """Itself, as :class:`Segments` has them."""
+        return self
+
+    @property
+    def earlier(self) -> Tensor:
+        """Tokens (N,) that all queries of a piece see."""
+        return self.prefix_length + self.length - self.asking
+
+    @property
+    def first(self) -> Tensor:
+        """The first query (N,) of each piece."""
+        return self.asking.cumsum(0) - self.asking
+
+    def masked(self, part: Tensor) -> "AttentionBatch":
+        """Some of the pieces in one call, with a mask."""
+        start, length, asking = (x[part] for x in (self.start, self.length, self.asking))
+        before, _ = joined(
+            self.prefix_start[part], self.prefix_length[part], start, length - asking
+        )
+        own = index_of(start + length - asking, asking)
+        return masked_batch(index_of(self.first[part], asking), self.row(before), self.row(own))
+
+    def row(self, token: Tensor) -> Tensor:
+        """The rows of tokens' keys; -1 of padding."""
+        return torch.where(token < 0, -1, self.rows[token])
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ arXiv 2407.21783 section 3.3.2), and short ones as they are, the most work first
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,10 +17,10 @@ from lightning_rl.models.attention_batches import (
     AttentionBatch,
     AttentionBatches,
     EndAligned,
+    Pieces,
     Segments,
     index_of,
     joined,
-    masked_batch,
     parts_of,
     restored,
 )
@@ -106,22 +105,8 @@ def most_keys(segments: Segments, places: int) -> int:
     return max(sum(prefixes[piece.segment] + piece.end for piece in pieces) for pieces in dealt)
 
 
-@dataclass(frozen=True)
-class PlacedQueries:
-    """What the queries of one place see: N pieces, each the last ``asking`` tokens of what it sees.
-
-    All on the CPU. ``start`` and ``length`` (N,): of a piece's segment up to its end, in the pack's
-    row of S tokens, and ``prefix_start`` and ``prefix_length`` (N,) of what is seen before that.
-    Queries are those of the pieces, one behind the other; ``rows`` (S,) say which row of keys is
-    that of each token.
-    """
-
-    start: Tensor
-    length: Tensor
-    prefix_start: Tensor
-    prefix_length: Tensor
-    asking: Tensor
-    rows: Tensor
+class PlacedQueries(Pieces):
+    """What the queries of one place see."""
 
     @classmethod
     def of(cls, segments: Segments, pieces: Sequence[Piece], rows: Tensor) -> "PlacedQueries":
@@ -134,31 +119,19 @@ class PlacedQueries:
     def batches(self) -> AttentionBatches:
         """For calls of SDPA, in memory that is in proportion to queries and keys."""
         scores = self.asking * (self.prefix_length + self.length)
-        earlier = self.prefix_length + self.length - self.asking
-        first = self.asking.cumsum(0) - self.asking
         parts = [
-            self._masked(part, first) for part in parts_of(scores <= MASKED, self.asking, earlier)
+            self.masked(part) for part in parts_of(scores <= MASKED, self.asking, self.earlier)
         ]
-        parts += [self._alone(part, first) for part in (scores > MASKED).nonzero().unbind()]
+        parts += [self._alone(part) for part in (scores > MASKED).nonzero().unbind()]
         return restored(parts, int(self.asking.sum()))
 
-    def _masked(self, part: Tensor, first: Tensor) -> AttentionBatch:
-        start, length, asking = (x[part] for x in (self.start, self.length, self.asking))
-        before, _ = joined(
-            self.prefix_start[part], self.prefix_length[part], start, length - asking
-        )
-        own = index_of(start + length - asking, asking)
-        return masked_batch(index_of(first[part], asking), self._row(before), self._row(own))
-
-    def _alone(self, part: Tensor, first: Tensor) -> AttentionBatch:
+    def _alone(self, part: Tensor) -> AttentionBatch:
         key, _ = joined(
             *(x[part] for x in (self.prefix_start, self.prefix_length, self.start, self.length))
         )
-        return EndAligned(index_of(first[part], self.asking[part]).flip(1), self._row(key), None)
-
-    def _row(self, token: Tensor) -> Tensor:
-        """The rows of tokens' keys; -1 of padding."""
-        return torch.where(token < 0, -1, self.rows[token])
+        return EndAligned(
+            index_of(self.first[part], self.asking[part]).flip(1), self.row(key), None
+        )
 
     def varlen(self) -> Varlen:
         """For one call of a fused kernel."""

@@ -69,8 +69,11 @@ def build_varlen(
     return Varlen(keys, query_ends, key_ends, *longest)
 
 
-def varlen_dtype(query: Tensor) -> torch.dtype | None:
-    """The dtype in which the kernel would compute; None if it cannot here."""
+def varlen_dtype(query: Tensor, windowed: bool = False) -> torch.dtype | None:
+    """The dtype in which the kernel would compute; None if it cannot here.
+
+    ``windowed``: through a sliding window.
+    """
     if query.device.type != "cuda":
         return None
     autocast = torch.is_autocast_enabled("cuda")
@@ -84,7 +87,7 @@ def varlen_dtype(query: Tensor) -> torch.dtype | None:
     if width > LARGEST_HEAD:
         _fall_back(f"the model's heads of {width} exceed the {LARGEST_HEAD} that it takes")
         return None
-    return dtype if kernel_works(query.device, dtype, width) else None
+    return dtype if kernel_works(query.device, dtype, width, windowed) else None
 
 
 def _fall_back(reason: str) -> None:
@@ -107,10 +110,12 @@ def fused_kernel() -> Callable[..., Any]:
 
 
 @cache
-def kernel_works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def kernel_works(
+    device: torch.device, dtype: torch.dtype, width: int, windowed: bool = False
+) -> bool:
     """Try the kernel: it must exist for this device, and attend as this module needs it to.
 
-    Both its outputs and their gradients.
+    Both its outputs and their gradients; ``windowed``: through a sliding window.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     q, k, v = (
@@ -124,7 +129,7 @@ def kernel_works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 
     def both_ways(kernel: Callable[..., Tensor], layout: Varlen, dtype: torch.dtype) -> Tensor:
         query, key, value = (x.to(dtype, copy=True).requires_grad_() for x in (q, k, v))
-        out = attend(query, key, value, layout, None, kernel)
+        out = attend(query, key, value, layout, None, kernel, 2 if windowed else None)
         gradients = torch.autograd.grad(out.square().sum(), (query, key, value))
         return torch.cat([x.float().flatten() for x in (out, *gradients)])
 
@@ -151,8 +156,12 @@ def attend(
     layout: Varlen,
     scale: float | None,
     kernel: Callable[..., Tensor],
+    window: int | None = None,
 ) -> Tensor:
-    """Attention of q (Q, H, D) on k and v (S, Hkv, D), of shape (Q, H, D)."""
+    """Attention of q (Q, H, D) on k and v (S, Hkv, D), of shape (Q, H, D).
+
+    ``window``: tokens that a query sees, itself included; None: all before it.
+    """
     return kernel(
         q,
         k[layout.keys],
@@ -162,7 +171,7 @@ def attend(
         layout.longest_query,
         layout.longest_key,
         scale=scale,
-        window_size=CAUSAL,
+        window_size=CAUSAL if window is None else (window - 1, 0),
         enable_gqa=True,
     )
 
@@ -184,11 +193,13 @@ def plain_varlen(
     outputs = []
     for (i, j), (m, n) in zip(query_ends.unfold(0, 2, 1), key_ends.unfold(0, 2, 1), strict=True):
         seen = torch.ones(int(j - i), int(n - m), dtype=torch.bool, device=q.device)
+        last, left = int((n - m) - (j - i)), window_size[0]  # of the first query
+        seen = seen.tril(last) if left < 0 else seen.tril(last).triu(last - left)
         out = F.scaled_dot_product_attention(
             q[i:j].transpose(0, 1)[None],
             k[m:n].transpose(0, 1)[None],
             v[m:n].transpose(0, 1)[None],
-            attn_mask=seen.tril(int((n - m) - (j - i))),
+            attn_mask=seen,
             scale=scale,
             enable_gqa=enable_gqa,
         )

@@ -20,6 +20,15 @@ GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 EXACT = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),
     "mistral": lambda: hf.MistralConfig(**GROUPED, sliding_window=64),
+    # Rollouts of up to 26 tokens beyond their windows.
+    "mistral, windowed": lambda: hf.MistralConfig(**GROUPED, sliding_window=5),
+    "gemma3, windowed": lambda: hf.Gemma3TextConfig(
+        **GROUPED, head_dim=8, sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen2, windowed": lambda: hf.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=1, max_window_layers=1
+    ),
     "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=8),
     "gemma3": lambda: hf.Gemma3TextConfig(**GROUPED, head_dim=8),
     "gpt2": lambda: hf.GPT2Config(**GPT2, initializer_range=0.2),
@@ -116,11 +125,3 @@ def test_refused(name, tmp_path):
     build, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         Policy(saved(build(), tmp_path))
-
-
-def test_a_rollout_beyond_the_sliding_window_is_refused(tmp_path, make_rollout):
-    policy = Policy(saved(hf.MistralConfig(**GROUPED, sliding_window=8), tmp_path))
-    # The last token predicts nothing, so nine tokens run eight: just within the window.
-    policy(pack_rollouts([make_rollout([3, 4, 5], [6] * 6)]))
-    with pytest.raises(ConfigError, match=r"rollout of 9 tokens exceeds .* window of 8"):
-        policy(pack_rollouts([make_rollout([3, 4, 5], [6] * 7)]))
