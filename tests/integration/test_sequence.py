@@ -1,6 +1,7 @@
 """Packs that several processes compute together: the same numbers and gradients as one by one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Qwen2Config, Qwen3Config
@@ -21,6 +22,7 @@ PLANNED = ("sequence_kept", "both_kept")
 TWO_HEADS = (
     "sequence_plain", "sequence_recomputed", "sequence_one_silent", "sequence_brief",
 )  # fmt: skip
+OF_WINDOWS = ("sequence_plain", "sequence_recomputed")
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
 
 
@@ -64,7 +66,14 @@ def _heads(query: int, key: int) -> dict[str, int]:
     return {"num_attention_heads": query, "num_key_value_heads": key}
 
 
-def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> Results:
+@pytest.fixture(scope="module")
+def through_windows(folder) -> Results:
+    """As ``two_heads``; a layer sees seven tokens, and rollouts have up to 23."""
+    window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    return _started(folder / "windows", Qwen2Config, 4, *OF_WINDOWS, **_heads(2, 1) | window)
+
+
+def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: Any) -> Results:
     folder.mkdir()
     save_random_model(
         folder / "model", make_tokenizer(), kind, **SMALL | {"num_attention_heads": 4} | sizes
@@ -80,6 +89,7 @@ def _started(folder: Path, kind: type, ranks: int, *only: str, **sizes: int) -> 
         ("one_head", "sequence_plain"),
         *(("two_heads", scenario) for scenario in TWO_HEADS),
         ("one_left", "both_plain"),
+        *(("through_windows", scenario) for scenario in OF_WINDOWS),
     ],
 )
 def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenario):
