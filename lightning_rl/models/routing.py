@@ -153,7 +153,8 @@ def _gates_of(kind: Callable[[Any], nn.Module], config: Any) -> Gates | None:
         router = kind(config).float()
         for parameter in router.parameters():
             nn.init.normal_(parameter, std=0.1)
-        output = router(torch.randn(16, config.hidden_size, device="cpu"))
+        states = torch.randn(16, config.hidden_size, dtype=torch.float32, device="cpu")
+        output = router(states)
     if not (isinstance(output, tuple) and len(output) == 3):
         return None
     logits, weights, chosen = output

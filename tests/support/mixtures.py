@@ -36,11 +36,16 @@ KINDS: dict[str, Callable[[], hf.PretrainedConfig]] = {
 }
 
 
-def saved_mixture(kind: str, directory: Path) -> Path:
-    """A directory with a model of this kind, the same each time, and the tiny tokenizer."""
+def saved_mixture(kind: str, directory: Path, **changes: int) -> Path:
+    """A directory with a model of this kind, the same each time, and the tiny tokenizer.
+
+    ``changes``: of its configuration.
+    """
+    config = KINDS[kind]()
+    config.update(changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(KINDS[kind]()).float()
+        model = hf.AutoModelForCausalLM.from_config(config).float()
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

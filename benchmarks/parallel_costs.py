@@ -1,0 +1,167 @@
+"""What benchmarks/parallel_ranks.py measures: bytes that a rank keeps, sends and has at a time."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from benchmarks.memory import FollowAllocations
+from benchmarks.parallel_layouts import LAYOUTS, share
+from benchmarks.task import quiet_trainer
+from lightning_rl.cli.activations import kept_for_backward, shared_activations
+from lightning_rl.cli.plan import Placement, largest_rollouts, training_memory
+from lightning_rl.cli.plan_parts import one_part
+from lightning_rl.collect.loader import LazyLoader
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models import exchange, expert
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading
+from lightning_rl.models.sharding import ShardedStrategy
+from lightning_rl.models.tensor import TensorRanks
+from lightning_rl.module import PolicyModule
+from lightning_rl.rollout import Prompt, Rollout, Row
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Bytes that this rank sends to others within layers and the head, message by message.
+
+    Of n ranks, a share of an all-to-all is one's own; and an all-reduce takes each number to
+    another rank and back, but for a rank's own n-th.
+    """
+    sent: list[int] = []
+    exchanged, reduced = exchange.exchanged, TensorRanks._reduced
+
+    def exchanging(rows: Tensor, group: Any, counts: Any = None) -> Tensor:
+        size = dist.get_world_size(group)
+        kept = len(rows) // size if counts is None else counts[0][dist.get_rank(group)]
+        sent.append(rows[kept:].nbytes)
+        return exchanged(rows, group, counts)
+
+    def reducing(ranks: TensorRanks, part: Tensor, operation: Any) -> Tensor:
+        sent.append(2 * part.nbytes * (ranks.size - 1) // ranks.size)
+        return reduced(ranks, part, operation)
+
+    with (
+        patch.multiple(exchange, exchanged=exchanging),
+        patch.multiple(expert, exchanged=exchanging),
+        patch.multiple(TensorRanks, _reduced=reducing),
+    ):
+        yield sent
+
+
+def kept(model: str, layout: str) -> dict[str, int]:
+    """Of a rollout of rank 0, computed by it alone and by all together: what a rank has of it.
+
+    ``together`` are bytes that autograd keeps on a rank, and ``planned`` what ``check`` says of
+    them; ``sent`` bytes that a rank sends in both passes, and ``formula`` what they should be.
+    """
+    policy = Policy(model)
+    shares, parts, _ = LAYOUTS[layout](dist.get_world_size())
+    count = 1100  # so long that attention has no mask, which nobody shares
+    row = Row([2], [3] * count, [True] * count, [0.0] * count, [0] * count)
+    pack = pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
+    own = policy if parts == 1 else one_part(policy, parts)
+    alone = kept_for_backward(own, pack).activations
+    share(policy, layout)
+    if dist.get_rank():
+        pack["tokens", "loss_mask"] = torch.zeros_like(pack["tokens", "loss_mask"])
+    together = kept_for_backward(policy, pack).activations
+    with counted_bytes() as sent:
+        policy(pack).logprobs.sum().backward()
+    return {
+        "planned": shared_activations(own, alone, count, shares, 4),
+        "together": together,
+        "sent": sum(sent),
+        "formula": 4 * (sent_for_tokens(policy, count, shares, parts))
+        + 4 * (sent_for_matrices(policy, count, shares, parts)),
+    }
+
+
+def sent_for_tokens(policy: Policy, count: int, shares: int, parts: int) -> int:
+    """Numbers that a rank sends for ``count`` tokens, of which it has one share."""
+    config = policy.lm.config
+    heads, keys = config.num_attention_heads // parts, config.num_key_value_heads // parts
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Per layer and token: queries, keys and values there, outputs back; and their gradients.
+    numbers = 2 * config.num_hidden_layers * (2 * heads + 2 * max(keys, shares)) * width
+    # Each of its tokens goes to the other ranks by heads.
+    return numbers * -(-count // shares) * (shares - 1) // shares
+
+
+def sent_for_matrices(policy: Policy, count: int, shares: int, parts: int) -> int:
+    """Numbers that a rank sends for its share of ``count`` tokens, of which it has one part."""
+    config = policy.lm.config
+    tokens = -(-count // shares)
+    # Per layer and token: outputs of attention and MLP, and their inputs' gradients.
+    layers = 4 * config.num_hidden_layers * config.hidden_size * tokens
+    # Embeddings, and gradients of the last states.
+    ends = 2 * config.hidden_size * tokens
+    # The largest logit, and three sums.
+    head = 4 * tokens
+    # Gradients of what all ranks use alike within attention: norms of queries and keys.
+    own = sum(p.numel() for name, p in policy.named_parameters() if name.endswith(NORMS))
+    return 2 * (layers + ends + head + own) * (parts - 1) // parts
+
+
+class LaterUpdates(Callback):
+    """Follows each update but the first, before which the optimizer has no state.
+
+    ``peak`` is that of the one that had least: what gloo sends is let go of by threads of its own,
+    a little sooner or later.
+    """
+
+    def __init__(self) -> None:
+        self.followed: list[FollowAllocations] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+        if number:
+            self.followed.append(FollowAllocations())
+            self.followed[-1].on_train_batch_start()
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int
+    ) -> None:
+        if number:
+            self.followed[-1].on_train_batch_end()
+
+    @property
+    def peak(self) -> int:
+        return min(one.peak for one in self.followed)
+
+
+NORMS = ("q_norm.weight", "k_norm.weight")
+SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
+"""A model of which neither logits nor weights outweigh all else."""
+
+
+def peak(model: str, layout: str) -> dict[str, int]:
+    """Of an update: the most that a rank has allocated at a time, and what ``check`` says of it."""
+    world = dist.get_world_size()
+    shares, parts, _ = LAYOUTS[layout](world)
+    settings = SMALL | {"bos_token_id": None}
+    prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(8)]
+    rollouts = largest_rollouts(prompts, 2, 4, 128)
+    for rollout in rollouts:  # else the update would leave them out
+        rollout.reward = float(rollout.sample_index % 2)
+    batch = pack_rollouts(rollouts)
+    policy = Policy(model, random_init=True, loading=Loading(model_kwargs=settings))
+    placement = Placement(shards=world // parts, sequence=shares, tensor=parts)
+    planned = training_memory(policy, [], torch.optim.AdamW, batch, placement)
+    follow = LaterUpdates()
+    strategy = ShardedStrategy(sequence=shares, tensor=parts)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = quiet_trainer(folder, [follow], devices=world, strategy=strategy)
+        module = PolicyModule(
+            model, random_init=True, model_kwargs=settings, max_tokens_per_pack=1 << 20,
+            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4),
+        )  # fmt: skip
+        trainer.fit(module, LazyLoader(lambda _: batch, 5))
+    before = planned.sum_of("weights", "optimizer")  # gradients are made anew
+    return {"planned": planned.total, "measured": follow.peak + before}
