@@ -1,15 +1,17 @@
 """Do processes that compute packs together get what one gets, and what do they send and keep?
 
-    python -m benchmarks.parallel [--ranks 2 4] [--save]
+    python -m benchmarks.parallel [--ranks 2 4] [--models qwen3 qwen3_moe] [--save]
 
-``ShardedStrategy(sequence=n)``, ``tensor=2`` and both, for tiny random models of two kinds, over
-gloo, in float64 and once in float32. Of each feature: the largest difference of scores (logprobs,
+``ShardedStrategy(sequence=n)``, ``tensor=2`` and both, for tiny random models of two kinds, and
+``expert=n``, ``expert=2`` and ``sequence=n`` with it for two kinds of mixtures, over gloo, in
+float64 and once in float32. Of each feature: the largest difference of scores (logprobs,
 entropies, values) and of gradients, relative to the largest of them or to 1, between packs that
 one process computes and those that several compute together. Each rank has packs of its own, with
 shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to
-train on. Then, in float32, of one rollout: bytes that autograd keeps on a rank, against what
-``lightning-rl check`` plans, and bytes that a rank sends in both passes, against the formulas of
-Ulysses and Megatron-LM.
+train on; in ``idle`` tokens choose experts of one rank only. Then, in float32, of one rollout:
+bytes that autograd keeps on a rank, against what ``lightning-rl check`` plans, and bytes that a
+rank sends in both passes, against the formulas of Ulysses, Megatron-LM and GShard, the last at an
+even load.
 And of a whole update: the most that a rank has allocated at a time, against the plan.
 
 The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;
@@ -18,39 +20,73 @@ its own float64); ``max_difference``, in float64; ``memory_plan_error``, the lar
 """
 
 import tempfile
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
-from benchmarks.parallel_ranks import FEATURES
+from benchmarks.parallel_ranks import FEATURES, OF_MIXTURES
 from benchmarks.results import parser_of, report
 from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.mixtures import saved_mixture
 from tests.support.tiny_models import save_random_model
 from tests.support.two_ranks import run_two
 
+Saved = Callable[[Path], Path]
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """A kind of model: how one is saved, and what is compared of it."""
+
+    save: Saved
+    features: tuple[str, ...]
+    layouts: Callable[[int], list[str]]
+    """For so many processes."""
+
+
+def dense(kind: type[PretrainedConfig], **sizes: int) -> Kind:
+    """A model that has no experts."""
+
+    def save(directory: Path) -> Path:
+        save_random_model(directory, make_tokenizer(), kind, **SIZES, **sizes)
+        return directory
+
+    return Kind(save, FEATURES, lambda n: ["sequence", "tensor", *(["both"] if n >= 4 else [])])
+
+
+def mixture(kind: str) -> Kind:
+    """A mixture of experts."""
+    return Kind(
+        lambda directory: saved_mixture(kind, directory, num_attention_heads=4),
+        OF_MIXTURES,
+        lambda n: ["expert", "mixed", *(["pairs"] if n >= 4 else [])],
+    )
+
+
 KINDS = {
-    "qwen2": (Qwen2Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "qwen3": (Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
+    "qwen2": dense(Qwen2Config),
+    "qwen3": dense(Qwen3Config, head_dim=16),
+    "qwen3_moe": mixture("qwen3_moe"),
+    "mixtral": mixture("mixtral"),
 }
 CLOSE, CLOSE_IN_FLOAT32 = 1e-12, 3e-6
 
 
-def layouts_of(ranks: int) -> list[str]:
-    """Those for so many processes."""
-    return ["sequence", "tensor", *(["both"] if ranks >= 4 else [])]
-
-
 def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]:
     """Of a model on so many ranks: what each scenario found, the largest of all ranks."""
-    kind, heads = KINDS[name]
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
-    save_random_model(folder / "model", make_tokenizer(), kind, **sizes, **heads)
+    model = KINDS[name].save(folder / "model")
     wanted = [
-        f"{layout}_{what}" for layout in layouts_of(ranks) for what in (*FEATURES, "kept", "peak")
+        f"{layout}_{what}"
+        for layout in KINDS[name].layouts(ranks)
+        for what in (*KINDS[name].features, "kept", "peak")
     ]
-    results = run_two("benchmarks.parallel_ranks", folder / "model", folder, *wanted, ranks=ranks)
+    results = run_two("benchmarks.parallel_ranks", model, folder, *wanted, ranks=ranks)
     found = {}
     for scenario in wanted:
         rows = results(scenario)
@@ -65,16 +101,17 @@ def _bound(name: str) -> float:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", choices=KINDS, nargs="+", default=list(KINDS))
     arguments = parser.parse_args()
     off: dict[str, float] = {}
     plan: dict[str, float] = {}
-    print(f"{'model':<8}{'ranks':<7}{'layout':<10}{'feature':<12}{'scores':>10}{'gradients':>11}")
-    for name, ranks in product(KINDS, arguments.ranks):
+    print(f"{'model':<10}{'ranks':<7}{'layout':<10}{'feature':<12}{'scores':>10}{'gradients':>11}")
+    for name, ranks in product(arguments.models, arguments.ranks):
         with tempfile.TemporaryDirectory() as folder:
             found = measured(name, ranks, Path(folder))
-        for layout in layouts_of(ranks):
-            begin = f"{name:<8}{ranks:<7}{layout:<10}"
-            for feature in FEATURES:
+        for layout in KINDS[name].layouts(ranks):
+            begin = f"{name:<10}{ranks:<7}{layout:<10}"
+            for feature in KINDS[name].features:
                 row = found[f"{layout}_{feature}"]
                 scores = row["scores"] / max(1.0, row["score"])
                 gradients = row["gradients"] / max(1.0, row["gradient"])

@@ -9,17 +9,20 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from tensordict import TensorDict
 from torch import Tensor
 
 from benchmarks.memory import FollowAllocations
 from benchmarks.parallel_layouts import LAYOUTS, share
 from benchmarks.task import quiet_trainer
+from lightning_rl.algos.experts import RolloutRouting
 from lightning_rl.cli.activations import kept_for_backward, shared_activations
 from lightning_rl.cli.plan import Placement, largest_rollouts, training_memory
 from lightning_rl.cli.plan_parts import one_part
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import exchange, expert
+from lightning_rl.models.expert import experts_of, hosts_in
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.sharding import ShardedStrategy
@@ -63,11 +66,13 @@ def kept(model: str, layout: str) -> dict[str, int]:
     them; ``sent`` bytes that a rank sends in both passes, and ``formula`` what they should be.
     """
     policy = Policy(model)
-    shares, parts, _ = LAYOUTS[layout](dist.get_world_size())
-    count = 1100  # so long that attention has no mask, which nobody shares
+    shares, parts, experts = LAYOUTS[layout](dist.get_world_size())
+    count = 1152  # so long that attention has no mask, which nobody shares
     row = Row([2], [3] * count, [True] * count, [0.0] * count, [0] * count)
     pack = pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
-    own = policy if parts == 1 else one_part(policy, parts)
+    if experts_of(policy):
+        route_evenly(policy, pack)
+    own = one_part(policy, parts, experts) if parts * experts > 1 else policy
     alone = kept_for_backward(own, pack).activations
     share(policy, layout)
     if dist.get_rank():
@@ -80,8 +85,18 @@ def kept(model: str, layout: str) -> dict[str, int]:
         "together": together,
         "sent": sum(sent),
         "formula": 4 * (sent_for_tokens(policy, count, shares, parts))
-        + 4 * (sent_for_matrices(policy, count, shares, parts)),
+        + 4 * (sent_for_matrices(policy, count, shares, parts))
+        + sent_for_experts(policy, count, shares, experts),
     }
+
+
+def route_evenly(policy: Policy, pack: TensorDict) -> None:
+    """Let the tokens of a pack choose experts in turns, so that all get as many."""
+    config, policy.replays = policy.lm.config, True
+    choices = config.num_experts_per_tok
+    chosen = torch.arange(len(pack["tokens"]) * choices) % experts_of(policy)[0].num_experts
+    routes = chosen.reshape(-1, 1, choices).expand(-1, config.num_hidden_layers, -1)
+    pack["tokens", "routed_experts"] = routes.to(torch.int16)
 
 
 def sent_for_tokens(policy: Policy, count: int, shares: int, parts: int) -> int:
@@ -108,6 +123,20 @@ def sent_for_matrices(policy: Policy, count: int, shares: int, parts: int) -> in
     # Gradients of what all ranks use alike within attention: norms of queries and keys.
     own = sum(p.numel() for name, p in policy.named_parameters() if name.endswith(NORMS))
     return 2 * (layers + ends + head + own) * (parts - 1) // parts
+
+
+def sent_for_experts(policy: Policy, count: int, shares: int, ranks: int) -> int:
+    """Bytes that a rank sends for its share of ``count`` tokens, and for others' that come to it.
+
+    Of all ranks at an even load: each layer's K copies of a token's state go to other ranks, what
+    they compute comes back, and so do gradients; and it is told how many come for each expert.
+    """
+    if ranks == 1:
+        return 0
+    config, hosts = policy.lm.config, hosts_in(policy)
+    states = 4 * config.num_experts_per_tok * -(-count // shares) * config.hidden_size
+    counted = 8 * hosts[0].num_experts * ranks  # of 8 bytes each
+    return len(hosts) * (4 * states + counted) * (ranks - 1) // ranks
 
 
 class LaterUpdates(Callback):
@@ -144,7 +173,7 @@ SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
 def peak(model: str, layout: str) -> dict[str, int]:
     """Of an update: the most that a rank has allocated at a time, and what ``check`` says of it."""
     world = dist.get_world_size()
-    shares, parts, _ = LAYOUTS[layout](world)
+    shares, parts, experts = LAYOUTS[layout](world)
     settings = SMALL | {"bos_token_id": None}
     prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(8)]
     rollouts = largest_rollouts(prompts, 2, 4, 128)
@@ -152,15 +181,19 @@ def peak(model: str, layout: str) -> dict[str, int]:
         rollout.reward = float(rollout.sample_index % 2)
     batch = pack_rollouts(rollouts)
     policy = Policy(model, random_init=True, loading=Loading(model_kwargs=settings))
-    placement = Placement(shards=world // parts, sequence=shares, tensor=parts)
+    replay = None
+    if experts_of(policy):
+        route_evenly(policy, batch)
+        replay = RolloutRouting()
+    placement = Placement(shards=world // parts, sequence=shares, tensor=parts, expert=experts)
     planned = training_memory(policy, [], torch.optim.AdamW, batch, placement)
     follow = LaterUpdates()
-    strategy = ShardedStrategy(sequence=shares, tensor=parts)
+    strategy = ShardedStrategy(sequence=shares, tensor=parts, expert=experts)
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(folder, [follow], devices=world, strategy=strategy)
         module = PolicyModule(
             model, random_init=True, model_kwargs=settings, max_tokens_per_pack=1 << 20,
-            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4),
+            routing_replay=replay, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4),
         )  # fmt: skip
         trainer.fit(module, LazyLoader(lambda _: batch, 5))
     before = planned.sum_of("weights", "optimizer")  # gradients are made anew

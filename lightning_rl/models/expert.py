@@ -76,6 +76,11 @@ def spread(module: nn.Module, ranks: TensorRanks) -> list[nn.Module]:
     return stacks
 
 
+def hosts_in(module: nn.Module) -> list[Any]:
+    """Stacks of which this rank has a part."""
+    return [part for part in module.modules() if isinstance(part, _Hosting)]
+
+
 class _Journey(NamedTuple):
     """How states of S tokens travel, a copy for each of their K choices.
 

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.models.expert import spread
-from lightning_rl.models.tensor import TensorRanks
+from lightning_rl.models.tensor import TensorRanks, local
 from lightning_rl.run.dist import every_rank, rank, take_from_rank_zero
 
 
@@ -98,7 +98,7 @@ def shard(
     if experts is not None:
         same = experts["expert_shards"]
         for stack in spread(module, TensorRanks(experts["expert"])):
-            fully_shard(stack, mesh=same, shard_placement_fn=partial(_within, same), **policies)
+            fully_shard(stack, mesh=same, shard_placement_fn=partial(shared_dim, same), **policies)
     if tensor.size() > 1 or experts is not None:
         # Whoever gathers a tensor is told by torch that two steps, along one dimension of the mesh
         # and then the other, could be one. All ranks take them in the same order.
@@ -111,13 +111,13 @@ def shard(
     module.register_forward_hook(_reshard_after_scoring)
 
 
-def _within(same: DeviceMesh, parameter: nn.Parameter) -> Shard:
+def shared_dim(same: DeviceMesh, parameter: nn.Parameter) -> Shard:
     """What ranks that have the same experts share: whole ones, or rows of each, if too few.
 
     Raises:
         ConfigError: if so many ranks do not divide these either.
     """
-    part, size = cast(DTensor, parameter).to_local(), same.size()
+    part, size = local(parameter), same.size()
     if len(part) % size == 0:
         return Shard(0)
     if part.shape[1] % size:

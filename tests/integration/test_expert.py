@@ -27,12 +27,14 @@ PACKS = {
     ],
 }  # fmt: skip
 """By how many processes; those of four in pairs, too."""
+COSTS = {"two": ["expert_kept", "expert_peak"], "four": ["expert_kept", "pairs_kept", "mixed_kept"]}
 EXPORTED = Path("lightning_logs", "version_0", "hf", "model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def models(folder) -> Path:
     saved_mixture("mixtral", folder / "models" / "all", num_experts_per_tok=4)
+    saved_mixture("mixtral", folder / "models" / "few", num_local_experts=2)
     saved_mixture("qwen3_moe", folder / "models" / "some")
     saved_mixture("qwen3_moe", folder / "models" / "deep", num_hidden_layers=16)
     return folder / "models"
@@ -49,6 +51,8 @@ def alone(models, folder) -> Callable[[str], dict[str, Any]]:
             return saved(model, where, "auto")
         if name == "replayed":
             return fit(str(models / "some"), where, "auto", HFExport(), **REPLAYED)
+        if name == "few":
+            model, name = str(models / "few"), "plain"
         options = OPTIONS[name](model)
         return fit(model, where, "auto", HFExport(merge_adapters=True), **options)
 
@@ -80,7 +84,8 @@ def packs(tmp_path_factory) -> Callable[[str, str], Results]:
         folder = tmp_path_factory.mktemp(f"{kind}_{ranks}")
         count = {"two": 2, "four": 4}[ranks]
         model = saved_mixture(kind, folder / "model", num_attention_heads=count)
-        return run_two("benchmarks.parallel_ranks", model, folder, *PACKS[ranks], ranks=count)
+        wanted = PACKS[ranks] + COSTS[ranks]
+        return run_two("benchmarks.parallel_ranks", model, folder, *wanted, ranks=count)
 
     return run
 
@@ -101,6 +106,19 @@ def test_tokens_that_travel_give_the_same_scores_and_gradients(packs, kind, rank
         if not scenario.endswith("silent"):
             assert result["numbers"] > 20
             assert result["gradient"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scenario"),
+    [(ranks, scenario) for ranks, names in COSTS.items() for scenario in names],
+)
+def test_each_keeps_and_sends_what_an_even_load_takes(packs, ranks, scenario):
+    for result in packs("qwen3_moe", ranks)(scenario):
+        if scenario.endswith("kept"):
+            assert result["together"] == pytest.approx(result["planned"], rel=0.1)
+            assert result["sent"] == result["formula"]
+        else:  # never more; and no more of it is spare than of FSDP2 alone
+            assert 0.85 * result["planned"] < result["measured"] < 1.02 * result["planned"]
 
 
 def named(processes: str) -> list[str]:
@@ -131,6 +149,7 @@ def require_same_rows(expected: list[dict[str, float]], rows: list[dict[str, flo
         ("four", "four_plain", "plain"),
         ("four", "four_clipped", "clipped"),
         ("four", "four_all", "plain"),
+        ("four", "four_rows", "few"),  # two processes have the same expert, and half of it each
         ("four", "four_both", "clipped"),
     ],
 )

@@ -1,7 +1,8 @@
 """What the processes of tests/integration/test_expert.py do: they have experts together.
 
 Run as tests/support/ranks_run.py, with a folder of models: ``some``, whose tokens choose some of
-the experts, ``all``, whose tokens choose all, so that rounding chooses none, and ``deep``.
+the experts, ``all``, whose tokens choose all, so that rounding chooses none, ``few``, which has
+two, and ``deep``.
 """
 
 from collections.abc import Callable
@@ -49,14 +50,12 @@ def scenarios(models: str, where: Path) -> dict[str, Callable[[], Any]]:
     model, some = str(Path(models) / "all"), str(Path(models) / "some")
 
     def trained(
-        name: str, option: str, processes: int = 2, **strategy: Any
+        name: str, option: str, processes: int = 2, of: str = model, **strategy: Any
     ) -> dict[str, Callable[[], Any]]:
-        export, options = HFExport(merge_adapters=True), OPTIONS[option](model)
+        export, options = HFExport(merge_adapters=True), OPTIONS[option](of)
         place = where / name
         return {
-            name: lambda: fit(
-                model, place, spread(**strategy), export, processes=processes, **options
-            )
+            name: lambda: fit(of, place, spread(**strategy), export, processes=processes, **options)
         }
 
     def kept(
@@ -77,6 +76,7 @@ def scenarios(models: str, where: Path) -> dict[str, Callable[[], Any]]:
         | trained("offload", "plain", cpu_offload=True)
         | trained("four_plain", "plain", 4)
         | trained("four_clipped", "clipped", 4)
+        | trained("four_rows", "plain", 4, of=str(Path(models) / "few"))
         | trained("four_all", "plain", 4, expert=4)
         | trained("four_both", "clipped", 4, sequence=2)
         | kept("saved_file", spread())

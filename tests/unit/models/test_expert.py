@@ -13,7 +13,7 @@ from lightning_rl.learn.gradients import clip_gradients, norm_of, scale_gradient
 from lightning_rl.models.expert import experts_of, require_experts, spread
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.sharding import ShardedStrategy
+from lightning_rl.models.sharding import ShardedStrategy, shared_dim
 from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.rollout import Prompt, Rollout, Row
 from tests.support.mixtures import KINDS, saved_mixture
@@ -94,6 +94,16 @@ def test_models_whose_tokens_cannot_travel(qwen, change):
 def test_a_number_that_does_not_divide_is_named(qwen):
     with pytest.raises(ConfigError, match="expert=3 does not divide the 8 experts of a layer"):
         spread(Policy(str(qwen)), TensorRanks(None, 3))
+
+
+def test_ranks_with_the_same_experts_share_whole_ones_or_rows():
+    def dim(ranks: int) -> int:
+        same = SimpleNamespace(size=lambda: ranks)
+        return shared_dim(same, nn.Parameter(torch.zeros(4, 6, 5))).dim
+
+    assert [dim(ranks) for ranks in (1, 2, 3, 4, 6)] == [0, 0, 1, 0, 1]
+    with pytest.raises(ConfigError, match=r"8 processes have the same 4 experts, .* their 6 rows"):
+        dim(8)
 
 
 def test_the_strategy_knows_its_sizes(tmp_path):
