@@ -16,11 +16,11 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.sharding import ShardedStrategy, shared_dim
 from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.rollout import Prompt, Rollout, Row
-from tests.support.mixtures import KINDS, saved_mixture
+from tests.support.mixtures import KINDS, SIGMOIDS, saved_mixture
 from tests.support.small_run import trainer_of
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *SIGMOIDS])
 def mixture(request, tmp_path_factory):
     return saved_mixture(request.param, tmp_path_factory.mktemp(request.param))
 
