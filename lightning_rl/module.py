@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl.algos.advantages import GRPO, Advantage
@@ -39,11 +39,13 @@ from lightning_rl.data.batch import (
 from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.gradients import clip_gradients, scale_gradients
 from lightning_rl.learn.left_out import LeftOut, without, without_flags
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import make_optimizer
 from lightning_rl.learn.streamed import Stream
+from lightning_rl.models.expert import require_experts
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.memory import smaller_budget
@@ -53,7 +55,7 @@ from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.routing import require_routing
 from lightning_rl.models.sequence import turns
-from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
+from lightning_rl.models.sharding import read_by_rank_zero, shard
 from lightning_rl.run.dist import all_sum, world_size
 from lightning_rl.run.hooks import answers
 from lightning_rl.run.metrics import TokenMetrics
@@ -272,8 +274,11 @@ class PolicyModule(OwnLoop, RolloutModule):
             strategy: Any = self.trainer.strategy
             offload = getattr(strategy, "cpu_offload", False)
             sequence = getattr(strategy, "sequence", 1)
+            experts = getattr(strategy, "expert_mesh", None)
+            if experts is not None:
+                require_experts(self.policy.lm, strategy.expert)
             for policy in [part for part in self.modules() if isinstance(part, Policy)]:
-                shard(policy, mesh, precision, offload)
+                shard(policy, mesh, precision, offload, experts)
                 if sequence > 1 or policy.tensor is not None:
                     policy.share_packs(sequence)
 
@@ -486,14 +491,13 @@ class PolicyModule(OwnLoop, RolloutModule):
             metrics.add(pack_metrics)
         if factor is not None:
             gradients = [p.grad for p in self.loaded_policy.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, factor)
+            scale_gradients(gradients, factor)
 
     def step(self, metrics: TokenMetrics) -> None:
         """One optimizer step, of the gradient that is in the policy, clipped."""
         optimizer = self.own_optimizer()
         parameters = [p for p in self.loaded_policy.parameters() if p.grad is not None]
-        norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
-        norm = full_tensor(norm).reshape(1)
+        norm = clip_gradients(parameters, self.max_grad_norm or float("inf")).reshape(1)
         lr = norm.new_full((1,), optimizer.param_groups[0]["lr"])
         metrics.add({"policy/grad_norm": norm, "policy/lr": lr})
         if self._trainer is None:  # with Fabric; a Trainer calls this hook within the step

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.integrations import moe
 
+from lightning_rl.cli.activations import changed
 from lightning_rl.cli.plan import CardPlan
 from lightning_rl.cli.training_plan import Learning, card_plan, placement_of
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.models.expert import experts_of
 from lightning_rl.rollout import Prompt
 
 SPARE = 0.05
@@ -28,11 +31,13 @@ SPARE = 0.05
 class Candidate:
     """``sequence`` x ``tensor`` GPUs compute a pack together; what each has to hold of it.
 
-    ``refused`` says why the model cannot be shared so.
+    ``expert`` of all have a mixture's experts together. ``refused`` says why the model cannot be
+    shared so.
     """
 
     sequence: int
     tensor: int
+    expert: int
     plan: CardPlan | None
     refused: str = ""
 
@@ -41,10 +46,15 @@ class Candidate:
         """Whether a GPU is large enough, with something to spare."""
         return self.plan is not None and self.plan.missing <= -SPARE * self.plan.card
 
+    @property
+    def name(self) -> str:
+        """For a person."""
+        expert = f" x expert {self.expert}" if self.expert > 1 else ""
+        return f"sequence {self.sequence} x tensor {self.tensor}{expert}"
+
     def line(self) -> str:
         """For a person."""
-        said = self.refused if self.plan is None else self.plan.verdict
-        return f"sequence {self.sequence} x tensor {self.tensor}: {said}"
+        return f"{self.name}: {self.refused if self.plan is None else self.plan.verdict}"
 
 
 def configure_without_weights(module: RolloutModule) -> None:
@@ -81,23 +91,35 @@ def candidates(
     """Ways to share, those first in which fewer GPUs compute a pack together.
 
     Of as many, a sequence is shared before matrices are: an all-to-all of heads, and gathered keys
-    where there are fewer heads, send less in a layer than the all-reduces of its outputs do.
+    where there are fewer heads, send less in a layer than the all-reduces of its outputs do. Of a
+    mixture's tokens each is sent to its experts only where a layer's are too many to be gathered.
     """
     ways = [
-        (sequence, tensor)
+        (sequence, tensor, expert)
         for tensor in range(1, gpus + 1)
         for sequence in range(1, gpus + 1)
         if gpus % (sequence * tensor) == 0
+        for expert in (_shares_of_experts(module, gpus) if tensor == 1 else [1])
     ]
     trainer, learning = module.trainer, Learning(module, data, prompts, gpus)
-    alone = replace(placement_of(trainer, torch.device("cuda")), sequence=1, tensor=1)
-    for sequence, tensor in sorted(ways, key=lambda way: (way[0] * way[1], way[1])):
-        placement = replace(alone, shards=gpus // tensor, sequence=sequence, tensor=tensor)
+    alone = replace(placement_of(trainer, torch.device("cuda")), sequence=1, tensor=1, expert=1)
+    for way in sorted(ways, key=lambda way: (way[0] * way[1], *way[1:])):
+        sequence, tensor, expert = way
+        placement = replace(
+            alone, shards=gpus // tensor, sequence=sequence, tensor=tensor, expert=expert
+        )
         try:
             _, memory = learning.told(placement)
-            yield Candidate(sequence, tensor, card_plan(module, data, memory, card_gb))
+            yield Candidate(*way, card_plan(module, data, memory, card_gb))
         except ConfigError as refusal:
-            yield Candidate(sequence, tensor, None, f"refused: {str(refusal).splitlines()[0]}")
+            yield Candidate(*way, None, f"refused: {str(refusal).splitlines()[0]}")
+
+
+def _shares_of_experts(module: RolloutModule, gpus: int) -> list[int]:
+    """How many of the GPUs can have all policies' experts together."""
+    policies = (policy.loaded_policy.lm for policy in module.policies.values())
+    counts = [max((s.num_experts for s in experts_of(lm)), default=1) for lm in policies]
+    return [n for n in range(1, gpus + 1) if gpus % n == 0 and not any(c % n for c in counts)]
 
 
 def choose(
@@ -109,7 +131,9 @@ def choose(
         ConfigError: as ``configure_model`` does.
     """
     configure_without_weights(module)
-    found = list(candidates(module, data, prompts, gpus, card_gb))
+    # torch's own grouped products have no shape without numbers in float32; transformers' have.
+    with changed([moe], _can_use_grouped_mm=lambda *_: False):
+        found = list(candidates(module, data, prompts, gpus, card_gb))
     lines = [f"{gpus} GPUs of {card_gb:g} GiB, which share weights, gradients and optimizer state:"]
     lines += [f"  {candidate.line()}" for candidate in found]
     best = next((candidate for candidate in found if candidate.fits), None)
@@ -122,8 +146,9 @@ def choose(
         return [*lines, f"none of them fits with {SPARE:.0%} to spare{advice}"], False
     return [
         *lines,
-        f"take sequence {best.sequence} x tensor {best.tensor}: {SPARE:.0%} of a GPU stay free "
+        f"take {best.name}: {SPARE:.0%} of a GPU stay free "
         "with the fewest GPUs for a pack, and of as many it sends the least in each layer:",
         f"  --trainer.devices {gpus} --trainer.strategy lightning_rl.ShardedStrategy "
-        f"--trainer.strategy.sequence {best.sequence} --trainer.strategy.tensor {best.tensor}",
+        f"--trainer.strategy.sequence {best.sequence} --trainer.strategy.tensor {best.tensor}"
+        + (f" --trainer.strategy.expert {best.expert}" if best.expert > 1 else ""),
     ], True

@@ -19,6 +19,7 @@ from lightning_rl.cli.plan_parts import one_part, parts_of
 from lightning_rl.data.batch import select
 from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
+from lightning_rl.models.expert import hosts_in
 from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
@@ -153,9 +154,9 @@ class Placement:
 
     Weights are shared by ``shards`` processes (FSDP2), 1: each has them whole; with ``cpu_offload``
     what each has of them is in host memory. ``sequence`` processes compute a pack together, and
-    ``tensor`` have matrices together, of which each part has its own ``shards``. ``device`` is what
-    computes, in Lightning's ``precision``; with ``masters`` weights of 16 bits are trained in
-    copies of 32.
+    ``tensor`` have matrices together, of which each part has its own ``shards``. ``expert``
+    processes, of those that share weights, have experts together. ``device`` is what computes, in
+    Lightning's ``precision``; with ``masters`` weights of 16 bits are trained in copies of 32.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -165,6 +166,7 @@ class Placement:
     cpu_offload: bool = False
     sequence: int = 1
     tensor: int = 1
+    expert: int = 1
 
 
 SHARE = "share the weights: strategy ShardedStrategy with more devices, or its cpu_offload: true"
@@ -264,14 +266,16 @@ def training_memory(
     - optimizer: what one step leaves in its state (:func:`state_bytes`; AdamW: two tensors).
       Of all these a process has one part in as many as share them.
     - gathered: of shared weights those outside of layers, and two layers (FSDP2 gathers one ahead);
-      their gradients, of one layer, until they are summed.
+      their gradients, of one layer, until they are summed. Of experts that processes have together
+      one layer's part, which is gathered by itself.
     - activations: what autograd keeps for the backward pass, in the dtypes that compute. Measured
       on ``sample``, by default one group of the pack, and scaled by its tokens, for attention and
       everything else keep memory in proportion to them. With gradient checkpointing one layer's
       come on top, of an MLP in tiles only those of a tile; layers' inputs that wait in host memory
       are there, and one more than is computed with is on the device. Processes that compute a
       pack together share them (:func:`shared_activations`). Where matrices are split, all of this
-      is of one process's parts, and measured on them.
+      is of one process's parts, and measured on them; so are experts' activations, and the states
+      that are sent to and fro, at an even load.
     - bfloat16 weights: autocast's copies of whole weights, which autograd keeps as well.
     - logits: two chunks of fp32 logits (:mod:`lightning_rl.models.heads` never holds more).
     - backward: the gradient of the largest parameter, before it is added to the others; and those
@@ -283,6 +287,7 @@ def training_memory(
         whole, policy = policy, one_part(policy, placement.tensor)
         known = parts_of(known, whole, policy)
         others = [one_part(other, placement.tensor) for other in others]
+    computes = policy if placement.expert == 1 else one_part(policy, expert=placement.expert)
     true, mixed = (placement.precision == name for name in ("bf16-true", "bf16-mixed"))
     width = 2 if true else 4
     trained = [p for p in policy.parameters() if p.requires_grad]
@@ -293,7 +298,7 @@ def training_memory(
     tokens, ranks = forward_tokens(pack), placement.sequence
     tile = None if policy.recompute is None else policy.recompute.mlp_tokens
     tiled = tile is not None and tile < tokens // ranks
-    found = measure(policy, sample, placement.precision, tiled)
+    found = measure(computes, sample, placement.precision, tiled)
     kept = found.at_once(tokens, None if tile is None else tile * ranks)
     loss_tokens = ceil(int(pack["tokens", "loss_mask"].sum()) / placement.sequence)
     stepped = torch.bfloat16 if true and not placement.masters else torch.float32
@@ -312,12 +317,12 @@ def training_memory(
             policy, kept, pack, ranks, 2 if true or mixed else 4
         ),
         "logits": 2 * 4 * min(chunk_elements(placement.device), loss_tokens * head.shape[0]),
-        "backward": width * max(p.numel() for p in trained),
+        "backward": width * max(p.numel() for p in computes.parameters() if p.requires_grad),
     }
     if packed := [m.in_features * m.out_features for m in quantized_layers(policy).values()]:
         parts["an unpacked layer"] = (2 if true or mixed else 4) * max(packed)
     if placement.shards * placement.tensor > 1:  # FSDP2 copies even what one process has whole
-        parts["gathered"] = _gathered(policy, 2 if true or mixed else 4)
+        parts["gathered"] = _gathered(computes, 2 if true or mixed else 4)
     elif tiled:  # else among what is gathered
         parts["backward"] += max(_size(mlp.parameters(), width, True) for mlp in tiled_mlps(policy))
     if mixed and "gathered" not in parts:
@@ -345,15 +350,17 @@ _STAYS = ("weights", "other models", "gradients", "optimizer", "master weights")
 
 def _gathered(policy: Policy, width: int) -> int:
     """Bytes of the weights that a process has whole at a time, and of their gradients."""
-    layers = layers_of(policy)
-    inside = {p for layer in layers for p in layer.parameters()}
-    outside = [p for p in policy.parameters() if p not in inside]
+    experts = [set(stack.parameters()) for stack in hosts_in(policy)]
+    apart = set().union(*experts)
+    layers = [set(layer.parameters()) - apart for layer in layers_of(policy)]
+    outside = set(policy.parameters()).difference(*layers, apart)
 
-    def largest(trained_only: bool) -> int:
-        return max(_size(layer.parameters(), width, trained_only) for layer in layers)
+    def largest(parts: list[set[nn.Parameter]], trained_only: bool) -> int:
+        return max((_size(part, width, trained_only) for part in parts), default=0)
 
-    weights = _size(outside, width) + 2 * largest(False)
-    return weights + _size(outside, width, trained_only=True) + largest(True)
+    weights = _size(outside, width) + 2 * largest(layers, False) + largest(experts, False)
+    gradients = _size(outside, width, True) + largest(layers, True) + largest(experts, True)
+    return weights + gradients
 
 
 def _size(parameters: Iterable[nn.Parameter], width: int, trained_only: bool = False) -> int:

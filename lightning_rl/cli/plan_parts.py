@@ -1,4 +1,4 @@
-"""What one of several processes has that share a model's matrices, without the others."""
+"""What one of several processes has that share matrices or experts, without the others."""
 
 import copy
 from collections.abc import Set as AbstractSet
@@ -6,17 +6,19 @@ from typing import TypeVar
 
 from torch import nn
 
+from lightning_rl.models.expert import require_experts, spread
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tensor import TensorRanks
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def one_part(module: Module, size: int) -> Module:
-    """A copy of a module with the first of ``size`` parts of each policy's matrices.
+def one_part(module: Module, tensor: int = 1, expert: int = 1) -> Module:
+    """A copy of a module with the first of ``tensor`` parts of each policy's matrices.
 
-    It computes no right numbers, since nobody adds the other parts, but keeps what one process of
-    as many keeps. What is not split is shared with the module.
+    Or with the first of ``expert`` parts of its experts, who get as many tokens as an even load
+    sends them. It computes no right numbers, since it is without the other parts, but keeps what
+    one process of as many keeps. What is not split is shared with the module.
 
     Raises:
         ConfigError: if as many processes cannot share them.
@@ -24,7 +26,11 @@ def one_part(module: Module, size: int) -> Module:
     kept = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     part = copy.deepcopy(module, kept)
     for policy in [each for each in part.modules() if isinstance(each, Policy)]:
-        policy.split(TensorRanks(None, size))
+        if tensor > 1:
+            policy.split(TensorRanks(None, tensor))
+        if expert > 1:
+            require_experts(policy.lm, expert)
+            spread(policy, TensorRanks(None, expert))
     return part
 
 

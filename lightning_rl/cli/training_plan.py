@@ -63,7 +63,7 @@ class Learning:
     prompts: Sequence[Prompt]
     ranks: int
     _batches: dict[tuple[int, int, int], TensorDict] = field(default_factory=dict)
-    _activations: dict[tuple[int, int, int, bool], Activations] = field(default_factory=dict)
+    _activations: dict[tuple[int, int, int, int, bool], Activations] = field(default_factory=dict)
 
     def told(self, placement: Placement) -> tuple[list[str], MemoryPlan]:
         """As :func:`training_plan`, of each process."""
@@ -141,7 +141,7 @@ class Learning:
             placement,
             seen,
             self._largest(1, written, min(tokens, SAMPLED)),
-            partial(self._measured, policy, placement.tensor),
+            partial(self._measured, policy, placement.tensor, placement.expert),
         )
         return [*plan.lines(), *_schedule(policy, plan)], memory
 
@@ -149,13 +149,14 @@ class Learning:
         self,
         owner: PolicyModule,
         tensor: int,
+        expert: int,
         policy: Policy,
         sample: TensorDict,
         precision: str,
         tiled: bool,
     ) -> Activations:
-        """Of a policy, or one of ``tensor`` parts of it: however many ranks share its tokens."""
-        key = id(owner), tensor, id(sample), tiled
+        """Of a policy, or a part of its matrices or experts: however many share its tokens."""
+        key = id(owner), tensor, expert, id(sample), tiled
         if key not in self._activations:
             self._activations[key] = measure_activations(policy, sample, precision, tiled)
         return self._activations[key]
@@ -198,6 +199,7 @@ def placement_of(trainer: Trainer, device: torch.device) -> Placement:
         getattr(strategy, "cpu_offload", False),
         getattr(strategy, "sequence", 1),
         tensor,
+        getattr(strategy, "expert", 1),
     )
 
 

@@ -11,16 +11,15 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_rl.config.layers import Change
 from lightning_rl.errors import ConfigError, LightningRLError
+from lightning_rl.learn.gradients import norm_of
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import GivenModel, Loading
 from lightning_rl.models.recompute import Recompute
-from lightning_rl.models.sharding import full_tensor
 from lightning_rl.run.dist import any_rank, rank
 from lightning_rl.run.hooks import StageClock, call_hook
 from lightning_rl.run.metrics import named
@@ -72,7 +71,7 @@ class FiniteStepsModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = norm_of([p.grad for p in parameters if p.grad is not None])
         if any_rank(not math.isfinite(float(norm))):
             self.leave_out(optimizer)
 

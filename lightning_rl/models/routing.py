@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +12,23 @@ from transformers import PreTrainedModel
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
 
-Gates = Callable[[Tensor, Tensor], Tensor]
-"""Weights (S, K) of the chosen experts (S, K) by router logits (S, E), in float32."""
+
+class Weighing(NamedTuple):
+    """What routers make of logits (S, E), in float32.
+
+    ``probs`` (S, E), of all experts, which sum to one; ``gates`` (S, K), of the chosen ones (S, K).
+    """
+
+    probs: Callable[[Tensor], Tensor]
+    gates: Callable[[Tensor, Tensor], Tensor]
 
 
 class Heard(NamedTuple):
     """What L routers with E experts made of the S tokens of a pass, of which each chose K.
 
-    ``probs`` (L, E): means of their probabilities, with a gradient if it is wanted. ``load``
+    ``probs`` (L, E): means of their probabilities, with a gradient if it is wanted; of routers that
+    score by a sigmoid each expert's share of the scores (DeepSeek-AI 2024, arXiv 2412.19437, eq.
+    19). ``load``
     (L, E): the share of tokens that an expert got. ``entropy`` (L,): the mean of the routers', in
     nats. ``otherwise`` (): share of tokens for which any router would have chosen another set of
     experts than was replayed. ``experts`` (S, L, K).
@@ -41,8 +51,8 @@ class Routing:
     balanced = False
     """True if a loss takes the gradient of ``probs``."""
 
-    def __init__(self, routers: dict[int, nn.Module], gates: Gates) -> None:
-        self._gates, self._layers = gates, list(routers)
+    def __init__(self, routers: dict[int, nn.Module], weighing: Weighing) -> None:
+        self._weighing, self._layers = weighing, list(routers)
         self._replayed: Tensor | None = None
         self._listening = False
         self._passed: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -75,9 +85,10 @@ class Routing:
         passed = self._end()
         experts = torch.stack([chosen for _, chosen, _ in passed], 1)
         with torch.set_grad_enabled(self.balanced and torch.is_grad_enabled()):
-            probs = torch.stack([logits.float().softmax(-1).mean(0) for logits, _, _ in passed])
+            of_layers = [self._weighing.probs(logits) for logits, _, _ in passed]
+            probs = torch.stack([each.mean(0) for each in of_layers])
         with torch.no_grad():
-            entropy = torch.stack([_entropy(logits) for logits, _, _ in passed])
+            entropy = torch.stack([torch.special.entr(p).sum(-1).mean() for p in of_layers])
             own = torch.stack([chosen for _, _, chosen in passed], 1)
             others = own.sort(-1).values != experts.sort(-1).values
             counts = torch.zeros_like(probs)
@@ -103,7 +114,7 @@ class Routing:
         if self._replayed is not None:
             given = self._replayed[:, layer].long()
             chosen = torch.where(given == UNKNOWN, own, given)
-            weights = self._gates(logits, chosen).to(weights.dtype)
+            weights = self._weighing.gates(logits, chosen).to(weights.dtype)
         if self._listening:
             self._passed.append((logits, chosen, own))
         return logits, weights, chosen
@@ -113,12 +124,12 @@ def routing_of(lm: PreTrainedModel) -> Routing | None:
     """The routers of a model; None if it has none, or such as weigh experts in another way.
 
     Known are those that give logits, weights and experts, the weights being softmax's
-    probabilities, or their shares among the chosen ones.
+    probabilities or sigmoids, or their shares among the chosen ones, maybe scaled.
     """
     routers = _routers(lm)
     kinds = {type(router) for router in routers.values()}
-    gates = _gates_of(kinds.pop(), lm.config.get_text_config()) if kinds else None
-    return None if gates is None else Routing(routers, gates)
+    weighing = _weighing_of(kinds.pop(), lm.config.get_text_config()) if kinds else None
+    return None if weighing is None else Routing(routers, weighing)
 
 
 def require_routing(lm: PreTrainedModel) -> Routing:
@@ -131,7 +142,7 @@ def require_routing(lm: PreTrainedModel) -> Routing:
     if found is None:
         raise ConfigError(
             f"{type(lm).__name__} has no routers whose choice of experts can be recorded or "
-            "replayed; use a mixture such as Qwen3-MoE, Mixtral or OLMoE, or leave routing out"
+            "replayed; use a mixture such as Qwen3-MoE, GLM-4.5 or Mixtral, or leave routing out"
         )
     return found
 
@@ -140,42 +151,62 @@ def _routers(lm: PreTrainedModel) -> dict[int, nn.Module]:
     """Routers by the numbers of their layers, which are in their names."""
     recorded = getattr(lm.base_model, "_can_record_outputs", None) or {}
     kind = getattr(recorded.get("router_logits"), "target_class", None)
-    if kind is None:
+    if kind is None or kind is nn.Linear:  # which gives logits alone: what is chosen is not heard
         return {}
     found = {name: part for name, part in lm.named_modules() if isinstance(part, kind)}
     numbers = (next(int(part) for part in name.split(".") if part.isdigit()) for name in found)
     return dict(zip(numbers, found.values(), strict=True))
 
 
-def _gates_of(kind: Callable[[Any], nn.Module], config: Any) -> Gates | None:
+def _weighing_of(kind: Callable[[Any], nn.Module], config: Any) -> Weighing | None:
     """How such routers weigh what they choose, found out on one with random weights."""
     with torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
         router = kind(config).float()
         for parameter in router.parameters():
             nn.init.normal_(parameter, std=0.1)
-        output = router(torch.randn(16, config.hidden_size, device="cpu"))
+        states = torch.randn(16, config.hidden_size, dtype=torch.float32, device="cpu")
+        # Some are given what is added to scores before the choice, and not to weights.
+        _, *biases = signature(router.forward).parameters
+        try:
+            output = router(states, *(torch.zeros((), device="cpu") for _ in biases))
+        except (TypeError, ValueError):  # they are called with something else
+            return None
     if not (isinstance(output, tuple) and len(output) == 3):
         return None
     logits, weights, chosen = output
     if logits.dim() != 2 or weights.shape != chosen.shape or chosen.is_floating_point():
         return None
-    for gates in (_probabilities, _shares):
-        if torch.allclose(gates(logits, chosen), weights.float(), rtol=1e-4, atol=1e-6):
-            return gates
+    scale = next((float(getattr(router, name)) for name in _SCALES if hasattr(router, name)), 1.0)
+    for probs, scores in ((_softmax, _softmax), (_affinities, _sigmoid)):
+        for shared in (False, True):
+            gates = partial(_gates, scores, shared, scale)
+            if torch.allclose(gates(logits, chosen), weights.float(), rtol=1e-4, atol=1e-6):
+                return Weighing(probs, gates)
     return None
 
 
-def _entropy(logits: Tensor) -> Tensor:
-    """The mean over tokens, (), of logits (S, E)."""
-    logprobs = logits.float().log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1).mean()
+_SCALES = ("routed_scaling_factor", "router_scaling_factor")
+"""What transformers' routers call the factor of their weights."""
 
 
-def _probabilities(logits: Tensor, chosen: Tensor) -> Tensor:
-    return logits.float().softmax(-1).gather(-1, chosen)
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.float().softmax(-1)
 
 
-def _shares(logits: Tensor, chosen: Tensor) -> Tensor:
+def _sigmoid(logits: Tensor) -> Tensor:
+    return logits.float().sigmoid()
+
+
+def _affinities(logits: Tensor) -> Tensor:
+    scores = _sigmoid(logits)
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def _gates(
+    scores: Callable[[Tensor], Tensor], shared: bool, scale: float, logits: Tensor, chosen: Tensor
+) -> Tensor:
     """In the order of operations of transformers: equal choices have equal weights, to the bit."""
-    probs = _probabilities(logits, chosen)
-    return probs / probs.sum(-1, keepdim=True)
+    weights = scores(logits).gather(-1, chosen)
+    if shared:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 from lightning_rl.data.batch import PackedBatch
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
+from lightning_rl.models.exchange import AllToAll
 from lightning_rl.models.routing import Heard
 from lightning_rl.models.sharing import (
     HeadSharing,
@@ -245,35 +246,15 @@ class HeadExchange:
         split = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in copied]
         counts = [x.shape[2] for x in split]
         # In one message: (n, s, all of a rank's heads, D), of which the k-th part is rank k's.
-        received = _AllToAll.apply(torch.cat(split, 2), self.group)
+        received = AllToAll.apply(torch.cat(split, 2), self.group, None)
         return received.flatten(0, 1)[: self.tokens].split(counts, 1)
 
     def gather_heads(self, output: Tensor) -> Tensor:
         """Outputs (S, H / n, D) of own heads to (s, H, D) of own tokens."""
         share = -(-self.tokens // self.size)
         filled = F.pad(output, (0, 0, 0, 0, 0, share * self.size - self.tokens))
-        received = _AllToAll.apply(filled.unflatten(0, (self.size, share)), self.group)
+        received = AllToAll.apply(filled.unflatten(0, (self.size, share)), self.group, None)
         return received.transpose(0, 1).flatten(1, 2)
-
-
-class _AllToAll(torch.autograd.Function):
-    """The k-th part (n, ...) goes to rank k, whose own comes in its place; gradients go back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad, ctx.group), None
-
-
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
 
 
 class _ToOwner(torch.autograd.Function):

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -11,7 +12,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,12 +20,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.models.tensor import TensorRanks
+from lightning_rl.models.expert import spread
+from lightning_rl.models.tensor import TensorRanks, local
 from lightning_rl.run.dist import every_rank, rank, take_from_rank_zero
 
 
@@ -60,20 +62,27 @@ class Shardable(Protocol):
 
 
 def shard(
-    module: nn.Module, mesh: DeviceMesh, precision: str = "32-true", cpu_offload: bool = False
+    module: nn.Module,
+    mesh: DeviceMesh,
+    precision: str = "32-true",
+    cpu_offload: bool = False,
+    experts: DeviceMesh | None = None,
 ) -> None:
     """Shard parameters over the mesh that ``ModelParallelStrategy`` made, in place.
 
     Each transformer layer is gathered when it computes, the rest while ``module`` does. All ranks
     start from rank 0's parameters and buffers, one at a time, so that no other ever holds more than
     its shards and the largest. From then on a forward pass takes all ranks. Where the mesh splits
-    tensors too, the module splits itself before, and each part is sharded.
+    tensors too, the module splits itself before, and each part is sharded. Experts are gathered by
+    themselves, from those ranks that have the same ones.
 
     Args:
         module: with its weights on rank 0; on others maybe on the meta device.
         mesh: of data-parallel times tensor-parallel ranks.
         precision: of the Trainer.
         cpu_offload: keep shards, gradients and the optimizer's state in host memory.
+        experts: the same ranks, by which of them have the same experts (``expert_shards``), and
+            which have all of a layer together (``expert``); None: each has all.
 
     Raises:
         ConfigError: if the module cannot be split.
@@ -86,6 +95,11 @@ def shard(
     _keep_shapes(module)
     if tensor.size() > 1:
         cast(Shardable, module).split(TensorRanks(tensor))
+    if experts is not None:
+        same = experts["expert_shards"]
+        for stack in spread(module, TensorRanks(experts["expert"])):
+            fully_shard(stack, mesh=same, shard_placement_fn=partial(shared_dim, same), **policies)
+    if tensor.size() > 1 or experts is not None:
         # Whoever gathers a tensor is told by torch that two steps, along one dimension of the mesh
         # and then the other, could be one. All ranks take them in the same order.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -95,6 +109,23 @@ def shard(
     fully_shard(module, mesh=data, **policies)
     _scatter(module, tensors, _device_of(mesh), cpu_offload)
     module.register_forward_hook(_reshard_after_scoring)
+
+
+def shared_dim(same: DeviceMesh, parameter: nn.Parameter) -> Shard:
+    """What ranks that have the same experts share: whole ones, or rows of each, if too few.
+
+    Raises:
+        ConfigError: if so many ranks do not divide these either.
+    """
+    part, size = local(parameter), same.size()
+    if len(part) % size == 0:
+        return Shard(0)
+    if part.shape[1] % size:
+        raise ConfigError(
+            f"{size} processes have the same {len(part)} experts, and divide neither these nor "
+            f"their {part.shape[1]} rows; set expert to another divisor of the experts' number"
+        )
+    return Shard(1)
 
 
 def refuse_mesh(module: LightningModule) -> None:
@@ -175,8 +206,8 @@ def shape_of(tensor: Tensor) -> Tensor:
 class ShardedStrategy(ModelParallelStrategy):
     """Weights, gradients and optimizer state are sharded over all processes (FSDP2).
 
-    What ``ModelParallelStrategy`` does, which can be used as well, except for ``cpu_offload`` and
-    ``sequence``. With ``precision: bf16-mixed`` weights are gathered in
+    What ``ModelParallelStrategy`` does, which can be used as well, except for ``cpu_offload``,
+    ``sequence`` and ``expert``. With ``precision: bf16-mixed`` weights are gathered in
     bfloat16, gradients summed and weights trained in float32.
 
     Args:
@@ -188,13 +219,15 @@ class ShardedStrategy(ModelParallelStrategy):
         tensor: processes that have each layer's matrices together, and compute each pack together,
             for models whose layers do not fit on one device; a divisor of the number of processes,
             of the model's attention and key-value heads, of its MLPs' width and its vocabulary.
+        expert: processes that have a mixture's experts together, to whom tokens travel, so that
+            fewer are gathered; a divisor of the number of processes, and of that of experts.
         save_distributed_checkpoint: each process writes its share into a folder; False: rank 0
             writes one file.
         timeout: of collectives.
 
     Raises:
-        ConfigError: for a ``sequence`` or ``tensor`` below 1, or one that does not divide the
-            number of processes.
+        ConfigError: for a ``sequence``, ``tensor`` or ``expert`` below 1, or one that does not
+            divide the number of processes; for ``tensor`` together with ``expert``.
     """
 
     def __init__(
@@ -202,6 +235,7 @@ class ShardedStrategy(ModelParallelStrategy):
         cpu_offload: bool = False,
         sequence: int = 1,
         tensor: int = 1,
+        expert: int = 1,
         save_distributed_checkpoint: bool = False,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -210,23 +244,38 @@ class ShardedStrategy(ModelParallelStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint,
             timeout=timeout,
         )
-        require_at_least(1, sequence=sequence, tensor=tensor)
+        require_at_least(1, sequence=sequence, tensor=tensor, expert=expert)
+        if tensor > 1 and expert > 1:
+            raise ConfigError(
+                f"tensor={tensor}, expert={expert}: matrices of a mixture of experts are not split "
+                "yet; set one of them to 1"
+            )
         self.cpu_offload = cpu_offload
         self.sequence = sequence
         self.tensor = tensor
+        self.expert = expert
+        self.expert_mesh: DeviceMesh | None = None
+        """All processes, by ``expert_shards`` and ``expert``; None: experts are as all else."""
 
     def setup_environment(self) -> None:
         world = self.num_nodes * self.num_processes
-        if world % self.tensor:
-            raise ConfigError(
-                f"tensor={self.tensor} does not divide the run's {world} processes; change it, or "
-                "trainer.devices and num_nodes"
-            )
+        for name, size in {"tensor": self.tensor, "expert": self.expert}.items():
+            if world % size:
+                raise ConfigError(
+                    f"{name}={size} does not divide the run's {world} processes; change it, or "
+                    "trainer.devices and num_nodes"
+                )
         self._data_parallel_size = world // self.tensor
         if self.cpu_offload and self.root_device.type == "cuda":
             # Norms and gathered weights of offloaded parameters travel by gloo.
             self._process_group_backend = "cpu:gloo,cuda:nccl"
         super().setup_environment()
+        if self.expert > 1:
+            self.expert_mesh = init_device_mesh(
+                self.root_device.type,
+                (world // self.expert, self.expert),
+                mesh_dim_names=("expert_shards", "expert"),
+            )
 
     def model_to_device(self) -> None:
         """All but the shards that stay on the host."""

@@ -115,21 +115,22 @@ class _Local:
     _computing: _Computing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _local_parameters(self):
+        with parameters_as(self, self._part):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _part(self, parameter: Tensor) -> Any:
+        ranks, inside = self._computing
+        part = local(parameter)
+        # Within a split part of a layer each rank uses it for something else.
+        return _Enter.apply(part, ranks) if inside else part
 
 
 @contextmanager
-def _local_parameters(module: Any) -> Iterator[None]:
+def parameters_as(module: Any, change: Callable[[Tensor], Any]) -> Iterator[None]:
+    """A module computes with something else than its own parameters in this block."""
     whole = dict(module._parameters)
-    ranks, inside = module._computing
-    for name, parameter in whole.items():
-        if parameter is None:
-            continue
-        part = local(parameter)
-        if inside:  # each rank uses it for something else
-            part = _Enter.apply(part, ranks)
-        module._parameters[name] = part
+    changed = {name: change(p) for name, p in whole.items() if p is not None}
+    module._parameters.update(changed)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from benchmarks.memory import FollowAllocations
 from lightning_rl import LoRA, PolicyModule, SharedValueHead
 from lightning_rl.cli import layouts, main, stopwatch
 from lightning_rl.cli.activations import kept_for_backward, measure_activations
-from lightning_rl.cli.mesh import configure_without_weights
+from lightning_rl.cli.mesh import Candidate, configure_without_weights
 from lightning_rl.cli.plan import (
     BatchPlan,
     cut,
@@ -33,6 +33,7 @@ from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
 from tests.support.bad_configs import CONFIG, files
+from tests.support.mixtures import saved_mixture
 from tests.support.small_run import data_module as small_data, trainer_of
 from tests.support.two_ranks import ROOT
 from tests.support.two_roles import roles_data, roles_module
@@ -317,6 +318,26 @@ def test_more_gpus_than_heads_share_a_rollout_if_it_takes_them(workplace, capsys
     said = capsys.readouterr().out
     assert "sequence 2 x tensor 1: 36.5 MiB training + 0.2 MiB engine: DOES NOT FIT" in said
     assert "take sequence 4 x tensor 1: " in said
+
+
+def test_gpus_share_the_experts_of_a_mixture(workplace, capsys, monkeypatch):
+    mixture = saved_mixture("qwen3_moe", workplace / "mixture")
+    command = ["check", "--config", "good.yaml", "--gpus", "2", "--gpu_memory_gb", "80"]
+    command += ["--model.model", str(mixture), "--model.optimizer", "torch.optim.SGD"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    ways = [line.split(":")[0] for line in said.splitlines() if line.startswith("  sequence")]
+    assert ways[:4] == [
+        "  sequence 1 x tensor 1", "  sequence 1 x tensor 1 x expert 2",
+        "  sequence 2 x tensor 1", "  sequence 2 x tensor 1 x expert 2",
+    ]  # fmt: skip
+    assert "sequence 1 x tensor 2: refused: " in said
+    assert "take sequence 1 x tensor 1: " in said
+    monkeypatch.setattr(Candidate, "fits", property(lambda way: way.expert == 2))
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "take sequence 1 x tensor 1 x expert 2: " in said
+    assert "--trainer.strategy.tensor 1 --trainer.strategy.expert 2\n" in said
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

@@ -34,13 +34,33 @@ KINDS: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **SHAPE, **SMALL, shared_expert_intermediate_size=32, norm_topk_prob=False
     ),
 }
+SIGMOIDS: dict[str, Callable[[], hf.PretrainedConfig]] = {
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **SHAPE | {"num_hidden_layers": 3}, moe_intermediate_size=32, n_routed_experts=8,
+        head_dim=32, n_group=2, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 2}, moe_intermediate_size=32, n_routed_experts=8,
+        n_group=1, topk_group=1, first_k_dense_replace=0, norm_topk_prob=False, q_lora_rank=None,
+        kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
+    ),
+    # Its routers are given the bias by which they choose.
+    "minimax_m2": lambda: hf.MiniMaxM2Config(**SHAPE, num_local_experts=8, head_dim=32),
+}  # fmt: skip
+"""Whose routers score by a sigmoid."""
 
 
-def saved_mixture(kind: str, directory: Path) -> Path:
-    """A directory with a model of this kind, the same each time, and the tiny tokenizer."""
+def saved_mixture(kind: str, directory: Path, **changes: int) -> Path:
+    """A directory with a model of this kind, the same each time, and the tiny tokenizer.
+
+    ``changes``: of its configuration.
+    """
+    config = (KINDS | SIGMOIDS)[kind]()
+    config.update(changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(KINDS[kind]()).float()
+        model = hf.AutoModelForCausalLM.from_config(config).float()
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

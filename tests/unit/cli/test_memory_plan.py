@@ -16,6 +16,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import weights_in
 from lightning_rl.rollout import Prompt
 from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.mixtures import saved_mixture
 from tests.support.tiny_models import save_random_model
 
 GIB = 2**30
@@ -91,6 +92,27 @@ def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, p
     )  # fmt: skip
     assert known.parts["weights"] == 4 * (part - 16 * 64 // 2)
     assert policy.tensor is None  # as it was
+
+
+def test_experts_that_ranks_have_together_are_gathered_in_part(tmp_path, pack):
+    """Of eight experts with three matrices of 32 x 64 a layer; two heads of 32, one of keys."""
+    policy = Policy(str(saved_mixture("qwen3_moe", tmp_path)))
+    experts, outside = 8 * 3 * 32 * 64, 2 * 16 * 64 + 64
+    attention = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 2 * 32
+    layer = attention + 2 * 64 + 8 * 64  # two norms, and a router
+    alone, parts = plan(policy, pack, shards=4).parts, plan(policy, pack, shards=4, expert=2).parts
+    whole = outside + 2 * (layer + experts)
+    # Whoever has which: of what is kept it is a quarter.
+    assert parts["weights"] == parts["gradients"] == alone["weights"] == whole
+    # Of one layer a half with its gradient, and of two all else.
+    assert alone["gathered"] == 4 * (2 * outside + 3 * (layer + experts))
+    assert parts["gathered"] == 4 * (2 * outside + 3 * layer + 2 * experts // 2)
+    assert parts["backward"] == alone["backward"] // 2 == 4 * 4 * 64 * 64
+    # The states that come and go are there beside what would be kept without.
+    [kept] = [name for name in parts if name.startswith("activations")]
+    assert alone[kept] < parts[kept] < 1.5 * alone[kept]
+    with pytest.raises(ConfigError, match="expert=3 does not divide the 8 experts"):
+        plan(policy, pack, expert=3)
 
 
 def test_what_is_offloaded_is_in_host_memory(tiny_model, pack):

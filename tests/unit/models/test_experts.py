@@ -15,13 +15,13 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.run.digest import digests
 from tests.support.engine_checks import generate, true_logprobs
-from tests.support.mixtures import KINDS, saved_mixture
+from tests.support.mixtures import KINDS, SIGMOIDS, saved_mixture
 from tests.support.tolerances import scores_rounding
 
 PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], [3, 4, 2]]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *SIGMOIDS])
 def mixture(request, tmp_path_factory):
     """A random mixture of this kind, and its tokenizer."""
     return saved_mixture(request.param, tmp_path_factory.mktemp(request.param))

@@ -12,7 +12,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.routing import require_routing, routing_of
 from recipes.sort_digits.prepare import make_tokenizer
-from tests.support.mixtures import KINDS, SHAPE, saved_mixture
+from tests.support.mixtures import KINDS, SHAPE, SIGMOIDS, saved_mixture
 from tests.support.tolerances import scores_rounding
 
 
@@ -191,16 +191,67 @@ def test_prompts_that_were_read_otherwise_are_scored_apart(policy, make_rollout)
     assert (alone[:2] - alone[2:]).abs().max() > 100 * bound
 
 
-def test_models_without_known_routers_are_refused(tmp_path, tiny_model):
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        # Its routers are plain linear layers.
+        (hf.JambaConfig, {"num_experts": 4, "use_mamba_kernels": False, "mamba_dt_rank": 4}),
+        # Its routers take states of whole batches.
+        (hf.AfmoeConfig, {"num_experts": 4, "moe_intermediate_size": 32, "num_dense_layers": 0}),
+    ],
+)
+def test_models_without_known_routers_are_refused(tiny_model, config, sizes):
     assert routing_of(Policy(str(tiny_model)).lm) is None
-    sigmoids = hf.DeepseekV3Config(
-        **SHAPE, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=0,
-        moe_intermediate_size=32, n_shared_experts=1, q_lora_rank=None, kv_lora_rank=16,
-        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
-    )  # fmt: skip
-    lm = hf.AutoModelForCausalLM.from_config(sigmoids)
-    with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM has no routers"):
+    with torch.device("meta"):
+        lm = hf.AutoModelForCausalLM.from_config(config(**SHAPE, **sizes))
+    with pytest.raises(ConfigError, match=f"{type(lm).__name__} has no routers"):
         require_routing(lm)
+
+
+def test_routers_have_names_of_their_own_for_a_factor():
+    sizes = {"num_experts": 4, "moe_intermediate_size": 32, "router_scaling_factor": 2.0}
+    with torch.device("meta"):
+        lm = hf.AutoModelForCausalLM.from_config(hf.HYV3Config(**SHAPE, **sizes))
+    logits, chosen = torch.zeros(1, 4), torch.tensor([[1, 3]])
+    found = require_routing(lm)._weighing.gates(logits, chosen)
+    assert found.tolist() == [[1.0, 1.0]]  # halves, twice
+
+
+@pytest.fixture(scope="module", params=SIGMOIDS)
+def sigmoids(request, tmp_path_factory):
+    return Policy(str(saved_mixture(request.param, tmp_path_factory.mktemp(request.param))))
+
+
+def test_routers_that_score_by_a_sigmoid_are_heard_and_replayed(sigmoids, make_rollout):
+    rollout = make_rollout([3, 4], [5, 6, 7])
+    batch = pack_rollouts([rollout])
+    sigmoids.replays = False
+    own = sigmoids(batch)
+    scores = router_logits(sigmoids, rollout).sigmoid()
+    expected = (scores / scores.sum(-1, keepdim=True)).mean(0)
+    bound = scores_rounding(sigmoids.lm.config, expected)
+    torch.testing.assert_close(own.heard.probs, expected, rtol=0, atol=bound)
+    sigmoids.score(batch, "scores", 10_000, record_routing=True)
+    sigmoids.replays = True
+    again = sigmoids(batch)
+    torch.testing.assert_close(again.logprobs, own.logprobs, rtol=0, atol=bound)
+    assert again.heard.otherwise == 0
+    assert sigmoids(turned(sigmoids, batch)).heard.otherwise > 0.5
+
+
+def test_gates_of_given_experts_are_scaled_sigmoids(sigmoids):
+    """Written down anew from the routers of transformers."""
+    config, routing = sigmoids.lm.config, sigmoids.routing
+    logits = torch.linspace(-3, 3, 16).reshape(2, 8)
+    chosen = torch.tensor([[0, 5], [7, 3]])
+    weights = (1 / (1 + (-logits).exp())).gather(1, chosen)
+    if getattr(config, "norm_topk_prob", True):
+        weights = weights / weights.sum(1, keepdim=True)
+    weights = weights * getattr(config, "routed_scaling_factor", 1.0)
+    routing.begin(chosen[:, None].expand(-1, len(routing._layers), -1))
+    found = routing._choose(0, torch.nn.Identity(), (), (logits, weights.flip(0), chosen.flip(0)))
+    torch.testing.assert_close(found[1], weights)
+    assert torch.equal(found[2], chosen)
 
 
 def test_one_mixture_of_softmax_shares_among_the_chosen_is_known():

@@ -1,0 +1,46 @@
+"""Layouts of processes that compute packs together, for benchmarks/parallel_ranks.py."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_rl.models.expert import spread
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.tensor import TensorRanks
+
+
+class Layout(NamedTuple):
+    """Ranks that share a pack's tokens, a model's matrices, and a mixture's experts."""
+
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+
+LAYOUTS: dict[str, Callable[[int], Layout]] = {
+    "sequence": lambda ranks: Layout(sequence=ranks),
+    "tensor": lambda ranks: Layout(tensor=2),
+    "both": lambda ranks: Layout(sequence=ranks // 2, tensor=2),
+    "expert": lambda ranks: Layout(expert=ranks),
+    "pairs": lambda ranks: Layout(expert=2),
+    "mixed": lambda ranks: Layout(sequence=ranks, expert=2),
+}
+"""By name, for so many ranks."""
+
+
+def share(policy: Policy, layout: str) -> None:
+    """Let all ranks compute packs together in a layout, each with all weights that it needs."""
+    shared = LAYOUTS[layout](dist.get_world_size())
+    if shared.tensor > 1:
+        policy.split(_neighbours(shared.tensor))
+    if shared.expert > 1:
+        spread(policy, _neighbours(shared.expert))
+    if shared.sequence * shared.tensor > 1:
+        policy.share_packs(shared.sequence)
+
+
+def _neighbours(count: int) -> TensorRanks:
+    shape = dist.get_world_size() // count, count
+    return TensorRanks(init_device_mesh("cpu", shape, mesh_dim_names=("others", "these"))["these"])
