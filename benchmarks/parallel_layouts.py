@@ -1,14 +1,33 @@
 """Layouts of processes that compute packs together, for benchmarks/parallel_ranks.py."""
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_rl.models.expert import spread
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tensor import TensorRanks
+
+DEVICE = "PARALLEL_DEVICE"
+"""An environment variable: the type of device that ranks compute on; by default ``cpu``."""
+
+
+def begin() -> None:
+    """Join the other ranks, each with a device of its own."""
+    if device().type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device(os.environ.get(DEVICE, "cpu"))
 
 
 class Layout(NamedTuple):
@@ -43,4 +62,5 @@ def share(policy: Policy, layout: str) -> None:
 
 def _neighbours(count: int) -> TensorRanks:
     shape = dist.get_world_size() // count, count
-    return TensorRanks(init_device_mesh("cpu", shape, mesh_dim_names=("others", "these"))["these"])
+    mesh = init_device_mesh(device().type, shape, mesh_dim_names=("others", "these"))
+    return TensorRanks(mesh["these"])

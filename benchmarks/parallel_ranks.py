@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.parallel_costs import kept, kept_recomputed, peak
-from benchmarks.parallel_layouts import LAYOUTS, share
+from benchmarks.parallel_layouts import LAYOUTS, begin, device, share
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.expert import experts_of
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
@@ -83,7 +83,7 @@ def pack_of(made: list[Rollout], silent: bool) -> TensorDict:
     batch = pack_rollouts(made)
     if silent:
         batch["tokens", "loss_mask"] = torch.zeros_like(batch["tokens", "loss_mask"])
-    return batch
+    return batch.to(device())
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def loss_of(policy: Policy, pack: TensorDict, rank: int) -> tuple[Tensor, list[l
     """A loss in which each number has a weight of its own, and the numbers."""
     scores = policy(pack)
     columns = [x for x in (scores.logprobs, scores.entropy, scores.values) if x is not None]
-    weights = torch.linspace(0.5 + rank, 1.5, len(scores.live))
+    weights = torch.linspace(0.5 + rank, 1.5, len(scores.live), device=scores.live.device)
     loss = sum((weights * column).sum() * (i + 1) for i, column in enumerate(columns))
     assert isinstance(loss, Tensor)
     return loss, [column.tolist() for column in columns]
@@ -142,7 +142,7 @@ def policy_of(model: str, dtype: torch.dtype = torch.float64, **options: Any) ->
     """The same on all ranks."""
     torch.manual_seed(0)
     with default_dtype(dtype):
-        policy = Policy(model, **options).to(dtype)
+        policy = Policy(model, **options).to(device(), dtype)
         if dtype == torch.float64 and experts_of(policy):  # which grouped products do not know
             for lm in policy.modules():
                 if isinstance(lm, PreTrainedModel):
@@ -205,7 +205,7 @@ def scenarios(model: str) -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     model, where, *only = sys.argv[1:]
-    dist.init_process_group("gloo")
+    begin()
     for name, scenario in scenarios(model).items():
         if not only or name in only:
             result = json.dumps(scenario())

@@ -79,4 +79,8 @@ CHECKS = (
     _with_vllm("sleep", "engines:sleep", 120),
     _ours("update-1.5B", "updates:update", 150, shape="1.5B"),
     _ours("tests", "recipe:tests", 240),
+    # Several GPUs; skipped where there is one.
+    _ours("layouts", "layouts:equal", 300, kind="qwen3"),
+    _ours("layouts-experts", "layouts:equal", 300, kind="qwen3_moe"),
+    _with_vllm("push-shared", "layouts:shared_push", 300),
 )
