@@ -340,6 +340,22 @@ def test_gpus_share_the_experts_of_a_mixture(workplace, capsys, monkeypatch):
     assert "--trainer.strategy.tensor 1 --trainer.strategy.expert 2\n" in said
 
 
+def test_a_strategy_that_shares_experts_is_planned_or_refused(workplace, capsys):
+    mixture = str(saved_mixture("qwen3_moe", workplace / "mixture"))
+    command = ["check", "--config", "good.yaml", "--no_rollout", "--trainer.devices", "2"]
+    command += ["--trainer.strategy", "lightning_rl.ShardedStrategy"]
+    gathered = []
+    for expert in ("1", "2"):
+        sharing = ["--trainer.strategy.expert", expert]
+        assert main([*command, *sharing, "--model.model", mixture]) == 0
+        said = capsys.readouterr().out.splitlines()
+        [line] = [line for line in said if line.startswith("  gathered")]
+        gathered.append(float(line.split()[1]))
+    assert gathered[1] < 0.6 * gathered[0]
+    assert main([*command, "--trainer.strategy.expert", "2"]) == 2
+    assert "has no experts that processes could have together" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_a_plan_without_weights_is_the_one_with_them(tiny_model, tmp_path, precision):
     plans = []

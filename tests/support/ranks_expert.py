@@ -96,9 +96,12 @@ def scenarios(models: str, where: Path) -> dict[str, Callable[[], Any]]:
                 some, where / "balanced_data", ShardedStrategy(), **BALANCED
             ),
             "loaded": lambda: loaded(str(Path(models) / "deep"), where / "loaded", spread()),
-            "bf16": lambda: run(
-                model, where / "bf16", spread(), precision="bf16-mixed", **one_update()
-            ),
+        }
+        | {
+            name: partial(
+                run, model, where / name, strategy, precision="bf16-mixed", **one_update()
+            )
+            for name, strategy in {"bf16": spread(), "bf16_data": ShardedStrategy()}.items()
         }
     )
 
