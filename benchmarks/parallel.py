@@ -1,6 +1,6 @@
 """Do processes that compute packs together get what one gets, and what do they send and keep?
 
-    python -m benchmarks.parallel [--ranks 2 4] [--save]
+    python -m benchmarks.parallel [--ranks 2 4] [--models qwen2 two_heads] [--save]
 
 ``ShardedStrategy(sequence=n)``, ``tensor=2`` and both, for tiny random models of two kinds, over
 gloo, in float64 and once in float32; and for three that have fewer heads than that takes: with
@@ -79,11 +79,12 @@ def _bound(name: str) -> float:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
     arguments = parser.parse_args()
     off: dict[str, float] = {}
     plan: dict[str, float] = {}
     print(f"{'model':<11}{'ranks':<7}{'layout':<10}{'feature':<12}{'scores':>10}{'gradients':>11}")
-    for name, ranks in product(MODELS, arguments.ranks):
+    for name, ranks in product(arguments.models, arguments.ranks):
         if ranks not in MODELS[name].layouts:
             continue
         with tempfile.TemporaryDirectory() as folder:
