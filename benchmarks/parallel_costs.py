@@ -71,8 +71,16 @@ def counted_bytes() -> Iterator[list[int]]:
         yield sent
 
 
-LONG = 1152
-"""Tokens of a rollout, so many that attention has no mask, which nobody shares."""
+LONG, LONG_AND_EVEN = 1100, 1152
+"""Tokens of a rollout, so many that attention has no mask, which nobody shares.
+
+Those of most packs make unequal shares; but of a mixture all experts are to get as many.
+"""
+
+
+def length_for(policy: Policy) -> int:
+    """Tokens of the rollout that is computed by a policy."""
+    return LONG_AND_EVEN if experts_of(policy) else LONG
 
 
 def kept(model: str, layout: str) -> dict[str, int]:
@@ -83,16 +91,17 @@ def kept(model: str, layout: str) -> dict[str, int]:
     """
     policy = Policy(model)
     shares, parts, experts = LAYOUTS[layout](dist.get_world_size())
+    count = length_for(policy)
     alone, together, pack = kept_alone_and_together(policy, layout)
     with counted_bytes() as sent:
         policy(pack).logprobs.sum().backward()
     return {
-        "planned": shared_activations(policy, alone, rollout_of(LONG), shares, 4),
+        "planned": shared_activations(policy, alone, rollout_of(count), shares, 4),
         "together": together,
         "sent": sum(sent),
-        "formula": 4 * (sent_for_tokens(policy, LONG, shares, parts))
-        + 4 * (sent_for_matrices(policy, LONG, shares, parts))
-        + sent_for_experts(policy, LONG, shares, experts),
+        "formula": 4 * (sent_for_tokens(policy, count, shares, parts))
+        + 4 * (sent_for_matrices(policy, count, shares, parts))
+        + sent_for_experts(policy, count, shares, experts),
     }
 
 
@@ -112,7 +121,7 @@ def rollout_of(count: int) -> TensorDict:
 def kept_alone_and_together(policy: Policy, layout: str) -> tuple[int, int, TensorDict]:
     """Bytes that autograd keeps on a rank, which then shares packs; and the pack of rank 0."""
     _, parts, experts = LAYOUTS[layout](dist.get_world_size())
-    pack = rollout_of(LONG)
+    pack = rollout_of(length_for(policy))
     if experts_of(policy):
         route_evenly(policy, pack)
     own = one_part(policy, parts, experts) if parts * experts > 1 else policy
