@@ -115,10 +115,15 @@ def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenari
     ],
 )
 def test_each_keeps_a_share_of_a_rollouts_activations(request, ranks, layout):
-    """As it is planned, but for what is kept to bring scores to their owner."""
-    for result in request.getfixturevalue(ranks)(f"{layout}_kept"):
-        assert result["together"] == pytest.approx(result["planned"], rel=0.1)
-        assert result["sent"] == result["formula"]
+    """As it is planned, but for what is kept to bring scores to their owner.
+
+    The plan is of the rank that keeps most: those that share queries read more or fewer keys.
+    """
+    results = request.getfixturevalue(ranks)(f"{layout}_kept")
+    most = max(result["together"] for result in results)
+    assert most == pytest.approx(results[0]["planned"], rel=0.1)
+    assert all(result["together"] > 0.8 * most for result in results)
+    assert all(result["sent"] == result["formula"] for result in results)
 
 
 def test_gathered_keys_are_not_kept_where_layers_are_recomputed(two_heads):
