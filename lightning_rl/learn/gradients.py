@@ -22,9 +22,10 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale gradients so that their norm is ``max_norm`` at most; returns what it was, ()."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = norm_of(gradients)
-    scale_gradients(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    with_one = [p for p in parameters if p.grad is not None]
+    norm = norm_of([p.grad for p in with_one if p.grad is not None])
+    for some in _by_mesh(with_one):
+        nn.utils.clip_grads_with_norm_(some, max_norm, norm)
     return norm
 
 
@@ -35,9 +36,9 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(some, factor)
 
 
-def _by_mesh(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that one operation takes together."""
+def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those that one operation takes together: parameters, or gradients, which are on the same."""
     found: dict[DeviceMesh | None, list[Tensor]] = {}
-    for gradient in gradients:
-        found.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    for tensor in tensors:
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
     return list(found.values())
