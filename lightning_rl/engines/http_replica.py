@@ -29,6 +29,8 @@ from lightning_rl.errors import (
 _log = logging.getLogger(__name__)
 _FIRST_NOTICE_S, _NEXT_NOTICE_S = 3.0, 15.0
 """Seconds of waiting, until a notice, for a server that is not ours to start."""
+_UNKNOWN = (404, 405, 501)
+"""Answers to a path, or a method, that a server does not know."""
 _CLAIM_AGAIN_S = 1.0
 """Between two attempts to have a server that another run has."""
 _ENGINE_DIED = ("EngineCore encountered an issue", "EngineDeadError")
@@ -96,8 +98,13 @@ class HTTPReplica(Replica):
                 await asyncio.to_thread(self._process.kill)
             self.name, self._process = self._launch()
         await self._wait_until_ready()
-        await self._claim()
+        guarded = await self._claim()
         await self._read_properties()
+        if not guarded:
+            _log.warning(
+                "%s does not keep other runs from pushing their weights to it: start it with "
+                "--middleware lightning_rl.engines.server_access.ServerAccess", self.name,
+            )  # fmt: skip
         self.gone.clear()
 
     async def _wait_until_ready(self) -> None:
@@ -148,8 +155,11 @@ class HTTPReplica(Replica):
             return str(error)
         return None
 
-    async def _claim(self) -> None:
+    async def _claim(self) -> bool:
         """Have the server for this run; wait for one that may have been killed a moment ago.
+
+        Returns:
+            whether it knows of runs.
 
         Raises:
             ReplicaError: if another run goes on with it.
@@ -159,7 +169,7 @@ class HTTPReplica(Replica):
         while True:
             try:
                 await self._call("PUT", CLAIM, lease_s=str(self._lease_s))
-                return
+                return True
             except ServerTaken as error:
                 if loop.time() - begin > error.lease_s + _CLAIM_AGAIN_S:
                     raise
@@ -167,13 +177,9 @@ class HTTPReplica(Replica):
                     said = True
                     _log.warning("%s; trying for %g s whether that has ended", error, error.lease_s)
             except ServerRefusal as error:
-                if error.status != 404:
+                if error.status not in _UNKNOWN:
                     raise
-                _log.warning(
-                    "%s does not keep other runs from pushing their weights to it: start it with "
-                    "--middleware lightning_rl.engines.server_access.ServerAccess", self.name,
-                )  # fmt: skip
-                return
+                return False
             await asyncio.sleep(_CLAIM_AGAIN_S)
 
     async def _read_properties(self) -> None:

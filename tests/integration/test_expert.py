@@ -102,7 +102,7 @@ def test_tokens_that_travel_give_the_same_scores_and_gradients(packs, kind, rank
         close = TOLERANCE if scenario.endswith("float32") else 1e-12
         assert result["scores"] < close * max(1.0, result["score"])
         assert result["gradients"] < close * max(1.0, result["gradient"])
-        if not scenario.endswith("silent"):
+        if not scenario.endswith(("silent", "brief")):
             assert result["numbers"] > 20
             assert result["gradient"] > 0.1
 
