@@ -9,6 +9,7 @@ from transformers import GPT2Config
 
 from benchmarks.lora_gap import measure
 from lightning_rl.engines import RayEngine, Sampling, VLLMLocal, VLLMServer
+from lightning_rl.engines.server_access import CLAIM
 from lightning_rl.engines.vllm_lora import RANKS
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 from lightning_rl.models.lora import LoRA
@@ -256,6 +257,7 @@ def test_servers_that_run_already_need_room_for_adapters(skeleton, tiny_model, s
     """With it they serve one run after the other; without it, the error says what is missing."""
     there = [replica.name for replica in servers.replicas[:1]]
     key = servers.replicas[0]._headers["Authorization"].removeprefix("Bearer ")
+    run_async(servers.replicas[0]._call("DELETE", CLAIM))  # as the run before does at its end
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUR_KEY", key)
         again = told(VLLMServer(there, api_key_env="OUR_KEY", adapters="apart"), RANK_STABLE)
@@ -265,9 +267,11 @@ def test_servers_that_run_already_need_room_for_adapters(skeleton, tiny_model, s
             transport.push(transport.weights_of(policy), 9)
             check(plain, again, 9)
         again.close()
+        run_async(servers.replicas[0]._claim())
         bare = VLLMServer(**SMALL | {"adapters": "merged"})
         bare.start(skeleton)
         patch.setenv("OUR_KEY", bare.replicas[0]._headers["Authorization"][7:])
+        run_async(bare.replicas[0]._call("DELETE", CLAIM))
         wanting = VLLMServer([bare.replicas[0].name], api_key_env="OUR_KEY", adapters="apart")
         with pytest.raises(EngineError, match="--enable-lora --max-lora-rank"):
             told(wanting, RANK_STABLE).start(skeleton)
