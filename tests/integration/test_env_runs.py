@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lightning_rl.cli import main
 from lightning_rl.envs import ActorCritic, ActorCriticModule
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.envs.rows import rows_of
+from tests.support import worlds
 
 
 class KillSelf(RLCallback):
@@ -220,6 +222,17 @@ def test_only_a_memory_remembers(tmp_path, monkeypatch):
     assert learned["memory"] > 3.8
 
 
+@pytest.fixture
+def released():
+    """Lets go at the end of what hangs: its thread puts torch's generator back as it found it."""
+    worlds.released.clear()
+    yield
+    worlds.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "environments":
+            thread.join(1.0)
+
+
 @pytest.mark.parametrize(
     ("world", "arguments", "words"),
     [
@@ -229,7 +242,7 @@ def test_only_a_memory_remembers(tmp_path, monkeypatch):
     ],
 )
 def test_what_an_environment_does_wrong_is_one_line(
-    tmp_path, monkeypatch, capsys, world, arguments, words
+    tmp_path, monkeypatch, capsys, released, world, arguments, words
 ):
     config = configuration(data__eval_episodes=0, data__max_step_seconds=0.5)
     config["trainer"]["callbacks"].pop()
