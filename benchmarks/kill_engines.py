@@ -111,6 +111,7 @@ class Servers:
                 raise SystemExit(f"after {PATIENCE_S:g} s there is no {what}")
             time.sleep(0.1)
         time.sleep(self._random.uniform(0.0, LONGEST_S))
+        self.check()
 
     def close(self) -> None:
         for _, process in self._running.values():
@@ -171,7 +172,6 @@ def disturbed(data: Path, out: Path, options: argparse.Namespace) -> tuple[int, 
             noticed += notice
             servers.replace_one(notice)
             servers.wait(partial(has_joined, log, kill + 1), f"server that joined: {log}")
-            require_running()
             print(f"{kill + 1:>5}  {'left' if notice else 'killed'}", flush=True)
     finally:
         run.terminate()

@@ -102,6 +102,11 @@ def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]
     return found
 
 
+def relative(row: dict[str, float]) -> tuple[float, float]:
+    """Differences of scores and of gradients, to the largest of them or to 1."""
+    return row["scores"] / max(1.0, row["score"]), row["gradients"] / max(1.0, row["gradient"])
+
+
 def _bound(name: str) -> float:
     return CLOSE_IN_FLOAT32 if name.endswith("float32") else CLOSE
 
@@ -122,9 +127,7 @@ def main() -> None:
         for layout in KINDS[name].layouts[ranks]:
             begin = f"{name:<11}{ranks:<7}{layout:<10}"
             for feature in KINDS[name].features:
-                row = found[f"{layout}_{feature}"]
-                scores = row["scores"] / max(1.0, row["score"])
-                gradients = row["gradients"] / max(1.0, row["gradient"])
+                scores, gradients = relative(found[f"{layout}_{feature}"])
                 off[f"{name}/{ranks}/{layout}/{feature}"] = max(scores, gradients)
                 print(f"{begin}{feature:<12}{scores:>10.1e}{gradients:>11.1e}")
             kept, peak = found[f"{layout}_kept"], found[f"{layout}_peak"]

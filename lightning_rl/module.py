@@ -496,7 +496,7 @@ class PolicyModule(OwnLoop, RolloutModule):
     def step(self, metrics: TokenMetrics) -> None:
         """One optimizer step, of the gradient that is in the policy, clipped."""
         optimizer = self.own_optimizer()
-        parameters = [p for p in self.loaded_policy.parameters() if p.grad is not None]
+        parameters = self.loaded_policy.parameters()
         norm = clip_gradients(parameters, self.max_grad_norm or float("inf")).reshape(1)
         lr = norm.new_full((1,), optimizer.param_groups[0]["lr"])
         metrics.add({"policy/grad_norm": norm, "policy/lr": lr})

@@ -15,7 +15,7 @@ from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.clock import settle
 from benchmarks.gpu.engines import policy_of
 from benchmarks.gpu.made import model_of
-from benchmarks.parallel import KINDS
+from benchmarks.parallel import KINDS, relative
 from benchmarks.parallel_layouts import DEVICE
 from lightning_rl import VLLMServer
 from lightning_rl.models.model_files import save_skeleton
@@ -40,9 +40,7 @@ def equal(bench: Bench, kind: str) -> None:
         found = run_two("benchmarks.parallel_ranks", model, folder, *wanted, ranks=ranks)
         for scenario in wanted:
             close = CLOSE_IN_FLOAT32 if scenario.endswith("float32") else CLOSE
-            rows = found(scenario)
-            scores = max(row["scores"] / max(1.0, row["score"]) for row in rows)
-            gradients = max(row["gradients"] / max(1.0, row["gradient"]) for row in rows)
+            scores, gradients = map(max, zip(*map(relative, found(scenario)), strict=True))
             bench.note({scenario: {"scores": scores, "gradients": gradients}})
             off = max(scores, gradients)
             bench.require(off < close, f"{scenario} on {ranks}: {off:.2g} off, above {close:g}")

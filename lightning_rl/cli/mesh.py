@@ -94,12 +94,13 @@ def candidates(
     where there are fewer heads, send less in a layer than the all-reduces of its outputs do. Of a
     mixture's tokens each is sent to its experts only where a layer's are too many to be gathered.
     """
+    experts = _shares_of_experts(module, gpus)
     ways = [
         (sequence, tensor, expert)
         for tensor in range(1, gpus + 1)
         for sequence in range(1, gpus + 1)
         if gpus % (sequence * tensor) == 0
-        for expert in (_shares_of_experts(module, gpus) if tensor == 1 else [1])
+        for expert in (experts if tensor == 1 else [1])
     ]
     trainer, learning = module.trainer, Learning(module, data, prompts, gpus)
     alone = replace(placement_of(trainer, torch.device("cuda")), sequence=1, tensor=1, expert=1)

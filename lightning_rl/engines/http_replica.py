@@ -224,7 +224,7 @@ class HTTPReplica(Replica):
         elif self._session is not None and self.life:
             with suppress(EngineError):  # it is gone, or another run's: then it is not ours to give
                 await self._call("DELETE", CLAIM, timeout_s=HEALTH_TIMEOUT_S)
-        # First: it may be closed in the middle of a push, whose next call is to find none.
+        # Taken off before it is closed: a push may be under way, whose next call is to find none.
         session, self._session = self._session, None
         if session is not None:
             await session.close()

@@ -54,7 +54,8 @@ class ServerAccess:
         elif path != "/health" and run and not self._held_by(run):
             await self._refuse(send)
         else:
-            self._seen(run)
+            if self._holder is not None and self._holder.run == run:
+                self._holder.seen = time.monotonic()
             await self.app(scope, receive, send)
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
@@ -76,14 +77,10 @@ class ServerAccess:
     def _held_by(self, run: str) -> bool:
         return self._holder is not None and self._holder.run == run
 
-    def _seen(self, run: str) -> None:
-        if self._holder is not None and self._holder.run == run:
-            self._holder.seen = time.monotonic()
-
     async def _refuse(self, send: Any) -> None:
         holder = self._holder
-        told = None if holder is None else {"run": holder.run, "lease_s": holder.lease_s}
-        await _answer(send, TAKEN, json.dumps(told or {"run": None}))
+        told = {"run": holder.run, "lease_s": holder.lease_s} if holder else {"run": None}
+        await _answer(send, TAKEN, json.dumps(told))
 
 
 async def _answer(send: Any, status: int, text: str) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from benchmarks.parallel_ranks import OF_MIXTURES
 from lightning_rl.callbacks import HFExport
@@ -15,7 +13,15 @@ from tests.support.mixtures import saved_mixture
 from tests.support.ranks_expert import OPTIONS, REPLAYED, scenarios
 from tests.support.ranks_resume import checkpoint_of, gone_on, saved
 from tests.support.ranks_run import ITERATIONS, fit
-from tests.support.two_ranks import TOLERANCE, Results, comparable, run_two
+from tests.support.two_ranks import (
+    TOLERANCE,
+    Results,
+    by_processes,
+    comparable,
+    require_same_export,
+    require_same_rollouts,
+    run_two,
+)
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that its ranks train
 PACKS = {
@@ -27,7 +33,7 @@ PACKS = {
 }  # fmt: skip
 """By how many processes; those of four in pairs, too."""
 COSTS = {"two": ["expert_kept", "expert_peak"], "four": ["expert_kept", "pairs_kept", "mixed_kept"]}
-EXPORTED = Path("lightning_logs", "version_0", "hf", "model.safetensors")
+SCENARIOS = by_processes(scenarios("", Path()))
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +67,17 @@ def alone(models, folder) -> Callable[[str], dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two(models, folder, alone) -> Results:
     alone("whole")  # one of them goes on with it
-    return run_two("tests.support.ranks_expert", models, folder, *named("two"))
+    return run_two("tests.support.ranks_expert", models, folder, *SCENARIOS["two"])
 
 
 @pytest.fixture(scope="module")
 def four(models, folder) -> Results:
-    return run_two("tests.support.ranks_expert", models, folder, *named("four"), ranks=4)
+    return run_two("tests.support.ranks_expert", models, folder, *SCENARIOS["four"], ranks=4)
 
 
 @pytest.fixture(scope="module")
 def two_after_four(models, folder, four) -> Results:
-    return run_two("tests.support.ranks_expert", models, folder, *named("from_four"))
+    return run_two("tests.support.ranks_expert", models, folder, *SCENARIOS["from_four"])
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +126,6 @@ def test_each_keeps_and_sends_what_an_even_load_takes(packs, ranks, scenario):
             assert 0.85 * result["planned"] < result["measured"] < 1.02 * result["planned"]
 
 
-def named(processes: str) -> list[str]:
-    """Scenarios of four processes, of two that go on from theirs, or of two."""
-    found: dict[str, list[str]] = {"two": [], "four": [], "from_four": []}
-    for name in scenarios("", Path()):
-        kind = "four" if name.startswith("four_") else "two"
-        found["from_four" if name.endswith("_from_four") else kind].append(name)
-    return found[processes]
-
-
 def require_same_rows(expected: list[dict[str, float]], rows: list[dict[str, float]]) -> None:
     """But for experts, whose metrics are of packs: other processes cut others."""
     for one, several in zip(expected, rows, strict=True):
@@ -156,17 +153,10 @@ def test_processes_that_share_experts_train_as_one(request, alone, folder, ranks
     one, several = alone(name), request.getfixturevalue(ranks)(scenario)
     rows = several[0]["rows"]
     assert len(rows) == (REPLAYED["iterations"] if name == "replayed" else ITERATIONS) + 1
-    shares = zip(*(rank["rollouts"] for rank in several), strict=True)
-    batches = [sorted(rollout for share in batch for rollout in share) for batch in shares]
-    assert batches == [sorted(map(list, batch)) for batch in one["rollouts"]]
+    require_same_rollouts(one, several)
     require_same_rows(one["rows"], rows)
     assert one["rows"][-1]["policy/kl_old"] > 1e-4
-    exported, whole = (
-        load_file(folder / place / EXPORTED) for place in (scenario, f"alone/{name}")
-    )
-    assert exported.keys() == whole.keys()
-    for key, weight in whole.items():
-        torch.testing.assert_close(exported[key], weight, rtol=TOLERANCE, atol=TOLERANCE)
+    require_same_export(folder / "alone" / name, folder / scenario)
 
 
 def test_balance_and_replay_are_those_of_processes_with_all_experts(two):

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 from lightning_rl.callbacks import HFExport
@@ -17,10 +15,18 @@ from tests.support.ranks_resume import checkpoint_of, gone_on, saved
 from tests.support.ranks_run import ITERATIONS, fit
 from tests.support.ranks_tensor import OPTIONS, scenarios
 from tests.support.tiny_models import save_random_model
-from tests.support.two_ranks import TOLERANCE, Results, comparable, run_two
+from tests.support.two_ranks import (
+    TOLERANCE,
+    Results,
+    by_processes,
+    comparable,
+    require_same_export,
+    require_same_rollouts,
+    run_two,
+)
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that its ranks train
-EXPORTED = Path("lightning_logs", "version_0", "hf", "model.safetensors")
+SCENARIOS = by_processes(scenarios("", Path()))
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +57,17 @@ def alone(model, folder) -> Callable[[str], dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two(model, folder, alone) -> Results:
     alone("whole")  # one of them goes on with it
-    return run_two("tests.support.ranks_tensor", model, folder, *named("two"))
+    return run_two("tests.support.ranks_tensor", model, folder, *SCENARIOS["two"])
 
 
 @pytest.fixture(scope="module")
 def four(model, folder) -> Results:
-    return run_two("tests.support.ranks_tensor", model, folder, *named("four"), ranks=4)
+    return run_two("tests.support.ranks_tensor", model, folder, *SCENARIOS["four"], ranks=4)
 
 
 @pytest.fixture(scope="module")
 def two_after_four(model, folder, four) -> Results:
-    return run_two("tests.support.ranks_tensor", model, folder, *named("from_four"))
-
-
-def named(processes: str) -> list[str]:
-    """Scenarios of four processes, of two that go on from theirs, or of two."""
-    found: dict[str, list[str]] = {"two": [], "four": [], "from_four": []}
-    for name in scenarios("", Path()):
-        kind = "four" if name.startswith("four_") else "two"
-        found["from_four" if name.endswith("_from_four") else kind].append(name)
-    return found[processes]
+    return run_two("tests.support.ranks_tensor", model, folder, *SCENARIOS["from_four"])
 
 
 @pytest.mark.parametrize(
@@ -86,18 +83,11 @@ def named(processes: str) -> list[str]:
 def test_processes_that_share_matrices_train_as_one(request, alone, folder, ranks, scenario, name):
     one, several = alone(name), request.getfixturevalue(ranks)(scenario)
     assert len(one["rows"]) == len(several[0]["rows"]) == ITERATIONS + 1
-    shares = zip(*(rank["rollouts"] for rank in several), strict=True)
-    batches = [sorted(rollout for share in batch for rollout in share) for batch in shares]
-    assert batches == [sorted(map(list, batch)) for batch in one["rollouts"]]
+    require_same_rollouts(one, several)
     for expected, row in zip(one["rows"], several[0]["rows"], strict=True):
         assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
     assert one["rows"][-1]["policy/kl_old"] > 1e-4
-    exported, whole = (
-        load_file(folder / place / EXPORTED) for place in (scenario, f"alone/{name}")
-    )
-    assert exported.keys() == whole.keys()
-    for key, weight in whole.items():
-        torch.testing.assert_close(exported[key], weight, rtol=TOLERANCE, atol=TOLERANCE)
+    require_same_export(folder / "alone" / name, folder / scenario)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
-
 from lightning_rl.algos.experts import LoadBalance, OldRouting, RolloutRouting
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import HFExport
@@ -19,7 +17,7 @@ from lightning_rl.models.lora import LoRA
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import BaseReference, PeriodicReference
 from lightning_rl.models.sharding import ShardedStrategy
-from tests.support.ranks_resume import checkpoint_of, gone_on, saved
+from tests.support.ranks_resume import kept
 from tests.support.ranks_run import critic, fit, in_minibatches, run_all
 from tests.support.ranks_sharded import loaded, one_update, run, separate
 
@@ -58,16 +56,7 @@ def scenarios(models: str, where: Path) -> dict[str, Callable[[], Any]]:
             name: lambda: fit(of, place, spread(**strategy), export, processes=processes, **options)
         }
 
-    def kept(
-        name: str, strategy: Strategy, processes: int = 2, of: str = ""
-    ) -> dict[str, Callable[[], Any]]:
-        """A run that leaves checkpoints, or the rest of one ``of`` which has."""
-        if not of:
-            return {name: partial(saved, model, where / name, strategy, processes=processes)}
-        checkpoint = checkpoint_of(where / of, "iteration_2.ckpt")
-        go_on = partial(gone_on, model, where / name, strategy, checkpoint, processes=processes)
-        return {name: go_on}
-
+    keep = partial(kept, model, where)
     found: dict[str, Callable[[], Any]] = {}
     for option in OPTIONS:
         found |= trained(option, option)
@@ -79,16 +68,16 @@ def scenarios(models: str, where: Path) -> dict[str, Callable[[], Any]]:
         | trained("four_rows", "plain", 4, of=str(Path(models) / "few"))
         | trained("four_all", "plain", 4, expert=4)
         | trained("four_both", "clipped", 4, sequence=2)
-        | kept("saved_file", spread())
-        | kept("saved_folder", spread(folder=True))
-        | kept("saved_data", ShardedStrategy(save_distributed_checkpoint=True))
-        | kept("file_to_data", ShardedStrategy(), of="saved_file")
-        | kept("folder_to_data", ShardedStrategy(), of="saved_folder")
-        | kept("data_to_expert", spread(), of="saved_data")
-        | kept("one_to_expert", spread(folder=True), of="alone/whole")
-        | kept("four_folder", spread(folder=True), 4)
-        | kept("four_on", spread(4), 4, of="four_folder")
-        | kept("folder_from_four", spread(), of="four_folder")
+        | keep("saved_file", spread())
+        | keep("saved_folder", spread(folder=True))
+        | keep("saved_data", ShardedStrategy(save_distributed_checkpoint=True))
+        | keep("file_to_data", ShardedStrategy(), of="saved_file")
+        | keep("folder_to_data", ShardedStrategy(), of="saved_folder")
+        | keep("data_to_expert", spread(), of="saved_data")
+        | keep("one_to_expert", spread(folder=True), of="alone/whole")
+        | keep("four_folder", spread(folder=True), 4)
+        | keep("four_on", spread(4), 4, of="four_folder")
+        | keep("folder_from_four", spread(), of="four_folder")
         | {
             "replayed": lambda: fit(some, where / "replayed", spread(), HFExport(), **REPLAYED),
             "balanced": lambda: fit(some, where / "balanced", spread(), **BALANCED),

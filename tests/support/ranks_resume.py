@@ -4,6 +4,7 @@ Run as tests/support/ranks_run.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,17 @@ def gone_on(
 
 def checkpoint_of(where: Path, name: str) -> Path:
     return where / "lightning_logs" / "version_0" / "checkpoints" / name
+
+
+def kept(
+    model: str, where: Path, name: str, strategy: Strategy, processes: int = 2, of: str = ""
+) -> dict[str, Callable[[], Any]]:
+    """A scenario: a run that leaves checkpoints, or the rest of one ``of`` which has."""
+    if not of:
+        return {name: partial(saved, model, where / name, strategy, processes=processes)}
+    checkpoint = checkpoint_of(where / of, "iteration_2.ckpt")
+    go_on = partial(gone_on, model, where / name, strategy, checkpoint, processes=processes)
+    return {name: go_on}
 
 
 def resumed(

@@ -8,15 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
-
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import HFExport
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import BaseReference, PeriodicReference
 from lightning_rl.models.sharding import ShardedStrategy
-from tests.support.ranks_resume import checkpoint_of, gone_on, saved
+from tests.support.ranks_resume import kept
 from tests.support.ranks_run import critic, fit, in_minibatches, run_all, sharded
 from tests.support.ranks_sharded import loaded, one_update, run, separate
 
@@ -49,16 +47,7 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
             )
         }
 
-    def kept(
-        name: str, strategy: Strategy, processes: int = 2, of: str = ""
-    ) -> dict[str, Callable[[], Any]]:
-        """A run that leaves checkpoints, or the rest of one ``of`` which has."""
-        if not of:
-            return {name: partial(saved, model, where / name, strategy, processes=processes)}
-        checkpoint = checkpoint_of(where / of, "iteration_2.ckpt")
-        go_on = partial(gone_on, model, where / name, strategy, checkpoint, processes=processes)
-        return {name: go_on}
-
+    keep = partial(kept, model, where)
     found: dict[str, Callable[[], Any]] = {}
     for option in OPTIONS:
         found |= trained(option, option)
@@ -68,19 +57,19 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         | trained("four_critic", "critic", 4)
         | trained("four_lora", "lora", 4)
         | trained("four_both", "critic", 4, sequence=2)
-        | kept("saved_file", split())
-        | kept("saved_folder", split(True))
-        | kept("saved_data", sharded(True))
-        | kept("file_to_data", ShardedStrategy(), of="saved_file")
-        | kept("folder_to_data", ShardedStrategy(), of="saved_folder")
-        | kept("data_to_tensor", split(), of="saved_data")
-        | kept("one_to_tensor", split(True), of="alone/whole")
-        | kept("folder_to_tensor", split(), of="saved_folder")
-        | kept("four_file", split(), 4)
-        | kept("four_folder", split(True), 4)
-        | kept("four_on", split(True), 4, of="four_folder")
-        | kept("file_from_four", split(), of="four_file")
-        | kept("folder_from_four", ShardedStrategy(), of="four_folder")
+        | keep("saved_file", split())
+        | keep("saved_folder", split(True))
+        | keep("saved_data", sharded(True))
+        | keep("file_to_data", ShardedStrategy(), of="saved_file")
+        | keep("folder_to_data", ShardedStrategy(), of="saved_folder")
+        | keep("data_to_tensor", split(), of="saved_data")
+        | keep("one_to_tensor", split(True), of="alone/whole")
+        | keep("folder_to_tensor", split(), of="saved_folder")
+        | keep("four_file", split(), 4)
+        | keep("four_folder", split(True), 4)
+        | keep("four_on", split(True), 4, of="four_folder")
+        | keep("file_from_four", split(), of="four_file")
+        | keep("folder_from_four", ShardedStrategy(), of="four_folder")
         | {
             "loaded": lambda: loaded(model, where / "loaded", split()),
             "bf16": lambda: run(

@@ -3,15 +3,19 @@
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from benchmarks import forked
 from tests.support.tolerances import rounding
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 590
+EXPORTED = Path("lightning_logs", "version_0", "hf", "model.safetensors")
 # Tokens are drawn by lot, so what is left is the order in which float32 numbers are added: by the
 # tiny model, to logprobs of four nats or so.
 TOLERANCE = rounding(additions=1_500, magnitude=4.0)
@@ -62,6 +66,30 @@ def run_two(module: str, model: Path, folder: Path, *only: str, ranks: int = 2) 
         return [json.loads(file.read_text()) for file in files]
 
     return of
+
+
+def by_processes(scenarios: Iterable[str]) -> dict[str, list[str]]:
+    """Scenarios of four processes, of two that go on ``from_four``'s, or of two."""
+    found: dict[str, list[str]] = {"two": [], "four": [], "from_four": []}
+    for name in scenarios:
+        kind = "four" if name.startswith("four_") else "two"
+        found["from_four" if name.endswith("_from_four") else kind].append(name)
+    return found
+
+
+def require_same_rollouts(one: dict[str, Any], several: list[dict[str, Any]]) -> None:
+    """All processes together had those of one, batch by batch."""
+    shares = zip(*(rank["rollouts"] for rank in several), strict=True)
+    batches = [sorted(rollout for share in batch for rollout in share) for batch in shares]
+    assert batches == [sorted(map(list, batch)) for batch in one["rollouts"]]
+
+
+def require_same_export(one: Path, several: Path) -> None:
+    """Runs in these folders have exported the same weights, but for rounding."""
+    exported, whole = (load_file(folder / EXPORTED) for folder in (several, one))
+    assert exported.keys() == whole.keys()
+    for key, weight in whole.items():
+        torch.testing.assert_close(exported[key], weight, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def comparable(row: dict[str, float]) -> dict[str, float]:
