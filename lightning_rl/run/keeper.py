@@ -55,6 +55,9 @@ def _stay_kept(parent: int, told: int, grace_s: float) -> None:
     except ProcessLookupError:
         os._exit(1)
     keeper = os.getpid()
+    # Before there is a child: it may be told to end, or be stopped, as soon as that one runs.
+    asked = _when_told_to_end()
+    adopt_orphans()
     child = os.fork()
     if child == 0:
         os.close(parents_end)
@@ -62,13 +65,12 @@ def _stay_kept(parent: int, told: int, grace_s: float) -> None:
         if os.getppid() != keeper:
             os._exit(1)
         return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
     # Who reads what the command says hears of its end, or that it closed its output.
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):
         os.dup2(nothing, stream)
     os.close(nothing)
-    adopt_orphans()
-    asked = _when_told_to_end()
     childs_end = os.pidfd_open(child)
     ready = first_of([asked, parents_end, childs_end])
     if parents_end in ready and asked not in ready:
@@ -145,7 +147,6 @@ def _when_told_to_end() -> int:
     asked, tell = os.pipe()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: os.write(tell, b"."))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
     return asked
 
 

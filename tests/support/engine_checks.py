@@ -165,7 +165,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
