@@ -69,7 +69,7 @@ release: setup  ## changelog entry, tag, sdist and wheel; uploads nothing (VERSI
 	@install/release.sh $(VERSION)
 
 doctor: setup  ## versions, engine, devices, threads, and what is wrong with each
-	@$(PY) -m lightning_rl.cli.doctor
+	@$(PY) -m lightning_rl.cli.check.doctor
 
 bench-floor: setup  ## step time against its floor; the last line is JSON
 	@$(PY) -m benchmarks.floor

@@ -28,6 +28,8 @@ PARTS = {
     ),
     "offline": ("offline", "learn.sft", "learn.dpo", "learn.recorded", "learn.offline_rows"),
     "view": ("view", "cli.view"),
+    "check": ("cli.check",),
+    "rerun": ("cli.rerun", "cli.audit"),
     "vision": ("vision", "data.pictured", "data.rollouts.pictures"),
     "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers"),
 }

@@ -16,7 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.task import quiet_trainer
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.cli.plan import Placement, cut, largest_rollouts, training_memory
+from lightning_rl.cli.check.batches import cut, largest_rollouts
+from lightning_rl.cli.check.memory import training_memory
+from lightning_rl.cli.check.placement import Placement
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule

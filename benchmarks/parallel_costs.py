@@ -16,9 +16,11 @@ from benchmarks.memory import FollowAllocations
 from benchmarks.parallel_layouts import LAYOUTS, share
 from benchmarks.task import quiet_trainer
 from lightning_rl.algos.experts import RolloutRouting
-from lightning_rl.cli.activations import kept_for_backward, shared_activations
-from lightning_rl.cli.plan import Placement, largest_rollouts, training_memory
-from lightning_rl.cli.plan_parts import one_part
+from lightning_rl.cli.check.activations import kept_for_backward, shared_activations
+from lightning_rl.cli.check.batches import largest_rollouts
+from lightning_rl.cli.check.memory import training_memory
+from lightning_rl.cli.check.parts import one_part
+from lightning_rl.cli.check.placement import Placement
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import exchange, expert, key_exchange

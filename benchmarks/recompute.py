@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.memory import peak_of
 from benchmarks.results import parser_of, report, write_block
 from lightning_rl import Recompute
-from lightning_rl.cli.plan import largest_rollouts, training_memory
+from lightning_rl.cli.check.batches import largest_rollouts
+from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import host_inputs
 from lightning_rl.models.policy import Policy

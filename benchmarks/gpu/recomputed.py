@@ -10,7 +10,8 @@ from benchmarks.gpu.clock import begin_peak, give_back, milliseconds, peak_bytes
 from benchmarks.gpu.made import model_of, rollouts_of
 from benchmarks.gpu.updates import PLAN_IS_OFF
 from lightning_rl import Recompute
-from lightning_rl.cli.plan import Placement, training_memory
+from lightning_rl.cli.check.memory import training_memory
+from lightning_rl.cli.check.placement import Placement
 from lightning_rl.extend import Policy, pack_rollouts
 
 SETTINGS = {

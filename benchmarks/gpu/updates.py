@@ -16,7 +16,8 @@ from benchmarks.gpu.made import adamw, model_of, rollouts_of, trainer_of
 from lightning_rl import PolicyModule
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.callbacks import RLCallback
-from lightning_rl.cli.plan import Placement, training_memory
+from lightning_rl.cli.check.memory import training_memory
+from lightning_rl.cli.check.placement import Placement
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.batch import token_rows
 from lightning_rl.errors import PackMemoryError

@@ -63,11 +63,11 @@ COMMANDS = {
         "check a run's files against its ledger, and do a share of its iterations again",
     ),
     "check": Command(
-        "lightning_rl.cli.check",
+        "lightning_rl.cli.check.command",
         "what a configuration amounts to, and a first rollout; writes nothing",
     ),
     "doctor": Command(
-        "lightning_rl.cli.doctor",
+        "lightning_rl.cli.check.doctor",
         "versions, engine, devices, threads, and what is wrong with each",
         False,
     ),

@@ -15,17 +15,13 @@ import yaml
 
 from benchmarks.memory import FollowAllocations
 from lightning_rl import LoRA, PolicyModule, SharedValueHead
-from lightning_rl.cli import layouts, main, stopwatch
-from lightning_rl.cli.activations import kept_for_backward, measure_activations
-from lightning_rl.cli.mesh import Candidate, configure_without_weights
-from lightning_rl.cli.plan import (
-    BatchPlan,
-    cut,
-    in_units,
-    largest_rollouts,
-    training_memory,
-)
-from lightning_rl.cli.training_plan import training_plan
+from lightning_rl.cli import main
+from lightning_rl.cli.check import layouts, stopwatch
+from lightning_rl.cli.check.activations import kept_for_backward, measure_activations
+from lightning_rl.cli.check.batches import BatchPlan, cut, largest_rollouts
+from lightning_rl.cli.check.memory import in_units, training_memory
+from lightning_rl.cli.check.mesh import Candidate, configure_without_weights
+from lightning_rl.cli.check.training import training_plan
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.extend import Periodic
@@ -442,7 +438,7 @@ def test_what_recomputed_layers_keep_is_planned_once_for_each_tensor(
         measured.append(measure_activations(*arguments))
         return measured[-1]
 
-    monkeypatch.setattr("lightning_rl.cli.training_plan.measure_activations", counted)
+    monkeypatch.setattr("lightning_rl.cli.check.training.measure_activations", counted)
     recompute = "{inputs: host, keep: attention, mlp_tokens: 4}"
     command = ["check", "--config", "good.yaml", "--model.gradient_checkpointing", recompute]
     assert main([*command, "--gpus", "2", "--gpu_memory_gb", "80"]) == 0

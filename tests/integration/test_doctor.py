@@ -9,7 +9,8 @@ HEAVY = ("vllm", "ray", "torchrl", "gymnasium", "openai")
 
 def test_vllm_version_is_read_without_importing_it_or_what_else_is_heavy():
     command = (
-        "import sys, lightning_rl; from lightning_rl.cli.doctor import read_vllm_version as r;"
+        "import sys, lightning_rl;"
+        "from lightning_rl.cli.check.doctor import read_vllm_version as r;"
         f"print(r(), lightning_rl.RayEngine and any(m in sys.modules for m in {HEAVY}))"
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
@@ -26,7 +27,7 @@ def test_exit_code_is_1_only_for_serious_problems():
         "info = pathlib.Path(tempfile.mkdtemp(), 'lightning-2.6.2.dist-info'); info.mkdir()\n"
         "(info / 'METADATA').write_text('Name: lightning\\nVersion: 2.6.2\\n')\n"
         "sys.path.insert(0, str(info.parent))\n"
-        "from lightning_rl.cli.doctor import main\n"
+        "from lightning_rl.cli.check.doctor import main\n"
         "sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

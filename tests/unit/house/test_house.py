@@ -112,6 +112,9 @@ def test_every_file_is_in_one_part_wherever_it_stands():
         "learn.dpo": "offline",
         "cli.convert.verl": "optional",
         "cli.view.page": "view",
+        "cli.check.command": "check",
+        "cli.audit.records": "rerun",
+        "cli.app": "spine",
         "data.rollouts.pictures": "vision",
         "module": "spine",
     }

@@ -16,6 +16,8 @@ INSIDE = {
     "games": ("algos", "protocols", "roles", "staged"),
 }
 """Parts of a wing that import those before them, and nothing else of their wing."""
+TOOLS = {"check": (), "rerun": ("audit",), "audit": (), "view": ()}
+"""Commands' folders in ``cli``, and those of them that may import each; nothing else does."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,17 @@ def not_allowed(found: set[Arrow]) -> list[str]:
     return wrong
 
 
+def into_tools(found: set[Arrow]) -> list[str]:
+    """Arrows into a command's folder that come from elsewhere than they may."""
+    wrong = []
+    for arrow in sorted(found, key=str):
+        (_, above), (other, below) = part(arrow.importer), part(arrow.imported)
+        inside = room(arrow.importer) == "cli" and above in (below, *TOOLS.get(below, ()))
+        if other == "cli" and below in TOOLS and not inside:
+            wrong.append(str(arrow))
+    return wrong
+
+
 def inside_out(found: set[Arrow]) -> list[str]:
     """Arrows from a part of a wing to one that does not stand before it, or to no part of it."""
     wrong = []
@@ -62,6 +75,28 @@ def inside_out(found: set[Arrow]) -> list[str]:
 
 def test_the_spine_imports_no_wing(library):
     assert not_allowed(library) == []
+
+
+def test_nothing_imports_a_command(library):
+    assert into_tools(library) == []
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "allowed"),
+    [
+        ("cli", "cli.check.command", False),
+        ("cli.app", "cli.view.page", False),
+        ("callbacks.report", "cli.rerun.run", False),
+        ("games.staged.command", "cli.check.doctor", False),
+        ("cli.rerun.run", "cli.audit.records", False),
+        ("cli.audit.again", "cli.rerun.run", True),
+        ("cli.check.mesh", "cli.check.card", True),
+        ("cli.check.command", "cli.app", True),
+    ],
+)
+def test_arrows_to_commands_that_are_planted_are_found(above, below, allowed):
+    arrow = Arrow(f"lightning_rl.{above}", f"lightning_rl.{below}")
+    assert into_tools({arrow}) == ([] if allowed else [str(arrow)])
 
 
 def test_inside_of_the_wings_imports_run_one_way_too(library):

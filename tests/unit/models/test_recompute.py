@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl import LoRA, PolicyModule, Recompute
-from lightning_rl.cli.activations import kept_for_backward
-from lightning_rl.cli.plan import largest_rollouts
+from lightning_rl.cli.check.activations import kept_for_backward
+from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.host_inputs import HostInput

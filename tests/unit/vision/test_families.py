@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rl.cli.activations import kept_for_backward
+from lightning_rl.cli.check.activations import kept_for_backward
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.sampling import Sampling

@@ -14,9 +14,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations import moe
 
-from lightning_rl.cli.activations import changed
-from lightning_rl.cli.plan import CardPlan
-from lightning_rl.cli.training_plan import Learning, card_plan, placement_of
+from lightning_rl.cli.check.activations import changed
+from lightning_rl.cli.check.card import CardPlan
+from lightning_rl.cli.check.placement import placement_of
+from lightning_rl.cli.check.training import Learning, card_plan
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule

@@ -12,13 +12,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.cli.layouts import candidates, compare
-from lightning_rl.cli.mesh import choose
+from lightning_rl.cli.check.batches import with_longest_whole
+from lightning_rl.cli.check.layouts import candidates, compare
+from lightning_rl.cli.check.mesh import choose
+from lightning_rl.cli.check.scratch import Built
+from lightning_rl.cli.check.stopwatch import TIMED, time_iterations
+from lightning_rl.cli.check.training import card_plan, planned_device, training_plan
 from lightning_rl.cli.parser import card_of, gpus_of
-from lightning_rl.cli.plan import with_longest_whole
-from lightning_rl.cli.scratch import Built
-from lightning_rl.cli.stopwatch import TIMED, time_iterations
-from lightning_rl.cli.training_plan import card_plan, planned_device, training_plan
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_groups
 from lightning_rl.config.lightning_flags import warn_of_flags

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from lightning_rl.cli import doctor
-from lightning_rl.cli.doctor import GIB
-from lightning_rl.cli.doctor_gpu import Check
+from lightning_rl.cli.check import doctor
+from lightning_rl.cli.check.doctor import GIB
+from lightning_rl.cli.check.doctor_gpu import Check
 from lightning_rl.run.machine import GPU, driver_gpus, memory_bytes, usable_cores
 
 LIGHTNING = Requirement("lightning>=2.6.6,<2.7")

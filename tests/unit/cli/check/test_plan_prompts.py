@@ -1,6 +1,6 @@
 """What a memory plan keeps of prompts that have pictures."""
 
-from lightning_rl.cli.plan import largest_rollouts, with_longest_whole
+from lightning_rl.cli.check.batches import largest_rollouts, with_longest_whole
 from lightning_rl.rollout import Prompt
 from tests.support.tiny_vision import picture
 

@@ -101,7 +101,7 @@ def check_sandbox(refusal: str | None) -> Check:
 
 def try_sandbox() -> str | None:
     """Run nothing in a sandbox, in a process of its own; None, or what the machine says."""
-    path = Path(__file__).parents[1] / "rewards" / "sandbox.py"
+    path = Path(__file__).parents[2] / "rewards" / "sandbox.py"
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _TRY, str(path)],

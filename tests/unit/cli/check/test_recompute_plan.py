@@ -6,9 +6,11 @@ from torch.nn import Parameter
 
 from benchmarks.recompute import NARROW, SETTINGS, measure, pack_of
 from lightning_rl import LoRA, Recompute
-from lightning_rl.cli.activations import Activations
-from lightning_rl.cli.optimizer_state import state_bytes
-from lightning_rl.cli.plan import Advice, Placement, training_memory
+from lightning_rl.cli.check.activations import Activations
+from lightning_rl.cli.check.advice import Advice
+from lightning_rl.cli.check.memory import training_memory
+from lightning_rl.cli.check.optimizer_state import state_bytes
+from lightning_rl.cli.check.placement import Placement
 from lightning_rl.models.policy import Policy
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.tiny_models import save_random_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_rl.algos.baselines import ReinforcePlusPlus
-from lightning_rl.cli import layouts
-from lightning_rl.cli.layouts import (
+from lightning_rl.cli.check import layouts
+from lightning_rl.cli.check.layouts import (
     BUDGET_S,
     DeviceLayout,
     candidates,

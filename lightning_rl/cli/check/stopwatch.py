@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks import RLCallback, StepTimer
-from lightning_rl.cli.scratch import Built
+from lightning_rl.cli.check.scratch import Built
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.run.dist import any_rank
 from lightning_rl.run.hooks import callbacks_of, find_callbacks

@@ -6,24 +6,15 @@ from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from tensordict import TensorDict
 from torch.nn import Parameter
 
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.cli.activations import Activations, measure_activations
-from lightning_rl.cli.plan import (
-    BatchPlan,
-    CardPlan,
-    MemoryPlan,
-    Placement,
-    cut,
-    in_units,
-    largest_rollouts,
-    largest_share,
-    together,
-    training_memory,
-)
+from lightning_rl.cli.check.activations import Activations, measure_activations
+from lightning_rl.cli.check.batches import BatchPlan, cut, largest_rollouts, largest_share
+from lightning_rl.cli.check.card import CardPlan
+from lightning_rl.cli.check.memory import MemoryPlan, in_units, together, training_memory
+from lightning_rl.cli.check.placement import Placement, placement_of
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
@@ -187,22 +178,6 @@ def _described(
     )
 
 
-def placement_of(trainer: Trainer, device: torch.device) -> Placement:
-    """Where a trainer's processes train, if each computes on such a device."""
-    strategy, tensor = trainer.strategy, tensor_size(trainer.strategy)
-    shards = trainer.world_size if isinstance(strategy, ModelParallelStrategy) else 1
-    return Placement(
-        device,
-        str(trainer.precision),
-        getattr(trainer.precision_plugin, "master_weights", True),
-        shards // tensor,
-        getattr(strategy, "cpu_offload", False),
-        getattr(strategy, "sequence", 1),
-        tensor,
-        getattr(strategy, "expert", 1),
-    )
-
-
 def card_plan(
     module: RolloutModule, data: RLDataModule, memory: MemoryPlan, card_gb: float | None
 ) -> CardPlan | None:
@@ -221,14 +196,6 @@ def card_plan(
 def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:
     """The device that will compute: a GPU if one was given, else what the Trainer found."""
     return trainer.strategy.root_device if card_gb is None else torch.device("cuda")
-
-
-def tensor_size(strategy: Strategy) -> int:
-    """How many processes have a model's matrices together under a strategy."""
-    if not isinstance(strategy, ModelParallelStrategy):
-        return 1
-    size = strategy._tensor_parallel_size
-    return strategy.num_processes if size == "auto" else size
 
 
 def _schedule(policy: PolicyModule, plan: BatchPlan) -> Iterator[str]:

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from lightning_rl import NF4, Int8, LoRA
-from lightning_rl.cli.activations import shared_activations
+from lightning_rl.cli.check.activations import shared_activations
+from lightning_rl.cli.check.batches import largest_rollouts
+from lightning_rl.cli.check.card import CardPlan
+from lightning_rl.cli.check.memory import MemoryPlan, training_memory
+from lightning_rl.cli.check.placement import Placement
 from lightning_rl.cli.parser import card_of, gpus_of
-from lightning_rl.cli.plan import CardPlan, MemoryPlan, Placement, largest_rollouts, training_memory
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.vllm_local import VLLMLocal

@@ -20,7 +20,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from lightning_rl.cli.doctor_gpu import Check, check_gpus, check_sandbox, gpu_checks, try_sandbox
+from lightning_rl.cli.check.doctor_gpu import (
+    Check,
+    check_gpus,
+    check_sandbox,
+    gpu_checks,
+    try_sandbox,
+)
 from lightning_rl.run.machine import (
     GPU,
     IN_PROCESS,

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_rl.cli.scratch import Built
-from lightning_rl.cli.stopwatch import TIMED
+from lightning_rl.cli.check.scratch import Built
+from lightning_rl.cli.check.stopwatch import TIMED
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.vllm_local import VLLMLocal

@@ -1,0 +1,1 @@
+"""``lightning-rl check`` and ``doctor``: of a configuration, and of the machine, before a run."""

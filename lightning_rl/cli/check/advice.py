@@ -1,0 +1,49 @@
+"""What to switch on next where training takes too much memory."""
+
+from dataclasses import dataclass
+
+from lightning_rl.cli.check.activations import Activations
+from lightning_rl.cli.check.placement import Placement
+from lightning_rl.models.policy import Policy
+
+SHARE = "share the weights: strategy ShardedStrategy with more devices, or its cpu_offload: true"
+LESS_STATE = f"train with lora, or {SHARE}"
+LONGER = "for long rollouts ShardedStrategy(sequence=2)"
+LESS_ACTIVATIONS = f"lower max_tokens_per_pack, or set gradient_checkpointing: true; {LONGER}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to switch on next for less ``state``, all that stays between updates; for less
+    ``activations``, all else.
+    """
+
+    state: str
+    activations: str
+
+
+def next_advice(
+    policy: Policy, found: Activations, wide_state: bool, placement: Placement
+) -> Advice:
+    """What is not switched on yet; ``wide_state``: the optimizer keeps more than 3 bytes a weight.
+
+    Cheaper remedies come before those that take more devices.
+    """
+    ways = ["train with lora"] if policy.lora is None else []
+    if placement.shards * placement.tensor > 1:
+        more = "more devices, or ShardedStrategy's cpu_offload: true"
+        ways.append("more devices" if placement.cpu_offload else more)
+    else:
+        if wide_state:
+            ways.append("set optimizer: bitsandbytes.optim.AdamW8bit")
+        ways.append(SHARE)
+    recompute, lower = policy.recompute, f"lower max_tokens_per_pack; {LONGER}"
+    if recompute is None:
+        less = LESS_ACTIVATIONS
+    elif recompute.inputs == "device" and (recompute.mlp_tokens or found.kept > found.turn):
+        less = f"set gradient_checkpointing: {{inputs: host}}, or {lower}"
+    elif recompute.mlp_tokens is None and found.turn:
+        less = f"set gradient_checkpointing.mlp_tokens: 4096, or {lower}"
+    else:
+        less = lower
+    return Advice(", or ".join(ways), less)

@@ -1,0 +1,131 @@
+"""The algebra of a configuration's batches, and the largest that there can be."""
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from tensordict import TensorDict
+
+from lightning_rl.data.batch import select
+from lightning_rl.data.splitting import split_minibatches, split_packs
+from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """From prompts to optimizer steps. Tokens and packs are the most that there can be.
+
+    ``pack_tokens`` are the forward tokens of the largest pack, on each of ``ranks`` processes, and
+    ``packs`` how many a minibatch is cut into there; a prompt that rollouts share counts once. It
+    learns in the iterations of its ``schedule``.
+    """
+
+    prompts: int
+    groups: int  # per iteration, on all ranks
+    group_size: int
+    ranks: int
+    tokens: int
+    minibatches: int
+    ppo_epochs: int
+    packs: int
+    pack_tokens: int
+    iterations_per_epoch: int
+    epochs: int | None
+    schedule: UpdateSchedule = EveryIteration()
+
+    @property
+    def rollouts(self) -> int:
+        """Per iteration, on all ranks."""
+        return self.groups * self.group_size
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps per iteration."""
+        return self.ppo_epochs * self.minibatches
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run; None if ``max_epochs`` does not bound it."""
+        return None if self.epochs is None else self.updates(self.epochs) * self.steps
+
+    def updates(self, epochs: int) -> int:
+        """Iterations of the first so many epochs in which it learns."""
+        return self.schedule.count(epochs * self.iterations_per_epoch)
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for a person."""
+        yield (
+            f"{self.groups} prompts x group_size {self.group_size} = {self.rollouts} rollouts "
+            f"per iteration, at most {self.tokens:,} tokens"
+        )
+        ranks = f"on each of {self.ranks} ranks " if self.ranks > 1 else ""
+        size = largest_share(self.groups, self.ranks, self.minibatches)
+        yield (
+            f"{ranks}{_count(self.minibatches, 'minibatch')} of {size} groups or fewer, in "
+            f"{_count(self.packs, 'pack')} of {self.pack_tokens:,} tokens or fewer each"
+        )
+        yield (
+            f"ppo_epochs {self.ppo_epochs} x minibatches {self.minibatches} = {self.steps} "
+            f"optimizer steps per iteration, {self.steps * self.updates(1)} per epoch of "
+            f"{self.iterations_per_epoch} iterations"
+        )
+        if self.updates(1) < self.iterations_per_epoch:
+            yield f"it learns in {self.updates(1)} iterations of the first epoch"
+        if self.epochs is not None and self.total_steps is not None:
+            drawn = self.groups * self.iterations_per_epoch * self.epochs
+            yield (
+                f"max_epochs {self.epochs}: {self.total_steps} optimizer steps; {drawn:,} prompts "
+                f"are drawn from {self.prompts:,} ({drawn / self.prompts:.2g} times each)"
+            )
+
+
+def largest_share(groups: int, ranks: int, minibatches: int) -> int:
+    """Groups of one minibatch that a rank may have: all of them, if it has so many."""
+    return min(groups // ranks, ceil(groups / minibatches))
+
+
+def _count(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def with_longest_whole(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
+    """All prompts, of which the ``count`` longest have their pictures: those of all may be many."""
+    found: list[Prompt] = []
+    whole: list[tuple[int, int]] = []  # a heap of lengths and places; of equals the last goes first
+    for prompt in prompts:
+        found.append(prompt)
+        heapq.heappush(whole, (len(prompt.token_ids), -len(found)))
+        if len(whole) > count:
+            _, place = heapq.heappop(whole)
+            found[-place - 1] = replace(found[-place - 1], pictures=[], places=[])
+    return found
+
+
+def largest_rollouts(
+    prompts: Sequence[Prompt], groups: int, group_size: int, max_tokens: int
+) -> list[Rollout]:
+    """Rollouts of the ``groups`` longest prompts, with completions of ``max_tokens`` tokens."""
+    longest = sorted(prompts, key=lambda p: len(p.token_ids), reverse=True)
+    rollouts = []
+    for group in range(groups):
+        prompt = longest[group % len(longest)]
+        for sample in range(group_size):
+            # Any token will do: only lengths matter, and that prompts can be told apart.
+            written = prompt.token_ids[-1:] * max_tokens
+            rollout = Rollout(prompt, str(group), sample, 0, status=RolloutStatus.COMPLETED)
+            rollout.rows[0].append_written(written, [0.0] * max_tokens, [0] * max_tokens)
+            rollouts.append(rollout)
+    return rollouts
+
+
+def cut(batch: TensorDict, minibatches: int, max_tokens_per_pack: int) -> list[list[TensorDict]]:
+    """The packs of each minibatch, as ``PolicyModule.update`` cuts them on one process."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [select(batch, rows) for rows in split_minibatches(batch, minibatches, generator)]
+    return [
+        [select(part, rows) for rows in split_packs(part, max_tokens_per_pack)] for part in parts
+    ]
