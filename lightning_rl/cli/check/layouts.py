@@ -32,7 +32,7 @@ PARTS = ("generate", "train", "sync")
 BUDGET_S = 75.0
 """All are measured once; once more as long as that ends within so many seconds."""
 
-_PACKAGE_ROOT = str(Path(__file__).parents[2])
+_PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
 def candidates(cli: Built) -> list[DeviceLayout]:
