@@ -10,7 +10,7 @@ from benchmarks.results import RESULTS
 from benchmarks.scaling_constants import H20, H100, MODELS, OTHERS, Constants, Model
 from benchmarks.scaling_costs import Lengths, Replica, Trainer
 from benchmarks.scaling_runs import ASYNC, SYNC, Layout, Load, Mode, Row, measured_spread, run
-from benchmarks.scaling_sync import Push, broadcast
+from benchmarks.scaling_sync import Push, broadcast, shared_broadcast
 from lightning_rl.collect.ahead import AsyncCollector
 
 REPRODUCED = 1.25
@@ -52,8 +52,9 @@ FULLY, DELTA = "verl, fully_async.md", "verl, delta_weight_sync.md"
 
 
 def syncs() -> Iterator[Check]:
-    """``CollectiveTransport`` by the formula, where others have timed theirs; an engine's GPUs are
-    assumed where they are not told.
+    """Transports by their formulas, where others have timed theirs: ``SharedCollectiveTransport``
+    where all of their engines are in one group. An engine's GPUs are assumed where they are not
+    told.
     """
     verl_7b = Push(H20, OTHERS["7B"], 4, 1, 4, H20.nvlink)
     verl_30b, verl_235b = (Push(H20, MODELS[m], n, n // 8, 8) for m, n in (
@@ -63,11 +64,11 @@ def syncs() -> Iterator[Check]:
     marin = Push(H100, STAND_IN, 32, 1, 8)
     single = Push(H100, MODELS["0.6B"], 1, 1, 1, H100.nvlink)
     slower = "theirs moves 4.6 GB/s, from the same shards over the same links"
-    own_group = "there all engines share a group; here each has its own"
+    one_group = "all engines in one group, as theirs"
     rows: list[tuple[str, str, float, Push, str]] = [
         ("7B, 4 + 4 H20", FULLY, 0.02, verl_7b, OUT_OF_REACH),
-        ("30B-A3B, 16 + 16 H20", FULLY, 4.38, verl_30b, own_group),
-        ("235B-A22B, 64 + 64 H20", FULLY, 23.70, verl_235b, own_group),
+        ("30B-A3B, 16 + 16 H20", FULLY, 4.38, verl_30b, one_group),
+        ("235B-A22B, 64 + 64 H20", FULLY, 23.70, verl_235b, one_group),
         ("0.6B, 1 + 1 H100", "trl#5892", 0.18, single, FIXED),
         ("2.5-32B, 16 + 16 H100", DELTA, 14.2, Push(H100, OTHERS["2.5-32B"], 16, 2, 8), slower),
         ("72B, 32 + 32 H100", DELTA, 28.8, Push(H100, OTHERS["72B"], 32, 4, 8), ""),
@@ -83,7 +84,8 @@ def syncs() -> Iterator[Check]:
         ("the same, each engine its experts", "marin#9171", 1.6, marin, ALL_TO_ALL),
     ]
     for what, source, theirs, push, note in rows:
-        yield Check(f"sync of {what}", source, theirs, broadcast(push), note=note)
+        formula = shared_broadcast if note == one_group else broadcast
+        yield Check(f"sync of {what}", source, theirs, formula(push), note=note)
 
 
 # ---------------------------------------------------------------- published: iterations
