@@ -61,7 +61,7 @@ class Constants:
     engine_bytes: int = known(2, "B/weight", "bfloat16")
     master_bytes: int = known(4, "B/weight", "bf16-mixed: float32, also when gathered for a push")
     state_bytes: int = known(16, "B/weight", "float32: weights, gradients, two of Adam's")
-    bucket: int = known(64 * 2**20, "B", "CollectiveTransport's default")
+    bucket: int = known(256 * 2**20, "B", "CollectiveTransport's default")
 
     # ------------------------------------------------------------ the run
     groups: int = known(64, "prompts", "verl, v1_async_trainer.md: train_batch_size")

@@ -67,11 +67,11 @@ def staged(c: Constants, buckets: int, stage: float, deliver: float) -> float:
 
 def broadcast(push: Push) -> float:
     """``CollectiveTransport``: each replica has a group of its own, so rank 0's card sends each
-    bucket once per replica. With ``keep_copy`` a bucket also comes from the host's memory, and goes
-    back. The next bucket is told when all have loaded this one.
+    bucket once per replica. With ``keep_copy`` a bucket also goes to the host's memory. The next
+    bucket is told when all have loaded this one.
     """
     c = push.c
-    stage = push.gather + push.host + 2 * push.size / (c.pcie * c.pcie_share)
+    stage = push.gather + push.host + push.size / (c.pcie * c.pcie_share)
     sent = push.replicas * push.size / push.sending_rate
     deliver = push.buckets * (c.call + c.launch) + sent + push.load
     return staged(c, push.buckets, stage, deliver)
@@ -89,8 +89,8 @@ def over_ethernet(push: Push) -> float:
 
 
 def changed_only(push: Push) -> float:
-    """``CollectiveTransport(changed_only=True)``: each tensor is compared with what was sent last,
-    and modules in which any weight differs are loaded. A bucket with one of them travels whole; all
+    """``CollectiveTransport(changed_only=True)``: what was sent last comes back from the host's
+    memory, each tensor is compared with it, and modules in which any weight differs are loaded. A bucket with one of them travels whole; all
     of a layer's experts are one module. ``trained_share`` of the modules differ; where all weights
     are trained, all do, and it only adds the comparing.
     """

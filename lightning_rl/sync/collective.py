@@ -259,7 +259,7 @@ class CollectiveTransport(StagedTransport):
         self,
         backend: str | None = None,
         host: str = "127.0.0.1",
-        bucket_mb: float = 64.0,
+        bucket_mb: float = 256.0,
         keep_copy: bool = True,
         changed_only: bool = False,
         adapters_only: bool = False,
@@ -351,11 +351,11 @@ class CollectiveTransport(StagedTransport):
                 copy.copy_(flat, non_blocking=True)
             yield bucket
 
-    def _buffer(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def _buffer(self, slot: int, numel: int, dtype: torch.dtype, is_read: bool) -> Tensor:
         if not self._copies_to_host:
             return _at_least(self._buffers, slot, numel, dtype, self._device)
         flat = _at_least(self._buffers, slot % 2, numel, dtype, self._device)
-        if slot in self._copies:  # what was sent last, to compare with
+        if is_read and slot in self._copies:  # what was sent last
             flat.copy_(self._copies[slot][:numel], non_blocking=True)
         self._on_device[slot % 2] = slot
         return flat
@@ -366,7 +366,7 @@ class CollectiveTransport(StagedTransport):
         if not self._copies_to_host:
             return self._buffers[slot][:numel]
         if self._on_device.get(slot % 2) != slot:
-            return self._buffer(slot, numel, getattr(torch, bucket["dtype"]))
+            return self._buffer(slot, numel, getattr(torch, bucket["dtype"]), is_read=True)
         return self._buffers[slot % 2][:numel]
 
     def transmit(self, bucket: Bucket, replica: Replica) -> None:

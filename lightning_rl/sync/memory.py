@@ -82,7 +82,7 @@ def fill_buffers(
     weights: WeightStream,
     bucket_mb: float,
     keep_copy: bool,
-    buffer: Callable[[int, int, torch.dtype], Tensor],
+    buffer: Callable[[int, int, torch.dtype, bool], Tensor],
 ) -> Iterator[tuple[Bucket, Tensor]]:
     """Copy weights to flat buffers, casting them on the way.
 
@@ -90,7 +90,8 @@ def fill_buffers(
         weights: what to copy.
         bucket_mb: MiB per buffer; a larger module has one of its own size.
         keep_copy: one buffer for each bucket; else two in turn.
-        buffer: gives one by its number, elements and dtype; what it held before is still in it.
+        buffer: gives one by its number, elements and dtype, and whether it is read: then what it
+            held before has to be still in it.
 
     Yields:
         What :func:`unpack` needs to know of a bucket, and its buffer.
@@ -102,7 +103,8 @@ def fill_buffers(
         slots = count()
     max_numel = int(bucket_mb * 2**20) // weights.dtype.itemsize
     for slot, layout in zip(slots, cut(weights, max_numel), strict=False):
-        flat = buffer(slot, layout.numel, weights.dtype)
+        is_read = weights.changed_only or any(weight.is_meta for _, weight in layout.weights)
+        flat = buffer(slot, layout.numel, weights.dtype, is_read)
         changed = layout.copy_changed(flat, everything=not weights.changed_only)
         bucket: Bucket = {"slot": slot, "numel": layout.numel, "tensors": layout.entries()}
         bucket["dtype"] = str(weights.dtype).removeprefix("torch.")
@@ -212,7 +214,7 @@ class MemoryTransport(StagedTransport):
             os.close(descriptor)
         self._segments.clear()
 
-    def _buffer(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def _buffer(self, slot: int, numel: int, dtype: torch.dtype, _: bool) -> Tensor:
         size = numel * dtype.itemsize
         descriptor, memory = self._segments.get(slot, (-1, torch.empty(0)))
         if len(memory) < size:

@@ -43,7 +43,7 @@ class SharedCollectiveTransport(CollectiveTransport):
         self,
         backend: str | None = None,
         host: str = "127.0.0.1",
-        bucket_mb: float = 64.0,
+        bucket_mb: float = 256.0,
         changed_only: bool = False,
         adapters_only: bool = False,
         timeout_s: float = 300.0,

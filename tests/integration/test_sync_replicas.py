@@ -288,18 +288,34 @@ def test_a_transport_in_the_script_that_runs_is_refused(tmp_path, engine, own_tr
     Own(str(tmp_path)).connect(TransformersEngine(device="cpu"))  # which is in this process
 
 
+class Noted(dict):
+    """Copies on the host, and which of them were brought back to the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.slots = []
+
+    def __getitem__(self, slot):
+        self.slots.append(slot)
+        return super().__getitem__(slot)
+
+
 @pytest.mark.parametrize("changed_only", [False, True])
 def test_with_nccl_copies_are_on_the_host_and_two_buckets_on_the_device(
     engine, weights, changed_only
 ):
     transport = CollectiveTransport(bucket_mb=0.05, timeout_s=10, changed_only=changed_only)
     transport._copies_to_host = True  # as with NCCL
+    transport._copies = read = Noted()
     transport.connect(engine)
     transport.push(weights.items(), 0)
     name = "model.layers.1.mlp.up_proj.weight"
     state = weights | {name: weights[name] + 1}
     transport.push(state.items(), 1)
+    assert read.slots == (list(read) if changed_only else [])
     assert all(len(replica.buckets) == 1 for replica in engine.replicas) == changed_only
+    transport.push(((n, w.to("meta") if n == name else w) for n, w in state.items()), 1)
+    assert changed_only or len(read.slots) == 1  # that of the weight which is left out
     assert len(transport._copies) > 2
     doomed = engine.replicas[0]
     run_async(lose(engine, doomed))  # what fills it goes through the two, too
