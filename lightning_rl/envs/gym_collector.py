@@ -85,7 +85,7 @@ class GymCollector(EnvCollector):
     # ---------------------------------------------------------------- collecting
 
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
-        agent, count = agents[AGENT], len(self._seats)
+        agent, device, count = agents[AGENT], agents[AGENT].device, len(self._seats)
         self._begin(agent)
         self.carried = [len(seat.actions) for seat in self._seats]
         table = StepTable(self.agents[AGENT], steps, count)
@@ -95,7 +95,7 @@ class GymCollector(EnvCollector):
             while waiting or self._asked:
                 if served := self._served(waiting):
                     waiting.difference_update(served)
-                    self._act(agent, served, [done[index] for index in served], table)
+                    self._act(agent, device, served, [done[i] for i in served], table)
                     continue
                 for index, answer in self._answers(bool(waiting)):
                     self._take(index, done[index], answer, table)
@@ -105,12 +105,19 @@ class GymCollector(EnvCollector):
         self.finished = table.finished
         return table.batch(self.env.name, self._seats[0].place)
 
-    def _act(self, agent: Any, served: list[int], steps: list[int], table: StepTable) -> None:
+    def _act(
+        self,
+        agent: Any,
+        device: torch.device,
+        served: list[int],
+        steps: list[int],
+        table: StepTable,
+    ) -> None:
         """Choose actions for some environments, and have them taken."""
         rows, begins = [self._rows[i] for i in served], [self._begins[i] for i in served]
         seen = table.see(steps, served, rows, begins)
         state = None if self._state is None else self._state[served]
-        made, after = agent.act({n: o.to(agent.device) for n, o in seen.items()}, state)
+        made, after = agent.act({n: o.to(device) for n, o in seen.items()}, state)
         action = sampled(made, self.greedy)[ACTION]
         table.act(made[ACTION], action, state)
         if self._state is not None and after is not None:
@@ -142,22 +149,23 @@ class GymCollector(EnvCollector):
         """
         asked, self._asked = self._asked, {}
         for index, (what, arguments) in asked.items():
-            yield index, self._done(self._seats[index], what, *arguments)
+            seat = self._turn(self._seats[index])
+            try:
+                answer = getattr(seat, what)(*arguments)
+            except BaseException as error:  # whatever an environment raises
+                raise raised(self.env.name, self.where(), error) from error
+            yield index, answer
         self._acting = None
 
     def _served(self, waiting: Collection[int]) -> list[int]:
         """Which of those that wait are to get their actions now, together; []: wait on."""
         return [] if self._asked else sorted(waiting)
 
-    def _done(self, seat: EnvSeat, what: str, *arguments: Any) -> Any:
-        """What comes of a step of an environment in this thread."""
-        assert isinstance(seat, EnvSlot)
+    def _turn(self, seat: Any) -> Any:
+        """The environment that is next to take a step in this thread."""
         self.deadline.again()
         self._acting = seat
-        try:
-            return getattr(seat, what)(*arguments)
-        except BaseException as error:  # whatever an environment raises
-            raise raised(self.env.name, self.where(), error) from error
+        return seat
 
     def where(self) -> str:
         return "" if self._acting is None else self._acting.where()
@@ -183,7 +191,7 @@ class GymCollector(EnvCollector):
         try:
             for seed in seeds:
                 players.append(EnvSlot(self.env.made(**options), seed, 0, self._limit))
-            rows = [self._done(player, "begin", 0).row for player in players]
+            rows = [self._turn(player).begin(0).row for player in players]
             state = agent.begin(len(players)) if agent.state_size else None
             playing = list(range(len(players)))
             with seeded(seeds[0]), torch.no_grad():
@@ -199,7 +207,7 @@ class GymCollector(EnvCollector):
                     for place, action in zip(playing, chosen, strict=True):
                         if render:
                             pictures[place].append(picture_of(players[place].env, self.env.name))
-                        rows[place], _, over, cut = self._done(players[place], "step", action)
+                        rows[place], _, over, cut = self._turn(players[place]).step(action)
                         if over or cut:
                             episodes[place] = players[place].over(over)
                     left = [i for i, place in enumerate(playing) if place not in episodes]

@@ -4,8 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ def episode_seed(seed: int, place: int, episode: int) -> int:
     return derived_seed(seed, place, episode) % 2**31
 
 
-@dataclass(frozen=True, slots=True)
-class EnvAnswer:
+class EnvAnswer(NamedTuple):
     """What came of what an environment did.
 
     Args:

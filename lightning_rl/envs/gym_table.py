@@ -38,6 +38,7 @@ class StepTable:
         self._begins = np.zeros((steps, count), bool)
         self._ends: list[tuple[int, Any]] = []
         self._order: list[np.ndarray] = []
+        self._first = np.arange(count) * steps
         self._made: list[ActionDistribution] = []
         self._actions: list[Tensor] = []
         self._states: list[Tensor] = []
@@ -46,10 +47,14 @@ class StepTable:
         self, steps: Sequence[int], places: Sequence[int], rows: list[Any], begins: Sequence[bool]
     ) -> dict[str, Tensor]:
         """Note what some environments show before a step; returns it, by name."""
-        where = np.array(steps), np.array(places)
+        if steps.count(steps[0]) == self.count:  # all at once: there is a view of that
+            where: Any = steps[0]
+            self._order.append(self._first + steps[0])
+        else:
+            where = np.array(steps), np.array(places)
+            self._order.append(where[1] * self.steps + where[0])
         write_rows(self.seen, where, rows)
         self._begins[where] = begins
-        self._order.append(where[1] * self.steps + where[0])
         return {n: torch.from_numpy(buffer[where]) for n, buffer in self.seen.items()}
 
     def act(self, made: ActionDistribution, action: Tensor, state: Tensor | None) -> None:
