@@ -90,9 +90,10 @@ def over_ethernet(push: Push) -> float:
 
 def changed_only(push: Push) -> float:
     """``CollectiveTransport(changed_only=True)``: what was sent last comes back from the host's
-    memory, each tensor is compared with it, and modules in which any weight differs are loaded. A bucket with one of them travels whole; all
-    of a layer's experts are one module. ``trained_share`` of the modules differ; where all weights
-    are trained, all do, and it only adds the comparing.
+    memory, each tensor is compared with it, and modules in which any weight differs are loaded. A
+    bucket with one of them travels whole; all of a layer's experts are one module.
+    ``trained_share`` of the modules differ; where all weights are trained, all do, and it only adds
+    the comparing.
     """
     c, share = push.c, push.c.trained_share
     comparing = push.model.tensors * c.launch + 2 * push.size / (c.hbm * c.hbm_share)
