@@ -1,9 +1,10 @@
 """Digests of tensors: 64 bits of all their bytes, taken where the tensor is."""
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,48 +33,51 @@ class Digester:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._forms: list[int] = []
-        self._sums: list[Tensor] = []
-        self._buffer = torch.empty(0, dtype=torch.int64)  # of a CPU; to get memory takes its time
+        self._sums: list[Tensor | list[int]] = []
+        self._buffer = np.empty(0, np.int64)  # of a CPU; to get memory takes its time
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Read a tensor; a sharded one is gathered, for which all its ranks have to call this."""
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         self._names.append(name)
         self._forms.append(zlib.crc32(f"{whole.dtype} {tuple(whole.shape)}".encode()))
-        self._sums.append(self._chunk_sums(_words(whole.detach())))
+        words = _words(whole.detach())
+        on_cpu = words.device.type == "cpu"
+        self._sums.append(self._sums_of(words.numpy()) if on_cpu else _sums_on_device(words))
 
     def digests(self) -> dict[str, str]:
         """By name, as 16 hexadecimal digits, of all that was read."""
-        counts = [len(sums) for sums in self._sums]
-        by_device: dict[torch.device, Iterator[int]] = {}
-        for device in {sums.device for sums in self._sums}:  # wait for each once
-            own = [sums for sums in self._sums if sums.device == device]
-            by_device[device] = iter(torch.cat(own).tolist())
         found = {}
-        for name, form, sums, count in zip(
-            self._names, self._forms, self._sums, counts, strict=True
-        ):
-            numbers = by_device[sums.device]
+        for name, form, numbers in zip(self._names, self._forms, self._read(), strict=True):
             total = form * _GOLDEN
-            for place in range(count):
-                number = next(numbers)
+            for place, number in enumerate(numbers):
                 total += (number ^ (number >> 29)) * (place * _SPREAD | 1)
             found[name] = f"{total & _ALL:016x}"
         return found
 
-    def _chunk_sums(self, words: Tensor) -> Tensor:
-        """The sum of each chunk of words, on their device; the last may be shorter."""
-        if words.device.type == "cpu":
-            if len(self._buffer) < min(CHUNK, len(words)):
-                self._buffer = words.new_empty(CHUNK)
-            if len(words) <= CHUNK:  # most tensors of a small model, whose calls are what costs
-                return _weigh(words, self._buffer)[None]
-            return torch.stack([_weigh(part, self._buffer) for part in words.split(CHUNK)])
-        whole = len(words) // CHUNK * CHUNK
-        sums = [_weigh_rows(words[whole:][None])]
-        for part in words[:whole].split(CHUNK * _CHUNKS_AT_ONCE):
-            sums.insert(-1, _weigh_rows(part.view(-1, CHUNK)))
-        return torch.cat(sums)
+    def _read(self) -> list[list[int]]:
+        """The sums of all tensors; each device is waited for once."""
+        sums = self._sums
+        for device in {one.device for one in sums if isinstance(one, Tensor)}:
+            own = [one for one in sums if isinstance(one, Tensor) and one.device == device]
+            numbers = iter(torch.cat(own).tolist())
+            read = {id(one): [next(numbers) for _ in range(len(one))] for one in own}
+            sums = [read.get(id(one), one) for one in sums]
+        return [one for one in sums if isinstance(one, list)]
+
+    def _sums_of(self, words: np.ndarray) -> list[int]:
+        """The sum of each chunk of words, on a CPU, with no more memory than one chunk takes."""
+        if len(self._buffer) < min(CHUNK, len(words)):
+            self._buffer = np.empty(min(CHUNK, 2 * len(words)), np.int64)
+        sums = []
+        for start in range(0, max(1, len(words)), CHUNK):
+            part = words[start : start + CHUNK]
+            mixed = np.right_shift(part, 29, out=self._buffer[: len(part)])
+            np.bitwise_xor(mixed, part, out=mixed)
+            # Product and sum apart: vectors of 64-bit integers have no dot product of their own.
+            np.multiply(mixed, _cpu_factors()[: len(part)], out=mixed)
+            sums.append(int(mixed.sum()))
+        return sums
 
 
 def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -103,16 +107,24 @@ def _padded(flat: Tensor) -> Tensor:
     return copy.view(torch.int64)
 
 
-def _weigh(words: Tensor, buffer: Tensor) -> Tensor:
-    """The sum of at most a chunk, on a CPU: with no more memory than ``buffer``."""
-    mixed = torch.bitwise_right_shift(words, 29, out=buffer[: len(words)]).bitwise_xor_(words)
-    return torch.dot(mixed, _factors(words.device)[: len(words)])
+def _sums_on_device(words: Tensor) -> Tensor:
+    """The sum of each chunk of words, on a GPU; the last may be shorter."""
+    whole = len(words) // CHUNK * CHUNK
+    sums = [_weigh_rows(words[whole:][None])]
+    for part in words[:whole].split(CHUNK * _CHUNKS_AT_ONCE):
+        sums.insert(-1, _weigh_rows(part.view(-1, CHUNK)))
+    return torch.cat(sums)
 
 
 def _weigh_rows(words: Tensor) -> Tensor:
     """The sums (R,) of chunks (R, C), on a GPU, which has no products of integer matrices."""
     mixed = (words >> 29).bitwise_xor_(words)
     return (mixed * _factors(words.device)[: words.shape[1]]).sum(1)
+
+
+@cache
+def _cpu_factors() -> np.ndarray:
+    return _factors(torch.device("cpu")).numpy()
 
 
 @cache
