@@ -125,7 +125,8 @@ def compare(
 ) -> dict[str, float]:
     """As :func:`compare_packs`, of a kind of policy, on what is ``made`` for each rank.
 
-    Packs of ``silent`` ranks have no loss. ``replayed``: all tokens go to the first experts.
+    Packs of ``silent`` ranks have no loss. ``replayed``: all tokens go to the first experts. In
+    float32 the same weights say in float64 what is right.
     """
     packs = [pack_of(made(rank), rank in silent) for rank in range(dist.get_world_size())]
     policy = policy_of(model, dtype, **KINDS[kind](model))
@@ -135,7 +136,11 @@ def compare(
         for pack in packs:
             shape = len(pack["tokens"]), config.num_hidden_layers, len(first)
             pack["tokens", "routed_experts"] = first.expand(shape).clone()
-    return compare_packs(policy, layout, packs)
+    exact = None
+    if dtype == torch.float32:
+        exact = policy_of(model, torch.float64, **KINDS[kind](model))
+        exact.load_state_dict(policy.state_dict())
+    return compare_packs(policy, layout, packs, exact)
 
 
 def policy_of(model: str, dtype: torch.dtype = torch.float64, **options: Any) -> Policy:
@@ -154,13 +159,17 @@ def policy_of(model: str, dtype: torch.dtype = torch.float64, **options: Any) ->
     return policy
 
 
-def compare_packs(policy: Policy, layout: str, packs: Sequence[TensorDict]) -> dict[str, float]:
-    """Largest differences between packs computed by one rank each, and by all together."""
+def compare_packs(
+    policy: Policy, layout: str, packs: Sequence[TensorDict], exact: Policy | None = None
+) -> dict[str, float]:
+    """Largest differences between packs computed by one rank each, and by all together.
+
+    Where an ``exact`` policy is there, also how far the gradients of either are from its:
+    ``rounding``, and ``rounding_together``.
+    """
+    right = {} if exact is None else computed_alone(exact, packs)[1]
+    alone, expected = computed_alone(policy, packs)
     with default_dtype(next(policy.parameters()).dtype):
-        alone = [loss_of(policy, pack, rank) for rank, pack in enumerate(packs)]
-        sum(loss for loss, _ in alone).backward()  # type: ignore[union-attr]
-        expected = gradients(policy)
-        policy.zero_grad()
         share(policy, layout)
         rank = dist.get_rank()
         loss, columns = loss_of(policy, packs[rank], rank)
@@ -173,13 +182,30 @@ def compare_packs(policy: Policy, layout: str, packs: Sequence[TensorDict]) -> d
         for ours, theirs in zip(columns, alone[rank][1], strict=True)
         for a, b in zip(ours, theirs, strict=True)
     ]
-    return {
+    roundings = {
+        name: max(float((of[n] - g).abs().max()) for n, g in right.items())
+        for name, of in {"rounding": expected, "rounding_together": found}.items()
+        if right
+    }
+    return roundings | {
         "numbers": len(off),
         "scores": max(off, default=0.0),
         "score": max((abs(a) for column in columns for a in column), default=0.0),
         "gradients": max(float((found[n] - g).abs().max()) for n, g in expected.items()),
         "gradient": max(float(g.abs().max()) for g in expected.values()),
     }
+
+
+def computed_alone(
+    policy: Policy, packs: Sequence[TensorDict]
+) -> tuple[list[tuple[Tensor, list[list[float]]]], dict[str, Tensor]]:
+    """What :func:`loss_of` gives of each rank's pack, and the gradients of all of them."""
+    with default_dtype(next(policy.parameters()).dtype):
+        alone = [loss_of(policy, pack, rank) for rank, pack in enumerate(packs)]
+        sum(loss for loss, _ in alone).backward()  # type: ignore[union-attr]
+        found = gradients(policy)
+    policy.zero_grad()
+    return alone, found
 
 
 def scenarios(model: str) -> dict[str, Callable[[], Any]]:
