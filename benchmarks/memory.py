@@ -108,7 +108,9 @@ def main(config: str, *options: str) -> None:
     largest = max((pack for parts in packs for pack in parts), key=forward_tokens)
     others = [] if module.reference is None else [module.reference]
     placement = Placement(precision=str(cli.trainer.precision))
-    estimate = training_memory(module.policy, others, module.optimizer, largest, placement)
+    estimate = training_memory(
+        module.policy, others, module.optimizer, largest, placement, passes=max(map(len, packs))
+    )
     print("\n".join(estimate.lines()))
     trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts), 1))
     before = ("weights", "other models", "master weights")  # made before the batch began

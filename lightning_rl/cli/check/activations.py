@@ -97,14 +97,25 @@ def measure_activations(
     processes, in 16 bits if these compute so.
     """
     mixed, tokens = precision == "bf16-mixed", forward_tokens(sample)
-    half = precision == "bf16-true" or (mixed and gathered)
-    if half and policy.lm.dtype != torch.bfloat16:
+    if precision == "bf16-true" and policy.lm.dtype != torch.bfloat16:
         policy = copy.deepcopy(policy).bfloat16()
+    elif mixed and gathered:
+        policy = _halved(policy)
     tiles, passes = [mlp.forward for mlp in tiled_mlps(policy)], []
     for share in TILES if tiled else (1.0,):
         with changed(tiles, tokens=ceil(share * tokens)):
             passes.append((share, follow(policy, sample, mixed)))
     return Activations(tuple(passes))
+
+
+def _halved(policy: Policy) -> Policy:
+    """A copy with weights of 16 bits, as FSDP2 gathers them; buffers stay."""
+    halves = {
+        id(p): nn.Parameter(p.detach().to(torch.bfloat16), p.requires_grad)
+        for p in policy.parameters()
+        if p.is_floating_point()
+    }
+    return copy.deepcopy(policy, halves)
 
 
 def follow(policy: Policy, sample: TensorDict, mixed: bool = False) -> Pass:

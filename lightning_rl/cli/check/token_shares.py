@@ -7,7 +7,6 @@ from tensordict import TensorDict
 
 from lightning_rl.cli.check.allocations import Held
 from lightning_rl.models.attention import build_layout
-from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.query_shares import most_keys
 from lightning_rl.models.recompute import layers_of
@@ -33,9 +32,8 @@ class TokenShare(NamedTuple):
 def token_share(policy: Policy, pack: TensorDict, ranks: int, width: int) -> TokenShare:
     """The share of each of the ranks that compute a pack together.
 
-    It has once more a layer's attention outputs, as they are before they are sent on (with gradient
-    checkpointing, of one layer). Where ranks share queries, a layer keeps the keys and values that
-    its kernel reads of all tokens.
+    Where ranks share queries, a layer keeps the keys and values that its kernel reads of all tokens
+    (with gradient checkpointing, one layer).
 
     Args:
         policy: what computes.
@@ -51,9 +49,8 @@ def token_share(policy: Policy, pack: TensorDict, ranks: int, width: int) -> Tok
     heads = head_counts(text, 1 if policy.tensor is None else policy.tensor.size)
     together = head_ranks(ranks, *heads)
     places, query = ranks // together, heads[0]
-    outputs = forward_tokens(pack) * query * size / ranks
     segments = build_layout(pack).segments
     seen = most_keys(segments, places) - most_keys(segments, 1) / places
     # What is measured has keys once for each query head.
-    again = keeping * width * (outputs + 2 * seen * query // together * size)
+    again = keeping * width * 2 * seen * query // together * size
     return TokenShare(ranks, places, again)
