@@ -8,10 +8,12 @@ every allocation of torch. The last line is JSON.
 
 import argparse
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.task import quiet_trainer
@@ -54,14 +56,31 @@ class FollowAllocations(Callback):
 
 
 def peak_of(profiler: profile) -> int:
-    """The most bytes that were allocated at one time, beside what there was when it started."""
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    """The most bytes that were allocated at one time, beside what there was when it started.
+
+    Threads that the profiler does not know, such as gloo's, free memory unheard: what is allocated
+    at its address takes its place.
+    """
+    tree = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    there: dict[int, int] = {}
     used = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            used += event.nbytes()
-            peak = max(peak, used)
+    for event in sorted(_allocations(tree), key=lambda event: event.start_time_ns):
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size > 0:
+            used += size - there.get(address, 0)
+            there[address] = size
+        else:
+            used += size
+            there.pop(address, None)
+        peak = max(peak, used)
     return peak
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event
+        yield from _allocations(event.children)
 
 
 def main(config: str, *options: str) -> None:
@@ -89,7 +108,9 @@ def main(config: str, *options: str) -> None:
     largest = max((pack for parts in packs for pack in parts), key=forward_tokens)
     others = [] if module.reference is None else [module.reference]
     placement = Placement(precision=str(cli.trainer.precision))
-    estimate = training_memory(module.policy, others, module.optimizer, largest, placement)
+    estimate = training_memory(
+        module.policy, others, module.optimizer, largest, placement, passes=max(map(len, packs))
+    )
     print("\n".join(estimate.lines()))
     trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts), 1))
     before = ("weights", "other models", "master weights")  # made before the batch began

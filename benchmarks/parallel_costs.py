@@ -16,11 +16,13 @@ from benchmarks.memory import FollowAllocations
 from benchmarks.parallel_layouts import LAYOUTS, share
 from benchmarks.task import quiet_trainer
 from lightning_rl.algos.experts import RolloutRouting
-from lightning_rl.cli.check.activations import kept_for_backward, shared_activations
+from lightning_rl.cli.check.activations import kept_for_backward
+from lightning_rl.cli.check.allocations import Held
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.cli.check.parts import one_part
 from lightning_rl.cli.check.placement import Placement
+from lightning_rl.cli.check.token_shares import token_share
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import exchange, expert, key_exchange
@@ -98,8 +100,8 @@ def kept(model: str, layout: str) -> dict[str, int]:
     with counted_bytes() as sent:
         policy(pack).logprobs.sum().backward()
     return {
-        "planned": shared_activations(policy, alone, rollout_of(count), shares, 4),
-        "together": together,
+        "planned": token_share(policy, rollout_of(count), shares, 4).of(alone).grows,
+        "together": together.grows,
         "sent": sum(sent),
         "formula": 4 * (sent_for_tokens(policy, count, shares, parts))
         + 4 * (sent_for_matrices(policy, count, shares, parts))
@@ -112,7 +114,7 @@ def kept_recomputed(model: str, layout: str) -> dict[str, float]:
     shares = LAYOUTS[layout](dist.get_world_size()).sequence
     policy = Policy(model, gradient_checkpointing=True)
     alone, together, _ = kept_alone_and_together(policy, layout)
-    return {"share": alone / shares, "together": together}
+    return {"share": alone.grows / shares, "together": together.grows}
 
 
 def rollout_of(count: int) -> TensorDict:
@@ -120,18 +122,18 @@ def rollout_of(count: int) -> TensorDict:
     return pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
 
 
-def kept_alone_and_together(policy: Policy, layout: str) -> tuple[int, int, TensorDict]:
-    """Bytes that autograd keeps on a rank, which then shares packs; and the pack of rank 0."""
+def kept_alone_and_together(policy: Policy, layout: str) -> tuple[Held, Held, TensorDict]:
+    """What a rank has between both passes, alone and with others; and the pack of rank 0."""
     _, parts, experts = LAYOUTS[layout](dist.get_world_size())
     pack = rollout_of(length_for(policy))
     if experts_of(policy):
         route_evenly(policy, pack)
     own = one_part(policy, parts, experts) if parts * experts > 1 else policy
-    alone = kept_for_backward(own, pack).activations
+    alone = kept_for_backward(own, pack)
     share(policy, layout)
     if dist.get_rank():
         pack["tokens", "loss_mask"] = torch.zeros_like(pack["tokens", "loss_mask"])
-    return alone, kept_for_backward(policy, pack).activations, pack
+    return alone, kept_for_backward(policy, pack), pack
 
 
 def route_evenly(policy: Policy, pack: TensorDict) -> None:
@@ -191,7 +193,7 @@ class LaterUpdates(Callback):
     """Follows each update but the first, before which the optimizer has no state.
 
     ``peak`` is that of the one that had least: what gloo sends is let go of by threads of its own,
-    a little sooner or later.
+    a little sooner or later, which only shows when its place is taken.
     """
 
     def __init__(self) -> None:
@@ -234,7 +236,9 @@ def peak(model: str, layout: str) -> dict[str, int]:
         route_evenly(policy, batch)
         replay = RolloutRouting()
     placement = Placement(shards=world // parts, sequence=shares, tensor=parts, expert=experts)
-    planned = training_memory(policy, [], torch.optim.AdamW, batch, placement)
+    planned = training_memory(
+        policy, [], torch.optim.AdamW, batch, placement, passes=shares * parts
+    )
     follow = LaterUpdates()
     strategy = ShardedStrategy(sequence=shares, tensor=parts, expert=experts)
     with tempfile.TemporaryDirectory() as folder:
@@ -244,5 +248,5 @@ def peak(model: str, layout: str) -> dict[str, int]:
             routing_replay=replay, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4),
         )  # fmt: skip
         trainer.fit(module, LazyLoader(lambda _: batch, 5))
-    before = planned.sum_of("weights", "optimizer")  # gradients are made anew
-    return {"planned": planned.total, "measured": follow.peak + before}
+    # Gradients, too: those of the update before are let go of in this one.
+    return {"planned": planned.total, "measured": follow.peak + sum(planned.stays.values())}

@@ -1,114 +1,261 @@
-"""What autograd keeps of a forward pass, measured on a sample of what will be computed."""
+"""What passes have in memory, followed on a sample of what will be computed."""
 
 import copy
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
+from lightning_rl.cli.check.allocations import Allocations, Held, largest
+from lightning_rl.models import heads, host_inputs
 from lightning_rl.models.attention import build_layout
-from lightning_rl.models.host_inputs import HostInputs
+from lightning_rl.models.heads import chunk_elements
+from lightning_rl.models.host_inputs import host_memory
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.query_shares import most_keys
-from lightning_rl.models.recompute import FUSED_ATTENTION, layers_of, tiled_mlps
-from lightning_rl.models.sharing import head_counts, head_ranks
+from lightning_rl.models.quantized_layers import QuantizedLinear
+from lightning_rl.models.recompute import layers_of, tiled_mlps
+from lightning_rl.models.sampling import sampled_logits
 from lightning_rl.models.tensor import local
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Bytes of a forward pass of ``tokens`` tokens; all but ``copies`` grow with them.
+class Pass:
+    """What a forward and a backward pass of so many tokens have at a time.
 
-    ``kept`` stay from forward to backward. ``turn`` is what one recomputed layer has besides in its
-    turn of backward, and ``tile`` what its MLP would add if all of its tokens were one. ``sent``
-    are in host memory, and ``fetched`` those of them that are on the device at a time. ``copies``
-    are autocast's of weights.
+    ``chunk`` are bytes of a chunk of its logits, ``kept`` those between both passes, and ``sent``
+    those that wait in host memory meanwhile. ``most`` has what is there at once by part of the
+    passes: ``forward`` of layers; ``scored``, what follows them; ``head``, the backward pass down
+    to the layers; ``last``, that of the last layer, and ``others``, of all before it; and the
+    ``ends`` of layers' backward passes.
     """
 
     tokens: int
+    chunk: int
     kept: int
-    copies: int = 0
-    turn: int = 0
-    tile: int = 0
-    sent: int = 0
-    fetched: int = 0
+    sent: int
+    most: dict[str, tuple[Held, ...]]
 
-    def at_once(self, tokens: int, tile: int | None) -> int:
-        """Bytes on the device for another number of tokens; of MLPs a ``tile`` at a time."""
-        whole = (self.kept + self.turn + self.fetched) * tokens
-        return ceil((whole + self.tile * min(tokens, tile or tokens)) / self.tokens)
+    def at(self, part: str, tokens: int, chunk: int, size: Callable[[Held], float]) -> Held:
+        """Of other numbers of both, what is there when a part takes most, by a ``size``."""
+        ratios = tokens / self.tokens, chunk / self.chunk
+        return max((held.of(*ratios) for held in self.most[part]), key=size)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Passes that differ by how many of the tokens an MLP computes at a time: a share of them."""
+
+    passes: tuple[tuple[float, Pass], ...]
+
+    @property
+    def kept(self) -> int:
+        """Bytes from the forward to the backward pass."""
+        return self.passes[0][1].kept
+
+    @property
+    def turn(self) -> int:
+        """Bytes that a layer has besides in its turn of the backward pass."""
+        most = self.passes[0][1].most
+        return max(held.grows for held in chain(most["last"], most["others"])) - self.kept
 
     def on_host(self, tokens: int) -> int:
-        """Bytes in host memory for another number of tokens."""
-        return ceil(self.sent * tokens / self.tokens)
+        """Bytes in host memory, of another number of tokens."""
+        found = self.passes[0][1]
+        return ceil(found.sent * tokens / found.tokens)
+
+    def at(
+        self, part: str, tokens: int, chunk: int, share: float, size: Callable[[Held], float]
+    ) -> Held:
+        """As of a pass; of MLPs that compute a share of the tokens at a time.
+
+        Of other shares than were followed along a line: an upper bound between them, since the
+        most of several sums that grow along lines is convex.
+        """
+        (first, small), (last, large) = self.passes[0], self.passes[-1]
+        low, high = (each.at(part, tokens, chunk, size) for each in (small, large))
+        way = max(0.0, (share - first) / (last - first)) if last > first else 0.0
+        return Held(*(round(a + way * (b - a)) for a, b in zip(low, high, strict=True)))
+
+
+TILES = (1 / 16, 1 / 2)
+"""Shares of a sample's tokens that MLPs in tiles are followed with."""
 
 
 def measure_activations(
-    policy: Policy, sample: TensorDict, precision: str, tiled: bool
+    policy: Policy, sample: TensorDict, precision: str, tiled: bool, gathered: bool = False
 ) -> Activations:
-    """Measure what a forward pass of the sample keeps, in the Trainer's precision.
+    """Follow passes of the sample, in the Trainer's precision.
 
-    ``tiled``: MLPs that compute some tokens at a time will have more than those.
+    ``tiled``: MLPs compute some tokens at a time. ``gathered``: weights come from several
+    processes, in 16 bits if these compute so.
     """
+    mixed, tokens = precision == "bf16-mixed", forward_tokens(sample)
     if precision == "bf16-true" and policy.lm.dtype != torch.bfloat16:
         policy = copy.deepcopy(policy).bfloat16()
-    mixed, tokens = precision == "bf16-mixed", forward_tokens(sample)
-    layers, tiles = layers_of(policy), [mlp.forward for mlp in tiled_mlps(policy)]
-    again = [layer for layer in layers if layer.gradient_checkpointing]
-    size = ceil(tokens / 2) if tiled else tokens
-    with changed(tiles, tokens=size):
-        kept = kept_for_backward(policy, sample, mixed)
-        sending = [x for x in again if isinstance(x._gradient_checkpointing_func, HostInputs)]
-        sent = 0
-        if sending:
-            [plain] = {x._gradient_checkpointing_func.checkpoint for x in sending}
-            with changed(sending, _gradient_checkpointing_func=plain):
-                sent = kept_for_backward(policy, sample, mixed).activations - kept.activations
-    if not again:
-        return Activations(tokens, kept.activations, kept.copies)
-    turn, tile = _turn(policy, sample, mixed, tiled)
-    if not layers[-1].gradient_checkpointing:
-        turn = 0  # it has given back as much by then
-    return Activations(
-        tokens,
-        kept.activations,
-        kept.copies,
-        max(0, turn - kept.attention // len(again)),
-        tile,
-        sent,
-        sent // len(again),
+    elif mixed and gathered:
+        policy = _halved(policy)
+    tiles, passes = [mlp.forward for mlp in tiled_mlps(policy)], []
+    for share in TILES if tiled else (1.0,):
+        with changed(tiles, tokens=ceil(share * tokens)):
+            passes.append((share, follow(policy, sample, mixed)))
+    return Activations(tuple(passes))
+
+
+def _halved(policy: Policy) -> Policy:
+    """A copy with weights of 16 bits, as FSDP2 gathers them; buffers stay."""
+    halves = {
+        id(p): nn.Parameter(p.detach().to(torch.bfloat16), p.requires_grad)
+        for p in policy.parameters()
+        if p.is_floating_point()
+    }
+    return copy.deepcopy(policy, halves)
+
+
+def follow(policy: Policy, sample: TensorDict, mixed: bool = False) -> Pass:
+    """A forward and a backward pass of a sample; the policy is left without their gradients."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    with changed(trained, grad=None), following(policy, sample, mixed) as allocations:
+        parts = _Parts(allocations, layers_of(policy), trained)
+        try:
+            scores = policy(sample)
+            kept, sent = allocations.now, allocations.host
+            parts.turn()
+            columns = [x.sum() for x in (scores.logprobs, scores.values) if x is not None]
+            torch.stack(columns).sum().backward()
+            del scores, columns
+            parts.finish()
+        finally:
+            parts.close()
+    vocabulary = policy.lm.get_output_embeddings().weight.shape[0]
+    logits = int(sample["tokens", "loss_mask"].sum()) * vocabulary
+    chunk = 4 * min(chunk_elements(policy.lm.device), logits)
+    return Pass(forward_tokens(sample), chunk, kept.grows, sent, parts.found())
+
+
+class _Parts:
+    """Begins a new part of what is followed whenever a layer is done, forward and backward.
+
+    A layer's gradients are let go of then: they are shared out, or belong to the weights.
+    """
+
+    def __init__(
+        self, allocations: Allocations, layers: Sequence[nn.Module], trained: Sequence[nn.Parameter]
+    ) -> None:
+        self.allocations = allocations
+        self.forward: list[tuple[Held, ...]] = []
+        self.backward: list[tuple[Held, ...]] = []
+        self.ends: list[Held] = []
+        own = {parameter for layer in layers for parameter in layer.parameters()}
+        self._in_layers = [parameter for parameter in trained if parameter in own]
+        self._hooks: list[Any] = [layer.register_forward_pre_hook(self._begun) for layer in layers]
+        self._hooks += [layer.register_forward_hook(self._computed) for layer in layers]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._given) for p in trained]
+
+    def turn(self) -> None:
+        """The forward pass is over."""
+        self.forward.append(self.allocations.begin())
+        self.allocations.turned = True
+
+    def finish(self) -> None:
+        """So is the backward pass, or that of a layer."""
+        self.ends.append(self.allocations.now)
+        for parameter in self._in_layers:
+            if parameter.grad is not None:
+                size, parameter.grad = parameter.grad.nbytes, None
+                self.allocations.add(size, "summed")
+        self.backward.append(self.allocations.begin())
+
+    def close(self) -> None:
+        """Leave modules and weights alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def found(self) -> dict[str, tuple[Held, ...]]:
+        """As :class:`Pass` has it."""
+        *layers, scored = self.forward
+        head, *backward = self.backward
+        last, *others = backward or [head]  # layers of a model's own kind are not known
+        return {
+            "forward": largest(chain(*layers)) or scored,
+            "scored": scored,
+            "head": head,
+            "last": last,
+            "others": largest(chain(self.ends[-1:], *others)),
+            "ends": largest(self.ends[1:] or self.ends),
+        }
+
+    def _begun(self, layer: nn.Module, arguments: Any) -> None:
+        self.allocations.scoring = False
+
+    def _computed(self, layer: nn.Module, arguments: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        if states.requires_grad and not self.allocations.turned:  # else it is computed again
+            self.forward.append(self.allocations.begin())
+            states.register_hook(self._due)
+
+    def _due(self, gradient: Tensor) -> None:
+        self.finish()
+        self.allocations.scoring = False
+
+    def _given(self, parameter: Any) -> None:
+        self.allocations.count_as(parameter.grad, "gradients")
+
+
+@contextmanager
+def following(policy: Policy, pack: TensorDict, mixed: bool = False) -> Iterator[Allocations]:
+    """Follow what is computed in this block with a policy, of a pack."""
+    weights = [local(p) for p in policy.parameters()]
+    shapes = {shape for w in weights for shape in (w.shape, w.mT.shape if w.ndim > 1 else w.shape)}
+    allocations = Allocations(
+        {w.untyped_storage()._cdata for w in weights},
+        shapes,
+        {part.mask.shape for part in build_layout(pack).batches.parts if part.mask is not None},
+        local(policy.lm.get_output_embeddings().weight).shape[0],
+        torch.bfloat16 if mixed and policy.lm.dtype != torch.bfloat16 else None,
     )
 
+    def memory(tensor: Tensor) -> Tensor:
+        made = host_memory(tensor)
+        allocations.count_as(made, "host")
+        return made
 
-def _turn(policy: Policy, sample: TensorDict, mixed: bool, tiled: bool) -> tuple[int, int]:
-    """Bytes of one layer that is computed again, and of its MLP if that is in tiles.
+    def unpacked(*arguments: Any) -> Tensor:
+        with changed([allocations], unpacking=True):
+            return unpack(*arguments)
 
-    Besides what autograd keeps, a gradient of the largest of these.
-    """
-    layers, tiles = layers_of(policy), [mlp.forward for mlp in tiled_mlps(policy)]
-    # Of a kind: a tower's layers may be many, and small beside the language model's.
-    count = min(Counter(type(layer) for layer in layers).values())
+    def sampled(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+        allocations.scoring = True  # until a layer's turn comes
+        return sampled_logits(*arguments)
 
-    def measured(size: int) -> tuple[int, int]:
-        with changed(tiles, tokens=size):
-            found = kept_for_backward(policy, sample, mixed)
-        return found.activations // count, found.largest
+    unpack = QuantizedLinear.unpacked
+    # As Lightning's autocast is, which caches no copy.
+    kind = policy.lm.device.type
+    cast = torch.autocast(kind, torch.bfloat16, enabled=mixed, cache_enabled=False)
+    with (
+        changed([host_inputs], host_memory=memory),
+        changed([heads], sampled_logits=sampled),
+        changed([QuantizedLinear], unpacked=unpacked),
+        torch.enable_grad(),
+        cast,
+        allocations,
+    ):
+        yield allocations
 
-    tokens = forward_tokens(sample)
-    with changed(layers, gradient_checkpointing=False):
-        whole, largest = measured(tokens)
-        if not tiled:
-            return whole + largest, 0
-        apart, largest_apart = measured(ceil(tokens / 2))
-    return apart + largest_apart, whole - apart + largest
+
+def kept_for_backward(policy: Policy, pack: TensorDict) -> Held:
+    """What is there between a pack's forward and backward pass, but for weights."""
+    with following(policy, pack) as allocations:
+        scores = policy(pack)
+        kept = allocations.now
+    del scores
+    return kept
 
 
 @contextmanager
@@ -124,98 +271,3 @@ def changed(parts: Iterable[Any], **attributes: Any) -> Iterator[None]:
         for part, values in before:
             for name, value in values.items():
                 setattr(part, name, value)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Bytes that autograd keeps: ``activations``, which grow with tokens, and weights' ``copies``.
-
-    Of the first, ``attention`` are kept by layers that are recomputed otherwise; ``largest`` has
-    one of them that gets a gradient.
-    """
-
-    activations: int
-    copies: int
-    attention: int
-    largest: int
-
-
-def kept_for_backward(policy: Policy, pack: TensorDict, bf16_mixed: bool = False) -> Kept:
-    """Bytes kept of a pack's forward pass; parameters themselves, and the host's, do not count."""
-    parameters = [local(p) for p in policy.parameters()]
-    own = {p.untyped_storage()._cdata for p in parameters}
-    shapes = {shape for p in parameters for shape in (p.shape, p.shape[::-1])}
-    kept: dict[int, tuple[int, bool]] = {}
-    largest = 0
-
-    def note(tensor: Tensor) -> Tensor:
-        nonlocal largest
-        storage = tensor.untyped_storage()  # by its object: fake tensors have no data
-        if storage._cdata not in own:  # views share a storage, which counts once
-            is_weight = bf16_mixed and tensor.dtype == torch.bfloat16 and tensor.shape in shapes
-            kept[storage._cdata] = storage.nbytes(), is_weight
-            if tensor.requires_grad and not is_weight:
-                largest = max(largest, tensor.nbytes)
-        return tensor.detach()  # an output that its own graph refers to would never be freed
-
-    # As Lightning's autocast is, which caches no copy.
-    kind = policy.lm.device.type
-    cast = torch.autocast(kind, torch.bfloat16, enabled=bf16_mixed, cache_enabled=False)
-    saved = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-    # What selective recomputation keeps no hook is told of.
-    selective = policy.recompute is not None and policy.recompute.keep == "attention"
-    attention = _AttentionOutputs()
-    with torch.enable_grad(), saved, cast, attention if selective else nullcontext():
-        scores = policy(pack)
-    del scores  # not before: what is freed meanwhile could be counted again at its place
-    more = {key: size for key, size in attention.sizes.items() if key not in kept}
-    copies = sum(size for size, is_weight in kept.values() if is_weight)
-    attended = sum(more.values())
-    total = sum(size for size, _ in kept.values()) + attended
-    return Kept(total - copies, copies, attended, largest)
-
-
-class _AttentionOutputs(TorchDispatchMode):
-    """Notes the sizes of storages that fused attention returns, by storage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        if func.name() in FUSED_ATTENTION:
-            for part in returned:
-                if isinstance(part, Tensor):
-                    storage = part.untyped_storage()
-                    self.sizes[storage._cdata] = storage.nbytes()
-        return returned
-
-
-def shared_activations(policy: Policy, kept: int, pack: TensorDict, ranks: int, width: int) -> int:
-    """Bytes of a pack's activations on each of the ranks that compute it together.
-
-    A share of what one keeps that computes it alone, ``kept``; and once more a layer's attention
-    outputs, as they are before they are sent on (with gradient checkpointing, of one layer). Where
-    ranks share queries, a layer keeps the keys and values that its kernel reads of all tokens.
-
-    Args:
-        policy: what computes.
-        kept: bytes.
-        pack: what is computed.
-        ranks: how many they are; 1: it is computed alone.
-        width: bytes of a number.
-    """
-    if ranks == 1:
-        return kept
-    text, layers = policy.lm.config.get_text_config(), layers_of(policy)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    keeping = sum(not layer.gradient_checkpointing for layer in layers) or 1
-    heads = head_counts(text, 1 if policy.tensor is None else policy.tensor.size)
-    together = head_ranks(ranks, *heads)
-    places, query = ranks // together, heads[0]
-    outputs = forward_tokens(pack) * query * size / ranks
-    segments = build_layout(pack).segments
-    seen = most_keys(segments, places) - most_keys(segments, 1) / places
-    # What is measured has keys once for each query head.
-    return ceil(kept / ranks + keeping * width * (outputs + 2 * seen * query // together * size))

@@ -117,6 +117,28 @@ def candidates(
             yield Candidate(*way, None, f"refused: {str(refusal).splitlines()[0]}")
 
 
+class _Grouped(torch.autograd.Function):
+    """The shapes of experts' products (S, O) of states (S, I) and weights (E, I, O), both ways.
+
+    Neither torch's nor transformers' know theirs without numbers in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(states, weights)
+        return states.new_empty(len(states), weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states, weights = ctx.saved_tensors
+        return torch.empty_like(states), torch.empty_like(weights)
+
+
+def _grouped(states: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = _Grouped.apply(states.to(weights.dtype), weights)
+    return product
+
+
 def _shares_of_experts(module: RolloutModule, gpus: int) -> list[int]:
     """How many of the GPUs can have all policies' experts together."""
     policies = (policy.loaded_policy.lm for policy in module.policies.values())
@@ -133,8 +155,7 @@ def choose(
         ConfigError: as ``configure_model`` does.
     """
     configure_without_weights(module)
-    # torch's own grouped products have no shape without numbers in float32; transformers' have.
-    with changed([moe], _can_use_grouped_mm=lambda *_: False):
+    with changed([moe], _grouped_mm=_grouped):
         found = list(candidates(module, data, prompts, gpus, card_gb))
     lines = [f"{gpus} GPUs of {card_gb:g} GiB, which share weights, gradients and optimizer state:"]
     lines += [f"  {candidate.line()}" for candidate in found]

@@ -50,6 +50,32 @@ def state_bytes(
     return type(optimizer).__name__, sum(map(of_one, counted))
 
 
+def step_bytes(
+    make: Callable[[Any], Optimizer], sizes: Iterable[int], width: int, together: bool
+) -> int:
+    """Bytes that an optimizer of torch has for itself while it steps parameters of some sizes.
+
+    Its fused kernels have none. Where it steps all ``together``, which is its default for plain
+    tensors on a GPU, it has one more of each ("foreach uses ~ sizeof(params) more peak memory", as
+    torch's reference says of each); else two of one parameter, as the root of AdamW's second moment
+    and its quotient are.
+
+    Args:
+        make: called with parameters.
+        sizes: elements of each parameter.
+        width: bytes of an element.
+        together: whether it does so if it is not told to.
+    """
+    settings = make([Parameter(torch.zeros(1, 1, device="cpu"))]).defaults
+    if "foreach" not in settings or settings.get("fused"):
+        return 0
+    foreach = settings["foreach"]
+    counts = list(sizes)
+    if together if foreach is None else foreach:
+        return width * sum(counts)
+    return 2 * width * max(counts, default=0)
+
+
 def _rows(shape: torch.Size) -> list[int]:
     """All rows of a small parameter; of a larger one two numbers of them."""
     rows = max(1, ELEMENTS // max(1, shape[1:].numel()))

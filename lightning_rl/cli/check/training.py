@@ -54,7 +54,9 @@ class Learning:
     prompts: Sequence[Prompt]
     ranks: int
     _batches: dict[tuple[int, int, int], TensorDict] = field(default_factory=dict)
-    _activations: dict[tuple[int, int, int, int, bool], Activations] = field(default_factory=dict)
+    _activations: dict[tuple[int, int, int, int, bool, bool], Activations] = field(
+        default_factory=dict
+    )
 
     def told(self, placement: Placement) -> tuple[list[str], MemoryPlan]:
         """As :func:`training_plan`, of each process."""
@@ -133,6 +135,7 @@ class Learning:
             seen,
             self._largest(1, written, min(tokens, SAMPLED)),
             partial(self._measured, policy, placement.tensor, placement.expert),
+            plan.packs * placement.sequence * placement.tensor,
         )
         return [*plan.lines(), *_schedule(policy, plan)], memory
 
@@ -145,11 +148,12 @@ class Learning:
         sample: TensorDict,
         precision: str,
         tiled: bool,
+        gathered: bool,
     ) -> Activations:
         """Of a policy, or a part of its matrices or experts: however many share its tokens."""
-        key = id(owner), tensor, expert, id(sample), tiled
+        key = id(owner), tensor, expert, id(sample), tiled, gathered
         if key not in self._activations:
-            self._activations[key] = measure_activations(policy, sample, precision, tiled)
+            self._activations[key] = measure_activations(policy, sample, precision, tiled, gathered)
         return self._activations[key]
 
     def _largest(self, groups: int, group_size: int, tokens: int) -> TensorDict:
