@@ -13,7 +13,7 @@ from torch import nn
 from lightning_rl.cli.check.activations import Activations, measure_activations
 from lightning_rl.cli.check.advice import LESS_ACTIVATIONS, LESS_STATE, Advice, next_advice
 from lightning_rl.cli.check.allocations import Held
-from lightning_rl.cli.check.moments import Alone, Sharded, Sharing, Sizes, size_of
+from lightning_rl.cli.check.moments import Alone, Residence, Sharded, Sizes, size_of
 from lightning_rl.cli.check.optimizer_state import state_bytes, step_bytes
 from lightning_rl.cli.check.parts import one_part, parts_of
 from lightning_rl.cli.check.placement import Placement
@@ -150,10 +150,10 @@ def training_memory(
         ceil(stepping / placement.shards),
         passes > 1,
     )
-    sharing: Sharing = Alone()
+    residence: Residence = Alone()
     if gathers:
-        sharing = Sharded.of(computes, computed, placement.shards, placement.expert)
-    moment = max(sharing.moments(sizes), key=lambda moment: moment.total)
+        residence = Sharded.of(computes, computed, placement.shards, placement.expert)
+    moment = max(residence.moments(sizes), key=lambda moment: moment.total)
     then = {name: size for name, size in moment.parts.items() if size and name != "gradients"}
     host = {"layers' inputs": ceil(sent / ranks)} if (sent := found.on_host(tokens)) else {}
     advice = next_advice(policy, found, size > 3 * sum(p.numel() for p in trained), placement)

@@ -48,7 +48,7 @@ class Sizes:
     earlier: bool
 
 
-class Sharing(Protocol):
+class Residence(Protocol):
     """How weights are where they compute."""
 
     def moments(self, sizes: Sizes) -> Iterator[Moment]:
@@ -59,7 +59,7 @@ class Alone:
     """A process has all weights, and adds up gradients where they stay."""
 
     def moments(self, sizes: Sizes) -> Iterator[Moment]:
-        """As :class:`Sharing` says."""
+        """As :class:`Residence` says."""
 
         def moment(name: str, part: str) -> Moment:
             held = sizes.held(part, size)
@@ -141,7 +141,7 @@ class Sharded:
         )
 
     def moments(self, sizes: Sizes) -> Iterator[Moment]:
-        """As :class:`Sharing` says."""
+        """As :class:`Residence` says."""
         last = self.experts if self.experts.weights else self.layer
         layer = self.layer.weights + self.experts.weights
 
