@@ -120,7 +120,7 @@ def test_tokens_that_travel_give_the_same_scores_and_gradients(packs, kind, rank
 def test_each_keeps_and_sends_what_an_even_load_takes(packs, ranks, scenario):
     for result in packs("qwen3_moe", ranks)(scenario):
         if scenario.endswith("kept"):
-            assert result["together"] == pytest.approx(result["planned"], rel=0.03)
+            assert result["together"] == pytest.approx(result["planned"], rel=0.05)
             assert result["sent"] == result["formula"]
         else:
             assert result["measured"] == pytest.approx(result["planned"], rel=0.05)

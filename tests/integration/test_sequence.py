@@ -121,7 +121,7 @@ def test_each_keeps_a_share_of_a_rollouts_activations(request, ranks, layout):
     """
     results = request.getfixturevalue(ranks)(f"{layout}_kept")
     most = max(result["together"] for result in results)
-    assert most == pytest.approx(results[0]["planned"], rel=0.03)
+    assert most == pytest.approx(results[0]["planned"], rel=0.05)
     assert all(result["together"] > 0.8 * most for result in results)
     assert all(result["sent"] == result["formula"] for result in results)
 
