@@ -44,16 +44,18 @@ threading.Thread(target=call, daemon=True).start()
 time.sleep({seconds})
 """
 WORLD = f"""
+import gymnasium
 from tests.support.worlds import Walk
+gymnasium.register("Simulated-v0", entry_point="mine:Simulated")
 class Simulated(Walk):
     def step(self, action):
         import time
         {DAEMON.strip()}
+        open("there", "w").close()
         while True: time.sleep(600)
 """
 ENVIRONMENTS = """
-import gymnasium, threading
-gymnasium.register("Simulated-v0", entry_point="mine:Simulated")
+import threading
 from lightning_rl.envs import {kind}
 from lightning_rl.envs.collector import collector_of
 from tests.support.env_agents import agent_for
@@ -61,7 +63,8 @@ made = collector_of({kind}("mine:Simulated-v0", workers=2), None, 600.0)
 made.start(0, 0, 2)
 agents = agent_for(made)
 threading.Thread(target=lambda: made.collect(agents, 0, 4), daemon=True).start()
-import time; time.sleep(10)
+import os, time
+while not os.path.exists("there"): time.sleep(0.05)
 """
 PROGRAM = """
 import asyncio, os

@@ -91,12 +91,12 @@ def test_inputs_leave_the_device_and_come_back_one_ahead(tiny_model, pack):
     # The last may still be on its way; all others are gone.
     assert [one() is not None for one in inputs] == [False] * (len(handles) - 1) + [True]
     scores.logprobs.sum().backward()
-    bytes_of_inputs = 2 * (forward_tokens(pack) - 8) * 64 * 4
+    bytes_of_input = (forward_tokens(pack) - 8) * 64 * 4  # of two; the last is there
     on_device, on_host = (
-        kept_for_backward(Policy(str(tiny_model), gradient_checkpointing=kind), pack).activations
+        kept_for_backward(Policy(str(tiny_model), gradient_checkpointing=kind), pack).grows
         for kind in (True, Recompute(inputs="host"))
     )
-    assert on_device - on_host == bytes_of_inputs
+    assert on_device - on_host == bytes_of_input
 
 
 def test_a_copy_is_fetched_before_it_is_needed():
