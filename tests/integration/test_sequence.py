@@ -127,9 +127,12 @@ def test_each_keeps_a_share_of_a_rollouts_activations(request, ranks, layout):
 
 
 def test_gathered_keys_are_not_kept_where_layers_are_recomputed(two_heads):
-    """A share of layers' inputs is, and what brings scores to their owner."""
+    """A share of layers' inputs is, and masks, and what brings scores to their owner.
+
+    Keys and values of one layer alone would be nearly half as much again.
+    """
     for result in two_heads("sequence_kept_recomputed"):
-        assert result["together"] == pytest.approx(result["share"], rel=0.1)
+        assert result["together"] == pytest.approx(result["share"], rel=0.15)
 
 
 def test_an_update_takes_the_memory_that_is_planned(two):
