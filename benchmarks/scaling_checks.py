@@ -60,32 +60,39 @@ def syncs() -> Iterator[Check]:
     verl_30b, verl_235b = (Push(H20, MODELS[m], n, n // 8, 8) for m, n in (
         ("30B-A3B", 16), ("235B-A22B", 64),
     ))  # fmt: skip
+    small = Push(H100, OTHERS["2.5-32B"], 16, 2, 8)
+    middle = Push(H100, OTHERS["72B"], 32, 4, 8)
     large = Push(H100, MODELS["235B-A22B"], 64, 1, 16)
     marin = Push(H100, STAND_IN, 32, 1, 8)
     single = Push(H100, MODELS["0.6B"], 1, 1, 1, H100.nvlink)
     slower = "theirs moves 4.6 GB/s, from the same shards over the same links"
     one_group = "all engines in one group, as theirs"
-    rows: list[tuple[str, str, float, Push, str]] = [
-        ("7B, 4 + 4 H20", FULLY, 0.02, verl_7b, OUT_OF_REACH),
-        ("30B-A3B, 16 + 16 H20", FULLY, 4.38, verl_30b, one_group),
-        ("235B-A22B, 64 + 64 H20", FULLY, 23.70, verl_235b, one_group),
-        ("0.6B, 1 + 1 H100", "trl#5892", 0.18, single, FIXED),
-        ("2.5-32B, 16 + 16 H100", DELTA, 14.2, Push(H100, OTHERS["2.5-32B"], 16, 2, 8), slower),
-        ("72B, 32 + 32 H100", DELTA, 28.8, Push(H100, OTHERS["72B"], 32, 4, 8), ""),
+    rows: list[tuple[str, str, float, float, str]] = [
+        ("7B, 4 + 4 H20", FULLY, 0.02, broadcast(verl_7b), OUT_OF_REACH),
+        ("30B-A3B, 16 + 16 H20", FULLY, 4.38, shared_broadcast(verl_30b), one_group),
+        ("235B-A22B, 64 + 64 H20", FULLY, 23.70, shared_broadcast(verl_235b), one_group),
+        ("0.6B, 1 + 1 H100", "trl#5892", 0.18, broadcast(single), FIXED),
+        ("2.5-32B, 16 + 16 H100", DELTA, 14.2, broadcast(small), slower),
+        ("72B, 32 + 32 H100", DELTA, 28.8, broadcast(middle), ""),
         (
             "235B-A22B, 64 + 16 H100",
             DELTA,
             256.0,
-            large,
+            broadcast(large),
             "theirs gathers the experts in another way",
         ),
-        ("the same, delta", DELTA, 13.2, large, NO_DELTA),
-        ("67B, 32 + 8 H100", "marin#9171", 20.2, marin, "shape assumed: a deeper 30B-A3B"),
-        ("the same, each engine its experts", "marin#9171", 1.6, marin, ALL_TO_ALL),
+        ("the same, delta", DELTA, 13.2, broadcast(large), NO_DELTA),
+        (
+            "67B, 32 + 8 H100",
+            "marin#9171",
+            20.2,
+            broadcast(marin),
+            "shape assumed: a deeper 30B-A3B",
+        ),
+        ("the same, each engine its experts", "marin#9171", 1.6, broadcast(marin), ALL_TO_ALL),
     ]
-    for what, source, theirs, push, note in rows:
-        formula = shared_broadcast if note == one_group else broadcast
-        yield Check(f"sync of {what}", source, theirs, formula(push), note=note)
+    for what, source, theirs, ours, note in rows:
+        yield Check(f"sync of {what}", source, theirs, ours, note=note)
 
 
 # ---------------------------------------------------------------- published: iterations

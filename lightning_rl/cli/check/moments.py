@@ -47,6 +47,10 @@ class Sizes:
     stepped: int
     earlier: bool
 
+    def moment(self, name: str, part: str, parts: Callable[[Held], Parts]) -> Moment:
+        """Of a part of the passes, when most is there by what is told of what is held."""
+        return Moment(name, parts(self.held(part, lambda held: sum(parts(held).values()))))
+
 
 class Residence(Protocol):
     """How weights are where they compute."""
@@ -61,29 +65,20 @@ class Alone:
     def moments(self, sizes: Sizes) -> Iterator[Moment]:
         """As :class:`Residence` says."""
 
-        def moment(name: str, part: str) -> Moment:
-            held = sizes.held(part, size)
-            return Moment(
-                name,
-                {
-                    "gradients": sizes.gradients if sizes.earlier else given(held),
-                    sizes.name: held.states,
-                    "logits": held.logits,
-                    "copies of weights": held.copies,
-                },
-            )
+        def parts(held: Held) -> Parts:
+            given = held.gradients + held.summed
+            return {
+                "gradients": sizes.gradients if sizes.earlier else given,
+                sizes.name: held.states,
+                "logits": held.logits,
+                "copies of weights": held.copies,
+            }
 
-        def given(held: Held) -> int:
-            return held.gradients + held.summed
-
-        def size(held: Held) -> int:
-            return held.grows + held.logits + held.copies + (0 if sizes.earlier else given(held))
-
-        yield moment(LAYER, "forward")
-        yield moment(HEAD, "scored")
-        yield moment(HEAD_BACKWARD, "head")
+        yield sizes.moment(LAYER, "forward", parts)
+        yield sizes.moment(HEAD, "scored", parts)
+        yield sizes.moment(HEAD_BACKWARD, "head", parts)
         for part in ("last", "others"):
-            yield moment(LAYER_BACKWARD, part)
+            yield sizes.moment(LAYER_BACKWARD, part, parts)
         yield Moment(STEP, {"gradients": sizes.gradients, "optimizer's own": sizes.stepped})
 
 
@@ -146,22 +141,17 @@ class Sharded:
         layer = self.layer.weights + self.experts.weights
 
         def moment(name: str, part: str, gathered: int, summed: int = 0) -> Moment:
-            held = sizes.held(part, size)
-            return Moment(
-                name,
-                {
+            def parts(held: Held) -> Parts:
+                return {
                     "gradients": sizes.gradients if sizes.earlier else held.summed // self.shards,
                     sizes.name: held.states,
                     "logits": held.logits,
                     "gathered": self.outside.weights + gathered,
                     "whole gradients": held.copies + held.gradients,
                     "gradients in a message": summed,
-                },
-            )
+                }
 
-        def size(held: Held) -> float:
-            shards = 0 if sizes.earlier else held.summed / self.shards
-            return held.grows + held.logits + held.copies + held.gradients + shards
+            return sizes.moment(name, part, parts)
 
         yield moment(LAYER, "forward", layer + last.message)
         yield moment(HEAD, "scored", last.message)
