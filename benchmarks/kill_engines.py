@@ -33,7 +33,7 @@ import torch
 from benchmarks import forked
 from benchmarks.kill import configuration, differences, folder_of, lines_of, run_directory
 from benchmarks.results import report
-from lightning_rl.engines.server_process import ServerProcess, free_port
+from lightning_rl.engines.server_process import ListeningServer
 from lightning_rl.engines.vllm_server import (
     SERVER_ENVIRONMENT,
     VLLMServer,
@@ -66,18 +66,16 @@ class Servers:
         self._count = count
         self.check: Callable[[], None] = lambda: None
         """Called while one waits."""
-        self._running: dict[str, tuple[int, ServerProcess]] = {}
+        self._running: dict[str, tuple[int, ListeningServer]] = {}
         for place in range(count):
             self._start(place)
         self._list()
 
     def _start(self, place: int) -> None:
-        port = free_port("127.0.0.1")
-        url = f"http://127.0.0.1:{port}"
-        listen = ["--host", "127.0.0.1", "--port", str(port)]
         environment = self._environment | own_cores(place, self._count)
         environment["VLLM_API_KEY"] = os.environ[KEY]
-        self._running[url] = place, ServerProcess([*self._command, *listen], environment)
+        server = ListeningServer(self._command, environment)
+        self._running[server.url] = place, server
 
     def _list(self) -> None:
         new = self.path.with_suffix(".new")

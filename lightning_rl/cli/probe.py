@@ -76,7 +76,7 @@ def _in_processes(trial: Trial, groups: int, deadline: float) -> dict[str, Any] 
     """What rank 0 tells; None if it fails, or is not over in time."""
     forking = multiprocessing.get_context("fork")
     ours, theirs = forking.Pipe(duplex=False)
-    port = free_port("127.0.0.1")
+    port = free_port()
     ranks = [
         forking.Process(target=_compute, args=(trial, rank, port, groups, theirs), daemon=True)
         for rank in range(trial.processes)

@@ -18,7 +18,7 @@ from lightning_rl.engines.lora import lora_hint
 from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost, worker_error
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.server_access import CLAIM, RUN_HEADER, TAKEN
-from lightning_rl.engines.server_process import ServerProcess
+from lightning_rl.engines.server_process import ListeningServer
 from lightning_rl.errors import (
     EngineError,
     ReplicaError,
@@ -59,7 +59,7 @@ class HTTPReplica(Replica):
         self,
         url: str,
         key: str,
-        launch: Callable[[], tuple[str, ServerProcess]] | None,
+        launch: Callable[[], ListeningServer] | None,
         apart: bool,
         start_timeout_s: float,
         request_timeout_s: float,
@@ -81,7 +81,7 @@ class HTTPReplica(Replica):
         self._call_timeout_s = call_timeout_s
         self._shortest = shortest
         self._lease_s = lease_s
-        self._process: ServerProcess | None = None
+        self._process: ListeningServer | None = None
         self._session: aiohttp.ClientSession | None = None
 
     # ---------------------------------------------------------------- life
@@ -96,7 +96,8 @@ class HTTPReplica(Replica):
         if self._launch is not None:
             if self._process is not None:
                 await asyncio.to_thread(self._process.kill)
-            self.name, self._process = self._launch()
+            self._process = self._launch()
+            self.name = self._process.url
         await self._wait_until_ready()
         guarded = await self._claim()
         await self._read_properties()

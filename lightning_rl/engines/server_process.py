@@ -1,22 +1,53 @@
 """A server that we start, and what it printed when it did not."""
 
+import errno
 import os
+import random
 import re
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_rl.run.child import Child
 
+_ASKED_FOR, _TRIES = range(20_000, 30_000), 1_000
+"""Below what Linux (from 32768) and others (49152) hand out for connections, or Kubernetes for
+nodes."""
+_HERE = "127.0.0.1"
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
-def free_port(host: str) -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def held_port(host: str) -> socket.socket:
+    """A socket with a port that only who asks for it by number can listen on, meanwhile.
+
+    That takes ``SO_REUSEADDR``, which all servers set. To those who ask for any port, it is not
+    given before and after either.
+
+    Raises:
+        OSError: if the host is not this machine, or no port is free.
+    """
+    held = socket.socket()
+    for port in random.SystemRandom().sample(_ASKED_FOR, min(_TRIES, len(_ASKED_FOR))):
+        try:
+            held.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                held.close()
+                raise
+        else:
+            # Not before: two of us could hold the same one.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return held
+    held.close()
+    raise OSError(f"none of {_TRIES} ports in {_ASKED_FOR} is free on {host}")
+
+
+def free_port(host: str = _HERE) -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with held_port(host) as held:
+        return int(held.getsockname()[1])
 
 
 class ServerProcess(Child):
@@ -39,6 +70,26 @@ class ServerProcess(Child):
             return told
         errors = _ERROR.findall(printed)
         return " | ".join(line.strip() for line in (errors or printed.splitlines())[-lines:])
+
+
+class ListeningServer(ServerProcess):
+    """A server on a port of this machine, which it is told by ``--host`` and ``--port``.
+
+    The port is held for it: vLLM takes seconds until it listens, in which any other process could
+    be given the same.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._held = held_port(_HERE)
+        port = self._held.getsockname()[1]
+        self.url = f"http://{_HERE}:{port}"
+        super().__init__([*command, "--host", _HERE, "--port", str(port)], environment)
+        if sys.platform != "linux":  # elsewhere it would keep the server from it, too
+            self._held.close()
+
+    def kill(self) -> None:
+        super().kill()
+        self._held.close()
 
 
 _ERROR = re.compile(

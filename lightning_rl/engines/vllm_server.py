@@ -15,7 +15,7 @@ from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.engines.server_list import ServerList, follow, read_urls, require_url
-from lightning_rl.engines.server_process import ServerProcess, free_port
+from lightning_rl.engines.server_process import ListeningServer
 from lightning_rl.engines.vllm_settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
@@ -163,10 +163,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             # Handles of GPU memory come pickled, from who has the key.
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
-        def launch() -> tuple[str, ServerProcess]:
-            port = free_port("127.0.0.1")
-            listen = ["--host", "127.0.0.1", "--port", str(port)]
-            return f"http://127.0.0.1:{port}", ServerProcess([*command, *listen], environment)
+        def launch() -> ListeningServer:
+            return ListeningServer(command, environment)
 
         apart = self.takes_adapters
         return HTTPReplica("http://127.0.0.1", key, launch, apart, *self._timeouts)

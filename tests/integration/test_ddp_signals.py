@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import forked
+from lightning_rl.engines.server_process import free_port
 from tests.support.signalled import configure
-from tests.support.two_ranks import free_port
 
 pytestmark = pytest.mark.timeout(200)  # a deadlock is a failure
 

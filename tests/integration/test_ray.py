@@ -95,7 +95,7 @@ def inside(replica, function):
 @pytest.mark.parametrize("by_environment", [False, True])
 def test_a_cluster_that_is_not_there_is_named(monkeypatch, skeleton, by_environment):
     """Before anything here has connected."""
-    nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
+    nobody = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", nobody if by_environment else "127.0.0.1:1")
     engine = RayEngine(None if by_environment else nobody)
     with pytest.raises(ReplicaError, match=rf"^no Ray at address='{nobody}': .*refused"):
@@ -109,7 +109,7 @@ def test_a_cluster_that_wants_a_token_says_so(monkeypatch, tmp_path, skeleton):
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
     monkeypatch.setenv("HOME", str(tmp_path))
-    port = free_port("127.0.0.1")
+    port = free_port()
     head = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     head += ["--port", str(port), "--num-cpus", "1", "--include-dashboard", "false"]
     program = f"""

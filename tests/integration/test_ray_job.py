@@ -14,8 +14,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import yaml
 
+from lightning_rl.engines.server_process import free_port
 from tests.support.signalled import configure
-from tests.support.two_ranks import ROOT, free_port
+from tests.support.two_ranks import ROOT
 
 RAY = ROOT / "build" / "ray" / "bin"
 SCRIPTS = ROOT / "launch" / "ray"

@@ -448,7 +448,7 @@ def test_a_server_started_as_the_page_says_can_be_worked_with(
     page = (Path(__file__).parents[2] / "docs" / "sync.md").read_text("utf-8")
     section = page.partition("### Servers that run already")[2]
     command, further = re.findall(r"```text\n(.*?)```", section, re.DOTALL)[:2]
-    port = free_port("127.0.0.1")
+    port = free_port()
     monkeypatch.setenv(KEY, "secret")
     script = f"{command.strip()} \\\n{further.strip()} --port {port} --host 127.0.0.1\n"
     script = script.replace("VLLM_API_KEY=...", "VLLM_API_KEY=secret VLLM_PLUGINS=")

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from benchmarks import forked
+from lightning_rl.engines.server_process import free_port
 from tests.support import slurm_cluster
 from tests.support.signalled import configure
-from tests.support.two_ranks import free_port
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,7 +7,10 @@ import subprocess
 import sys
 import textwrap
 import threading
+import urllib.error
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -17,7 +20,12 @@ from lightning_rl.engines.base import ReplicaStatus, RunState
 from lightning_rl.engines.http_replica import ServerRefusal, completion_of, refusal
 from lightning_rl.engines.replica import ReplicaLost
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.engines.server_process import ServerProcess, validation_failure
+from lightning_rl.engines.server_process import (
+    ListeningServer,
+    ServerProcess,
+    free_port,
+    validation_failure,
+)
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_server import VLLMServer, own_cores, server_command
 from lightning_rl.errors import (
@@ -808,6 +816,31 @@ def test_a_server_says_why_it_ended():
     server = ServerProcess([sys.executable, "-c", "print('x'); raise ValueError('bad port')"], {})
     wait_for(lambda: not server.running)
     assert server.tail() == "ValueError: bad port"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a port can be held on Linux alone")
+def test_nobody_else_gets_the_port_until_a_server_listens_on_it(monkeypatch):
+    program = (
+        "import sys; from http.server import HTTPServer, SimpleHTTPRequestHandler as Handler\n"
+        "sys.stdin.read(); HTTPServer((sys.argv[2], int(sys.argv[4])), Handler).serve_forever()"
+    )
+    server = ListeningServer([sys.executable, "-c", program], {})
+    place = urlsplit(server.url)
+    monkeypatch.setattr(server_process, "_ASKED_FOR", range(place.port, place.port + 1))
+    try:
+        with pytest.raises(OSError, match=r"none of .* is free"):
+            free_port(place.hostname)
+        wait_for(lambda: answers(server.url))
+    finally:
+        server.kill()
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url) as reply:
+            return reply.status == 200
+    except urllib.error.URLError:
+        return False
 
 
 def test_what_a_server_refuses_is_said_without_what_surrounds_it():

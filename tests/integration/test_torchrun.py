@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from benchmarks import forked
+from lightning_rl.engines.server_process import free_port
 from tests.support.signalled import configure
-from tests.support.two_ranks import ROOT, environment_of, free_port
+from tests.support.two_ranks import ROOT, environment_of
 
 pytestmark = pytest.mark.timeout(400)
 SCRIPT = ROOT / "launch" / "torchrun" / "fit.sh"
@@ -75,11 +77,18 @@ def test_two_nodes_train_as_two_processes_on_one(one_node, tiny_model, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["SIGUSR1", "SIGKILL"])
 def test_two_nodes_go_on_after_one_was_stopped(one_node, tiny_model, tmp_path, signal):
-    folder = configure(tmp_path / "job", tiny_model, f"1 learn 2 {signal}")
+    folder = configure(tmp_path / "job", tiny_model, f"1 learn 3 {signal}")
+    path = folder / "run.yaml"
+    configuration = yaml.safe_load(path.read_text())
+    checkpoints = {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 2}}
+    configuration["trainer"]["callbacks"].append(checkpoints)
+    path.write_text(yaml.safe_dump(configuration))
     statuses = two_nodes(folder)
     assert 0 not in statuses, said(folder)
     if signal == "SIGUSR1":
-        assert "SIGUSR1; saved runs/one/version_0/checkpoints/iteration_2.ckpt" in said(folder)
+        assert "SIGUSR1; saved runs/one/version_0/checkpoints/iteration_3.ckpt" in said(folder)
+    configuration["trainer"]["callbacks"][0]["init_args"]["at"] = []
+    path.write_text(yaml.safe_dump(configuration))
     assert two_nodes(folder) == [0, 0], said(folder)
     require_equal(weights(folder, 4), weights(one_node, 4))
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import forked
+from lightning_rl.engines.server_process import free_port
 from tests.support.tolerances import rounding
 
 ROOT = Path(__file__).parents[2]
@@ -21,12 +21,6 @@ EXPORTED = Path("lightning_logs", "version_0", "hf", "model.safetensors")
 TOLERANCE = rounding(additions=1_500, magnitude=4.0)
 
 Results = Callable[[str], list[dict[str, Any]]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment_of(rank: int, ranks: int, port: int) -> dict[str, str]:

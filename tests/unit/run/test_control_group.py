@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+from lightning_rl.engines.server_process import free_port
 from lightning_rl.errors import ConfigError, RewardError
 from lightning_rl.run import dist
-from tests.support.two_ranks import free_port
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list")
 
