@@ -56,9 +56,11 @@ def chat_tokenizer(
 def save_random_model(
     directory: Path, tokenizer: Any, kind: type[PreTrainedConfig] = Qwen2Config, **sizes: Any
 ) -> None:
-    """Two layers unless ``sizes`` say otherwise, and the tokenizer."""
+    """Two layers and about as many tokens as the tokenizer's unless ``sizes`` say otherwise."""
     config = kind(
         **{
+            # A real model's would take more time than all else; this is one that ranks can share.
+            "vocab_size": -(-len(tokenizer) // 16) * 16,
             "hidden_size": 64,
             "intermediate_size": 64,
             "num_hidden_layers": 2,
