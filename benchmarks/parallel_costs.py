@@ -16,7 +16,6 @@ from benchmarks.memory import FollowAllocations
 from benchmarks.parallel_layouts import LAYOUTS, share
 from benchmarks.task import quiet_trainer
 from lightning_rl.algos.experts import RolloutRouting
-from lightning_rl.cli.check.activations import kept_for_backward
 from lightning_rl.cli.check.allocations import Held
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.cli.check.memory import training_memory
@@ -34,6 +33,7 @@ from lightning_rl.models.sharing import head_counts, head_ranks
 from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout, Row
+from tests.support.followed import kept_for_backward
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from benchmarks.memory import FollowAllocations
 from lightning_rl import LoRA, PolicyModule, SharedValueHead
 from lightning_rl.cli import main
 from lightning_rl.cli.check import layouts, stopwatch
-from lightning_rl.cli.check.activations import kept_for_backward, measure_activations
+from lightning_rl.cli.check.activations import measure_activations
 from lightning_rl.cli.check.batches import BatchPlan, cut, largest_rollouts
 from lightning_rl.cli.check.memory import in_units, training_memory
 from lightning_rl.cli.check.mesh import Candidate, configure_without_weights
@@ -29,6 +29,7 @@ from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
 from tests.support.bad_configs import CONFIG, files
+from tests.support.followed import kept_for_backward
 from tests.support.mixtures import saved_mixture
 from tests.support.small_run import data_module as small_data, trainer_of
 from tests.support.two_ranks import ROOT

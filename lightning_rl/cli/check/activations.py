@@ -249,15 +249,6 @@ def following(policy: Policy, pack: TensorDict, mixed: bool = False) -> Iterator
         yield allocations
 
 
-def kept_for_backward(policy: Policy, pack: TensorDict) -> Held:
-    """What is there between a pack's forward and backward pass, but for weights."""
-    with following(policy, pack) as allocations:
-        scores = policy(pack)
-        kept = allocations.now
-    del scores
-    return kept
-
-
 @contextmanager
 def changed(parts: Iterable[Any], **attributes: Any) -> Iterator[None]:
     """Give attributes of some objects other values in this block."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl import LoRA, PolicyModule, Recompute
-from lightning_rl.cli.check.activations import kept_for_backward
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
@@ -17,6 +16,7 @@ from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.recompute import FUSED_ATTENTION, TiledMLP, layers_of, tiled_mlps
 from lightning_rl.rollout import Prompt
+from tests.support.followed import kept_for_backward
 from tests.support.mixtures import saved_mixture
 
 LIKE_TRUE = (

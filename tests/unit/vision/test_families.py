@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rl.cli.check.activations import kept_for_backward
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.sampling import Sampling
@@ -23,6 +22,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Placed, Prompt, Rollout, Row
 from lightning_rl.vision.reader import encode
 from lightning_rl.vision.training import Vision
+from tests.support.followed import kept_for_backward
 from tests.support.tiny_vision import FAMILIES, VOCAB, picture, save_vision_model, vision_tokenizer
 
 SMALL, WIDE, TALL = picture(1), picture(2, 64, 32), picture(3, 32, 48)
