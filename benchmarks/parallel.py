@@ -31,12 +31,13 @@ from typing import Any, NamedTuple
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.parallel_ranks import FEATURES, OF_MIXTURES
-from benchmarks.results import parser_of, report
+from benchmarks.results import parser_of, report, write_block
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.mixtures import saved_mixture
 from tests.support.tiny_models import save_random_model
 from tests.support.two_ranks import run_two
 
+PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
 Saved = Callable[[Path], Path]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
 
@@ -113,6 +114,42 @@ def times_rounding(row: dict[str, float]) -> float:
     return row["rounding_together"] / row["rounding"]
 
 
+NAMES = {
+    "sequence": "`sequence: n`",
+    "tensor": "`tensor: 2`",
+    "both": "`sequence: 2, tensor: 2`",
+    "expert": "`expert: n`",
+    "pairs": "`expert: 2` of four",
+    "mixed": "`sequence: n, expert: 2`",
+}
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Of each layout the largest differences of all models, processes and features."""
+    lines = [
+        "| Layout | Compared | Differences, float64 | float32 | Kept, plan off by "
+        "| At most, plan off by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for layout, name in NAMES.items():
+        off, plan = (_of_layout(layout, result[key]) for key in ("differences", "plan_errors"))
+        half = {key for key in off if key.endswith("float32")}
+        most = max(value for key, value in off.items() if key not in half)
+        rounded = max(off[key] for key in half)
+        kept, peak = (
+            max(value for key, value in plan.items() if key.endswith(what))
+            for what in ("kept", "peak")
+        )
+        lines.append(
+            f"| {name} | {len(off)} | {most:.1e} | {rounded:.1e} | {kept:.1%} | {peak:.1%} |"
+        )
+    return lines
+
+
+def _of_layout(layout: str, values: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if key.split("/")[2] == layout}
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -160,6 +197,8 @@ def main() -> None:
         "differences": off,
         "plan_errors": plan,
     }
+    if arguments.save:
+        write_block(PAGE, "parallel", table(result))
     report("parallel", result, arguments.save)
 
 
