@@ -9,6 +9,7 @@ every allocation of torch. The last line is JSON.
 import argparse
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.task import quiet_trainer
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.check.activations import measure_activations
 from lightning_rl.cli.check.batches import cut, largest_rollouts
 from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.cli.check.placement import Placement
@@ -109,7 +111,13 @@ def main(config: str, *options: str) -> None:
     others = [] if module.reference is None else [module.reference]
     placement = Placement(precision=str(cli.trainer.precision))
     estimate = training_memory(
-        module.policy, others, module.optimizer, largest, placement, passes=max(map(len, packs))
+        module.policy,
+        others,
+        module.optimizer,
+        largest,
+        placement,
+        measure=partial(measure_activations, bonus=module.objective.entropy is not None),
+        passes=max(map(len, packs)),
     )
     print("\n".join(estimate.lines()))
     trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts), 1))

@@ -89,12 +89,17 @@ TILES = (1 / 16, 1 / 2)
 
 
 def measure_activations(
-    policy: Policy, sample: TensorDict, precision: str, tiled: bool, gathered: bool = False
+    policy: Policy,
+    sample: TensorDict,
+    precision: str,
+    tiled: bool,
+    gathered: bool = False,
+    bonus: bool = False,
 ) -> Activations:
     """Follow passes of the sample, in the Trainer's precision.
 
     ``tiled``: MLPs compute some tokens at a time. ``gathered``: weights come from several
-    processes, in 16 bits if these compute so.
+    processes, in 16 bits if these compute so. ``bonus``: entropies have a loss, too.
     """
     mixed, tokens = precision == "bf16-mixed", forward_tokens(sample)
     if precision == "bf16-true" and policy.lm.dtype != torch.bfloat16:
@@ -104,7 +109,7 @@ def measure_activations(
     tiles, passes = [mlp.forward for mlp in tiled_mlps(policy)], []
     for share in TILES if tiled else (1.0,):
         with changed(tiles, tokens=ceil(share * tokens)):
-            passes.append((share, follow(policy, sample, mixed)))
+            passes.append((share, follow(policy, sample, mixed, bonus)))
     return Activations(tuple(passes))
 
 
@@ -118,8 +123,11 @@ def _halved(policy: Policy) -> Policy:
     return copy.deepcopy(policy, halves)
 
 
-def follow(policy: Policy, sample: TensorDict, mixed: bool = False) -> Pass:
-    """A forward and a backward pass of a sample; the policy is left without their gradients."""
+def follow(policy: Policy, sample: TensorDict, mixed: bool = False, bonus: bool = False) -> Pass:
+    """A forward and a backward pass of a sample; the policy is left without their gradients.
+
+    ``bonus``: of entropies too, which takes another chunk of logits.
+    """
     trained = [p for p in policy.parameters() if p.requires_grad]
     with changed(trained, grad=None), following(policy, sample, mixed) as allocations:
         parts = _Parts(allocations, layers_of(policy), trained)
@@ -127,8 +135,8 @@ def follow(policy: Policy, sample: TensorDict, mixed: bool = False) -> Pass:
             scores = policy(sample)
             kept, sent = allocations.now, allocations.host
             parts.turn()
-            columns = [x.sum() for x in (scores.logprobs, scores.values) if x is not None]
-            torch.stack(columns).sum().backward()
+            columns = [scores.logprobs, scores.values, scores.entropy if bonus else None]
+            torch.stack([x.sum() for x in columns if x is not None]).sum().backward()
             del scores, columns
             parts.finish()
         finally:

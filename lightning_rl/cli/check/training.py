@@ -153,7 +153,10 @@ class Learning:
         """Of a policy, or a part of its matrices or experts: however many share its tokens."""
         key = id(owner), tensor, expert, id(sample), tiled, gathered
         if key not in self._activations:
-            self._activations[key] = measure_activations(policy, sample, precision, tiled, gathered)
+            bonus = owner.objective.entropy is not None
+            self._activations[key] = measure_activations(
+                policy, sample, precision, tiled, gathered, bonus
+            )
         return self._activations[key]
 
     def _largest(self, groups: int, group_size: int, tokens: int) -> TensorDict:

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.memory import peak_of
 from lightning_rl.models import heads
 from lightning_rl.models.attention import build_layout
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
@@ -65,6 +67,19 @@ def test_a_loss_of_one_output_alone_has_its_own_gradient(monkeypatch, used):
     reference = torch.autograd.grad(theirs, doubles, upstream.double())
     for a, b in zip(mine, reference, strict=True):
         assert (a.double() - b).norm() <= 3e-6 * b.norm()
+
+
+@pytest.mark.parametrize("outputs", [(0,), (0, 1)])
+def test_of_many_chunks_as_much_is_there_as_of_one(monkeypatch, outputs):
+    """Logits and their exponentials, or a gradient and what it is made of; no earlier chunk's."""
+    rows, vocabulary = 16, 1 << 14
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", rows * vocabulary)
+    linear = nn.Linear(1, vocabulary, bias=False)
+    hidden, targets = torch.randn(5 * rows, 1), torch.zeros(5 * rows, dtype=torch.long)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        found = token_logprobs(hidden, linear, targets, torch.ones(5 * rows))
+        torch.stack([found[n].sum() for n in outputs]).sum().backward()
+    assert 2.0 < peak_of(profiled) / (4 * rows * vocabulary) < 2.5
 
 
 def test_a_frozen_head_gets_no_gradient_but_passes_one_on():

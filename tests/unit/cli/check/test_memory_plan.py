@@ -1,9 +1,12 @@
 """What training and its engine take of a GPU, calculated by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from lightning_rl import NF4, Int8, LoRA
+from lightning_rl.cli.check.activations import measure_activations
 from lightning_rl.cli.check.allocations import Held
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.cli.check.card import CardPlan
@@ -210,6 +213,20 @@ def test_chunks_of_logits_are_those_of_the_planned_device(tmp_path, pack, monkey
     # A larger chunk takes all 2 x 4 x 20 tokens.
     found = plan(policy, pack, device=torch.device("cuda"))
     assert found.parts["logits"] == 2 * 4 * 160 * (1 << 14)
+
+
+def test_an_entropy_bonus_takes_a_second_chunk_in_the_backward_pass(tmp_path, pack, monkeypatch):
+    """Beside the head's gradient, which is not there in the forward pass."""
+    from lightning_rl.models import heads
+
+    save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14)
+    policy = Policy(str(tmp_path))
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 1 << 21)
+    with_bonus = partial(measure_activations, bonus=True)
+    found = training_memory(policy, [], torch.optim.AdamW, pack, measure=with_bonus, passes=1)
+    assert found.moment == "the head's backward pass"
+    assert found.parts["logits"] == 2 * 4 * (1 << 21)
+    assert training_memory(policy, [], torch.optim.AdamW, pack, passes=1).total < found.total
 
 
 def test_gradients_of_earlier_passes_are_there_in_full(tiny_model, pack):
