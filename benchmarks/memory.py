@@ -103,6 +103,7 @@ def main(config: str, *options: str) -> None:
         data.groups_per_iteration,
         data.group_size,
         data.sampling.max_tokens,
+        data.sampling.distribution,
     )
     for rollout in rollouts:  # else the update would leave them out
         rollout.reward = float(rollout.sample_index % 2)

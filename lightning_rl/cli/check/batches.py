@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 
 import torch
@@ -11,7 +11,9 @@ from tensordict import TensorDict
 from lightning_rl.data.batch import select
 from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, SamplingDistribution
+
+PLAIN = SamplingDistribution()
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,11 @@ def with_longest_whole(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
 
 
 def largest_rollouts(
-    prompts: Sequence[Prompt], groups: int, group_size: int, max_tokens: int
+    prompts: Sequence[Prompt],
+    groups: int,
+    group_size: int,
+    max_tokens: int,
+    sampling: SamplingDistribution = PLAIN,
 ) -> list[Rollout]:
     """Rollouts of the ``groups`` longest prompts, with completions of ``max_tokens`` tokens."""
     longest = sorted(prompts, key=lambda p: len(p.token_ids), reverse=True)
@@ -116,10 +122,23 @@ def largest_rollouts(
         for sample in range(group_size):
             # Any token will do: only lengths matter, and that prompts can be told apart.
             written = prompt.token_ids[-1:] * max_tokens
-            rollout = Rollout(prompt, str(group), sample, 0, status=RolloutStatus.COMPLETED)
+            rollout = Rollout(
+                prompt, str(group), sample, 0, sampling, status=RolloutStatus.COMPLETED
+            )
             rollout.rows[0].append_written(written, [0.0] * max_tokens, [0] * max_tokens)
             rollouts.append(rollout)
     return rollouts
+
+
+def widest(all_of: Sequence[SamplingDistribution]) -> SamplingDistribution:
+    """Everything that one of them asks for: what is done to logits takes memory."""
+    asked = {
+        name: value
+        for distribution in all_of
+        for name, value in asdict(distribution).items()
+        if value != getattr(PLAIN, name)
+    }
+    return SamplingDistribution(**asked)
 
 
 def cut(batch: TensorDict, minibatches: int, max_tokens_per_pack: int) -> list[list[TensorDict]]:

@@ -11,7 +11,13 @@ from torch.nn import Parameter
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli.check.activations import Activations, measure_activations
-from lightning_rl.cli.check.batches import BatchPlan, cut, largest_rollouts, largest_share
+from lightning_rl.cli.check.batches import (
+    BatchPlan,
+    cut,
+    largest_rollouts,
+    largest_share,
+    widest,
+)
 from lightning_rl.cli.check.card import CardPlan
 from lightning_rl.cli.check.memory import MemoryPlan, in_units, together, training_memory
 from lightning_rl.cli.check.placement import Placement, placement_of
@@ -162,7 +168,8 @@ class Learning:
     def _largest(self, groups: int, group_size: int, tokens: int) -> TensorDict:
         key = groups, group_size, tokens
         if key not in self._batches:  # long ones take seconds, and are asked for by each placement
-            self._batches[key] = pack_rollouts(largest_rollouts(self.prompts, *key))
+            sampling = widest([task.sampling.distribution for task in self.data.train_tasks])
+            self._batches[key] = pack_rollouts(largest_rollouts(self.prompts, *key, sampling))
         return self._batches[key]
 
 

@@ -8,7 +8,7 @@ import torch
 from lightning_rl import NF4, Int8, LoRA
 from lightning_rl.cli.check.activations import measure_activations
 from lightning_rl.cli.check.allocations import Held
-from lightning_rl.cli.check.batches import largest_rollouts
+from lightning_rl.cli.check.batches import largest_rollouts, widest
 from lightning_rl.cli.check.card import CardPlan
 from lightning_rl.cli.check.memory import MemoryPlan, training_memory
 from lightning_rl.cli.check.placement import Placement
@@ -21,7 +21,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import weights_in
-from lightning_rl.rollout import Prompt
+from lightning_rl.rollout import Prompt, SamplingDistribution
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.mixtures import saved_mixture
 from tests.support.tiny_models import save_random_model
@@ -227,6 +227,20 @@ def test_an_entropy_bonus_takes_a_second_chunk_in_the_backward_pass(tmp_path, pa
     assert found.moment == "the head's backward pass"
     assert found.parts["logits"] == 2 * 4 * (1 << 21)
     assert training_memory(policy, [], torch.optim.AdamW, pack, passes=1).total < found.total
+
+
+def test_what_sampling_does_to_logits_takes_memory(tmp_path, monkeypatch):
+    """Sorted for top-p: logits, their order in 8 bytes each, and what is made of them."""
+    from lightning_rl.models import heads
+
+    save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14)
+    policy = Policy(str(tmp_path))
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 1 << 21)
+    prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(2)]
+    asked = widest([SamplingDistribution(temperature=0.7), SamplingDistribution(top_p=0.9)])
+    assert asked == SamplingDistribution(temperature=0.7, top_p=0.9)
+    pack = pack_rollouts(largest_rollouts(prompts, 2, 4, 20, asked))
+    assert plan(policy, pack).parts["logits"] >= (4 + 4 + 8) * (1 << 21)
 
 
 def test_gradients_of_earlier_passes_are_there_in_full(tiny_model, pack):
