@@ -41,7 +41,15 @@ def tried(scratch, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("name", [check.name for check in CHECKS if check in ONE_EACH.values()])
+def names_to_try():
+    """``push-shared`` starts two vLLM servers, which tests/integration/test_server.py does too."""
+    for check in CHECKS:
+        if check in ONE_EACH.values():
+            slow = [pytest.mark.slow] if check.name == "push-shared" else []
+            yield pytest.param(check.name, marks=slow)
+
+
+@pytest.mark.parametrize("name", names_to_try())
 def test_a_trial_on_the_cpu(tried, name):
     bench = tried(BY_NAME[name])
     assert bench.faults == []

@@ -21,6 +21,7 @@ def test_two_killed_runs_equal_the_uninterrupted_one(capsys):
     assert (result["points"], result["equal"]) == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_of_a_lora_on_a_packed_base_equals_the_uninterrupted_one(capsys):
     options = "--quantization", "NF4", "--points", "1", "--engine", "TransformersEngine"
@@ -28,6 +29,7 @@ def test_a_killed_run_of_a_lora_on_a_packed_base_equals_the_uninterrupted_one(ca
     assert (result["points"], result["equal"]) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_on_pictures_equals_the_uninterrupted_one(capsys):
     options = "--pictures", "--points", "2", "--engine", "TransformersEngine"

@@ -242,6 +242,7 @@ def test_servers_keep_them_apart_by_every_transport(tiny_model, tmp_path, server
                 check(plain, replica, version)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_gets_base_and_adapters(tiny_model, servers, policy):
     with connected(MemoryTransport(), servers) as transport:
         for version in (0, 1):
@@ -253,6 +254,7 @@ def test_a_server_that_was_restarted_gets_base_and_adapters(tiny_model, servers,
         check(plain, doomed, 1)
 
 
+@pytest.mark.slow
 def test_servers_that_run_already_need_room_for_adapters(skeleton, tiny_model, servers, policy):
     """With it they serve one run after the other; without it, the error says what is missing."""
     there = [replica.name for replica in servers.replicas[:1]]

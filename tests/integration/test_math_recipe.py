@@ -102,6 +102,7 @@ def test_gsm8k_from_the_hub_is_graded_by_math_verify(hub, models, tmp_path):
     assert list(run.glob("checkpoints/*.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_thinking_model_with_adapters_ends_within_its_budget(hub, models, tmp_path):
     options = {
         "model.model": models / "qwen3-0.6b",

@@ -289,6 +289,7 @@ def test_resources_that_the_cluster_has_not_are_named(engine, skeleton):
     assert all(replica.alive for replica in engine.replicas)  # Ray itself is still connected
 
 
+@pytest.mark.slow
 def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, local, fault):
     sampling = Sampling(max_tokens=100, min_tokens=100)
     prompts = PROMPTS[:3] * 4
