@@ -8,11 +8,12 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from lightning_rl.run.child import Child
 
-_ASKED_FOR, _TRIES = range(20_000, 30_000), 1_000
+_ASKED_FOR = range(20_000, 30_000)
 """Below what Linux (from 32768) and others (49152) hand out for connections, or Kubernetes for
 nodes."""
 _HERE = "127.0.0.1"
@@ -29,7 +30,8 @@ def held_port(host: str) -> socket.socket:
         OSError: if the host is not this machine, or no port is free.
     """
     held = socket.socket()
-    for port in random.SystemRandom().sample(_ASKED_FOR, min(_TRIES, len(_ASKED_FOR))):
+    begin = random.SystemRandom().randrange(len(_ASKED_FOR))
+    for port in chain(_ASKED_FOR[begin:], _ASKED_FOR[:begin]):
         try:
             held.bind((host, port))
         except OSError as error:
@@ -41,7 +43,7 @@ def held_port(host: str) -> socket.socket:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             return held
     held.close()
-    raise OSError(f"none of {_TRIES} ports in {_ASKED_FOR} is free on {host}")
+    raise OSError(f"none of the ports in {_ASKED_FOR} is free on {host}")
 
 
 def free_port(host: str = _HERE) -> int:

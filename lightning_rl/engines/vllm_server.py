@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,7 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             # Handles of GPU memory come pickled, from who has the key.
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
-        def launch() -> ListeningServer:
-            return ListeningServer(command, environment)
-
-        apart = self.takes_adapters
+        launch, apart = partial(ListeningServer, command, environment), self.takes_adapters
         return HTTPReplica("http://127.0.0.1", key, launch, apart, *self._timeouts)
 
     def _key(self) -> str:

@@ -60,9 +60,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         offset = None if bias is None else bias.to(dtype)
         for part in _chunks(states, weight.shape[0]):
             with _no_autocast(states):
-                scaled = sampled_logits(states[part], matrix, offset, targets[part], by.rows(part))[
-                    0
-                ]
+                chunk = states[part], matrix, offset, targets[part], by.rows(part)
+                scaled = sampled_logits(*chunk)[0]
             top = scaled.amax(-1, keepdim=True)
             exps = (scaled - top).exp_()
             sums.top[part], sums.total[part] = top.squeeze(-1), exps.sum(-1)
@@ -86,7 +85,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        states, weight, bias, *_ = ctx.saved_tensors
+        states, weight, bias, targets, lse, entropy = ctx.saved_tensors
         # What is frozen, such as the head of a LoRA-trained model, gets no gradient computed.
         grad_states, grad_weight, grad_bias = (
             torch.zeros_like(x) if needed else None
@@ -94,10 +93,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         matrix = weight.to(states.dtype)
         offset = None if bias is None else bias.to(states.dtype)
+
+        def of_logits(part: slice) -> Tensor:
+            """Of a chunk, of which nothing else is left."""
+            by = ctx.by.rows(part)
+            scaled, bend = sampled_logits(states[part], matrix, offset, targets[part], by)
+            log_p = scaled.sub_(lse[part, None])
+            if grad_entropy is None:
+                assert grad_logprobs is not None  # or autograd would not have come here
+                grad = log_p.exp_().mul_(-grad_logprobs[part, None])
+            else:
+                probs = log_p.exp()
+                slope = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                if grad_logprobs is not None:
+                    slope.add_(grad_logprobs[part, None])
+                grad = slope.mul_(probs).neg_()
+            if grad_logprobs is not None:
+                ctx.vocabulary.add(grad, targets[part], grad_logprobs[part])
+            grad = grad.div_(by.temperature)
+            return (grad if bend is None else grad.mul_(bend)).to(states.dtype)
+
         for part in _chunks(states, weight.shape[0]):
-            grad = _ChunkedLogprobs._of_logits(
-                ctx, part, matrix, offset, grad_logprobs, grad_entropy
-            )
+            grad = of_logits(part)
             if grad_states is not None:
                 grad_states[part] = grad @ matrix
             if grad_weight is not None:
@@ -108,34 +125,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_states is not None:
             grad_states = ctx.vocabulary.summed(grad_states).to(ctx.hidden_dtype)
         return grad_states, grad_weight, grad_bias
-
-    @staticmethod
-    def _of_logits(
-        ctx: Any,
-        part: slice,
-        matrix: Tensor,
-        offset: Tensor | None,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-    ) -> Tensor:
-        """The gradient of a chunk's logits; nothing else of the chunk is left."""
-        states, _, _, targets, lse, entropy = ctx.saved_tensors
-        by = ctx.by.rows(part)
-        scaled, bend = sampled_logits(states[part], matrix, offset, targets[part], by)
-        log_p = scaled.sub_(lse[part, None])
-        if grad_entropy is None:
-            assert grad_logprobs is not None  # or autograd would not have come here
-            grad = log_p.exp_().mul_(-grad_logprobs[part, None])
-        else:
-            probs = log_p.exp()
-            slope = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-            if grad_logprobs is not None:
-                slope.add_(grad_logprobs[part, None])
-            grad = slope.mul_(probs).neg_()
-        if grad_logprobs is not None:
-            ctx.vocabulary.add(grad, targets[part], grad_logprobs[part])
-        grad = grad.div_(by.temperature)
-        return (grad if bend is None else grad.mul_(bend)).to(states.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

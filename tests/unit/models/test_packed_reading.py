@@ -6,13 +6,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rl import NF4, Int8
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import PLAIN, load_lm
 from lightning_rl.models.quantized_layers import quantize, quantized_layers
+from tests.support.followed import peak_while
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 FORMS = [NF4(), Int8()]
@@ -61,19 +61,6 @@ def test_it_is_the_model_that_was_whole_before(tiny_model, tmp_path, form):
     }
 
 
-def peak_of(call):
-    """The most bytes that a call has allocated at one time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = call()
-    used = peak = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            used += event.nbytes()
-            peak = max(peak, used)
-    del kept
-    return peak
-
-
 def test_it_is_never_whole_in_memory(tmp_path, form, monkeypatch):
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the profiler sees one thread
     save_random_model(
@@ -91,8 +78,8 @@ def test_it_is_never_whole_in_memory(tmp_path, form, monkeypatch):
     most = sum(p.nbytes for p in packed.parameters()) + 4 * largest
     del packed
     mapped = (tmp_path / "model.safetensors").stat().st_size  # is counted, but takes no memory
-    assert peak_of(lambda: load_lm(str(tmp_path), False, PLAIN, form)) - mapped < most
-    assert peak_of(lambda: load_lm(str(tmp_path), False, PLAIN)) - mapped >= whole > 2 * most
+    assert peak_while(lambda: load_lm(str(tmp_path), False, PLAIN, form)) - mapped < most
+    assert peak_while(lambda: load_lm(str(tmp_path), False, PLAIN)) - mapped >= whole > 2 * most
 
 
 def test_what_is_wrong_with_files_is_said_as_of_a_whole_model(changed, form):
