@@ -13,11 +13,10 @@ unit test holds the code against it, and the picture in docs/architecture.md too
 ``spine_rooms`` those of the floor plan in which the spine is; ``arrows`` the pairs of rooms of
 which one imports the other (``floor_arrows``: of what ``ORDER`` names, without folders in others).
 The spine, the wings ``serving``, ``envs`` and ``games``, and the rest are as ``house_parts.py``
-says; ``core_lines`` are those of all but the optional rooms. ``root_names`` are the public names of
-the package, ``shared_names`` those of classes in two modules; ``doc_words`` are those of the README
-and of ``docs/`` without code, generated tables and API reference. ``files_*`` are entered on a way,
-see ``house_ways.py``; ``*_above_run`` leaves out the helpers of ``run/``, which are called
-everywhere, and of which a busy machine may call one more. The last line is JSON.
+says; ``core_lines`` are those of all but the optional rooms. ``shared_names`` are the names of
+classes that stand in two modules. ``files_*`` are entered on a way, see ``house_ways.py``;
+``*_above_run`` leaves out the helpers of ``run/``, which are called everywhere, and of which a busy
+machine may call one more. The last line is JSON.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from io import BytesIO
 from itertools import combinations
 from pathlib import Path
 
-from benchmarks.house_parts import doc_words, lines_of, part, root_names, shared_names, sizes
+from benchmarks.house_parts import lines_of, part, shared_names, sizes
 from benchmarks.house_picture import draw
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +74,7 @@ def modules_of(root: Path, *packages: str) -> dict[str, Path]:
             parts = [*place.parts[:-1], *(() if place.name == "__init__" else (place.name,))]
             if package == "callbacks":
                 parts = ["lightning_rl", *parts]
-            if "callbacks" in place.parts[1:]:  # lightning_rl/callbacks links to callbacks/
+            if place.parts[:2] == ("lightning_rl", "callbacks"):  # a link to callbacks/
                 continue
             found[".".join(parts)] = path
     return found
@@ -202,8 +201,6 @@ def measure(root: Path) -> dict[str, int]:
         "circles_in_benchmarks": len(circles(arrows(modules_of(root, "benchmarks")))),
         "test_files": len(tests),
         "test_lines": lines_of(tests),
-        "doc_words": doc_words(root),
-        "root_names": root_names(root),
         "shared_names": len(shared_names(library, root)),
         **sizes(library),
     }

@@ -1,9 +1,6 @@
-"""The parts of the house, the names at its door and those that two classes share, its words."""
+"""The parts of the house with their sizes, and the names that several classes share."""
 
 import ast
-import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -67,17 +64,6 @@ def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text("utf-8").splitlines()) for path in paths)
 
 
-def root_names(root: Path) -> int:
-    """How many public names the package has, as who imports it sees them."""
-    code = "import lightning_rl; print(lightning_rl.__file__, len(lightning_rl.__all__))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-    file, count = done.stdout.split()
-    if not Path(file).resolve().is_relative_to(root.resolve()):
-        raise RuntimeError(f"{file} was imported, and not what is in {root}")
-    return int(count)
-
-
 def shared_names(library: Mapping[str, Path], root: Path) -> dict[str, list[str]]:
     """Public names that classes of several modules have, and where they are defined."""
     places: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -91,26 +77,3 @@ def _public_classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield node
-
-
-NO_PROSE = (
-    r"^( *)```.*?^\1``` *$",  # code
-    r"^<!-- (?!runs)([\w -]+) -->$.*?^<!-- (?:/\1|end|end of \1) -->$",  # what a program wrote
-    r"<!--.*?-->",
-    r"^:::[^\n]*\n(?: [^\n]*\n|\n(?= ))*",  # a docstring's place, and how it is shown
-    r"(?<=\])\([^)\s]*\)",  # where a link leads
-)
-"""What a reader of a page does not read as its author's words, in this order."""
-
-
-def doc_words(root: Path) -> int:
-    """Words of the README and of the pages in ``docs/``, tables included, without ``NO_PROSE``."""
-    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
-    return sum(prose_words(page.read_text("utf-8")) for page in pages)
-
-
-def prose_words(text: str) -> int:
-    """Of a page in Markdown: what stands between spaces and has a letter or a digit in it."""
-    for pattern in NO_PROSE:
-        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
-    return sum(1 for word in text.split() if re.search(r"\w", word))

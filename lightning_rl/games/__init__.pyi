@@ -94,6 +94,7 @@ from lightning_rl.games.staged.algorithm import (
 from lightning_rl.games.staged.callbacks import (
     StagedCallback as StagedCallback,
     StagedLoggers as StagedLoggers,
+    StagedRun as StagedRun,
 )
 from lightning_rl.games.staged.chat import (
     ChatAnswer as ChatAnswer,

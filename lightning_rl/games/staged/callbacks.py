@@ -1,7 +1,8 @@
-"""StagedCallback: what else happens in a staged run; and the loggers that hear of it."""
+"""StagedCallback: the hooks of a staged run, and StagedLoggers, which uses them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -10,20 +11,28 @@ from lightning_rl.callbacks.artifacts import keep_files
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import one_line
 from lightning_rl.games.staged.sampler import Tree
-
-if TYPE_CHECKING:
-    from lightning_rl.games.staged.trainer import StagedTrainer
+from lightning_rl.games.staged.state import StagedState
 
 STATE_FILES = ("state.json", "config.yaml", "metrics.jsonl")
-"""What a run can be gone on with, but for interactions of an iteration that was not over."""
+"""The files needed to resume a run, except interactions of an unfinished iteration."""
 RESULTS = ("summary.json", "curves.png", "rollouts.*", "tests.*")
+
+
+class StagedRun(Protocol):
+    """The part of a :class:`StagedTrainer` that its callbacks may rely on.
+
+    It stands here because the trainer imports this file, and must not be imported by it.
+    """
+
+    run_dir: Path
+    state: StagedState
 
 
 class StagedCallback:
     """Hooks of a :class:`StagedTrainer`; here they do nothing."""
 
     def statistics(
-        self, trainer: "StagedTrainer", of: str, iteration: int, trees: Sequence[Tree]
+        self, trainer: StagedRun, of: str, iteration: int, trees: Sequence[Tree]
     ) -> dict[str, float]:
         """Further metrics of interactions, by names without the part before the slash.
 
@@ -36,15 +45,13 @@ class StagedCallback:
         """
         return {}
 
-    def on_metrics(
-        self, trainer: "StagedTrainer", iteration: int, metrics: dict[str, float]
-    ) -> None:
+    def on_metrics(self, trainer: StagedRun, iteration: int, metrics: dict[str, float]) -> None:
         """Metrics of the models after so many iterations are known, and in ``metrics.jsonl``."""
 
-    def on_stage_end(self, trainer: "StagedTrainer", stage: str) -> None:
+    def on_stage_end(self, trainer: StagedRun, stage: str) -> None:
         """A stage is over; ``trainer.state``, which was saved, names the next."""
 
-    def on_run_end(self, trainer: "StagedTrainer", error: BaseException | None) -> None:
+    def on_run_end(self, trainer: StagedRun, error: BaseException | None) -> None:
         """The run is done, or ``error`` ends it here."""
 
 
@@ -62,9 +69,7 @@ class StagedLoggers(StagedCallback):
     def __init__(self, loggers: list[Logger]) -> None:
         self.loggers = loggers
 
-    def on_metrics(
-        self, trainer: "StagedTrainer", iteration: int, metrics: dict[str, float]
-    ) -> None:
+    def on_metrics(self, trainer: StagedRun, iteration: int, metrics: dict[str, float]) -> None:
         for logger in self.loggers:
             try:
                 logger.log_metrics(metrics, step=iteration)
@@ -72,11 +77,11 @@ class StagedLoggers(StagedCallback):
             except Exception as error:  # a server out of reach; metrics.jsonl has them
                 _warn(logger, "the metrics", trainer, error)
 
-    def on_stage_end(self, trainer: "StagedTrainer", stage: str) -> None:
+    def on_stage_end(self, trainer: StagedRun, stage: str) -> None:
         if stage == "await_fine_tune_jobs":
             self._keep(trainer, STATE_FILES)
 
-    def on_run_end(self, trainer: "StagedTrainer", error: BaseException | None) -> None:
+    def on_run_end(self, trainer: StagedRun, error: BaseException | None) -> None:
         self._keep(trainer, (*STATE_FILES, *RESULTS))
         for logger in self.loggers:
             try:
@@ -84,7 +89,7 @@ class StagedLoggers(StagedCallback):
             except Exception as fault:
                 _warn(logger, "that the run ended", trainer, fault)
 
-    def _keep(self, trainer: "StagedTrainer", patterns: Sequence[str]) -> None:
+    def _keep(self, trainer: StagedRun, patterns: Sequence[str]) -> None:
         directory = trainer.run_dir
         found = [path for pattern in patterns for path in sorted(directory.glob(pattern))]
         files = [path for path in found if path.is_file()]
@@ -95,7 +100,7 @@ class StagedLoggers(StagedCallback):
                 _warn(logger, "the files of the run", trainer, error)
 
 
-def _warn(logger: Logger, what: str, trainer: "StagedTrainer", error: Exception) -> None:
+def _warn(logger: Logger, what: str, trainer: StagedRun, error: Exception) -> None:
     rank_zero_warn(
         f"{type(logger).__name__} did not take {what} ({type(error).__name__}: {one_line(error)}); "
         f"see {trainer.run_dir}"

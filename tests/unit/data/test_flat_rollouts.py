@@ -6,6 +6,8 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lightning_rl.cli.view.flags import find_flags
@@ -83,9 +85,30 @@ def lines(name: str) -> list[dict]:
     return [json.loads(line) for line in (FILES / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.parquet", "recorded.jsonl"])
-def test_a_file_is_read(name):
-    found = list(open_rollouts(FILES / name).read())
+COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions")
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory):
+    """The same rollouts as the earlier code wrote them to Parquet.
+
+    The lists of all rows stand one after the other in columns; further rows tell their lengths.
+    """
+    table = []
+    for record in lines("rollouts.jsonl"):
+        columns = {name: record.pop(name) for name in COLUMNS}
+        for row in record["further"]:
+            row["tokens"] = len(row["token_ids"])
+            columns = {name: [*column, *row.pop(name)] for name, column in columns.items()}
+        table.append({**columns, "iteration": record.pop("iteration"), "rest": json.dumps(record)})
+    path = tmp_path_factory.mktemp("flat") / "rollouts.parquet"
+    pq.write_table(pa.Table.from_pylist(table), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "recorded.jsonl", "parquet"])
+def test_a_file_is_read(name, parquet):
+    found = list(open_rollouts(parquet if name == "parquet" else FILES / name).read())
     assert [recorded.rollout for recorded in found] == expected()
     assert [recorded.iteration for recorded in found] == [3, 3]
 

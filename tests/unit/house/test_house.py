@@ -18,16 +18,7 @@ from benchmarks.house import (
     folder_of,
     modules_of,
 )
-from benchmarks.house_parts import (
-    PARTS,
-    doc_words,
-    lines_of,
-    part,
-    prose_words,
-    root_names,
-    shared_names,
-    sizes,
-)
+from benchmarks.house_parts import PARTS, lines_of, part, shared_names, sizes
 from benchmarks.house_picture import draw
 
 
@@ -85,6 +76,16 @@ def test_imports_are_found_wherever_they_stand(tmp_path):
     ]
     assert both_ways(found) == [("models", "run")]
     assert circles(found) == [["lightning_rl.models.policy", "lightning_rl.run.dist"]]
+
+
+def test_only_the_link_is_left_out_not_every_file_called_callbacks(tmp_path):
+    root = write(tmp_path, games__callbacks="", callbacks__guards="")
+    (root / "callbacks").mkdir()
+    (root / "callbacks" / "guards.py").write_text("")
+    assert modules_of(root, "lightning_rl", "callbacks") == {
+        "lightning_rl.games.callbacks": root / "lightning_rl/games/callbacks.py",
+        "lightning_rl.callbacks.guards": root / "callbacks/guards.py",
+    }
 
 
 def test_circles_are_told_apart():
@@ -145,53 +146,3 @@ def test_names_that_two_classes_share_are_found_with_their_places(tmp_path):
         "Call": ["lightning_rl/data/calls.py:1", "lightning_rl/run/desk.py:2"],
         "Row": ["lightning_rl/data/calls.py:2", "lightning_rl/run/loop.py:2"],
     }
-
-
-def test_the_names_at_the_door_are_those_of_the_checkout_that_is_asked(tmp_path):
-    package = tmp_path / "lightning_rl"
-    package.mkdir()
-    (package / "__init__.py").write_text("__all__ = ['a', 'b']\n")
-    assert root_names(tmp_path) == 2
-    with pytest.raises(RuntimeError, match="was imported, and not what is in"):
-        root_names(package)  # from there it is the one that these tests run with
-
-
-PAGE = """# Three words - here
-
-<!-- runs -->
-```python
-not_these = 0
-```
-
-- A list's [four words](elsewhere.md#not-this).
-
-  ```bash
-  nor these
-  ```
-
-| two | words |
-|---|---|
-
-<!-- wall -->
-| 1 | 2 |
-<!-- /wall -->
-<!-- bad configurations -->
-nor this
-<!-- end -->
-
-::: lightning_rl.X
-    options:
-      members: false
-
-    more: options
-
-Two more.
-"""
-
-
-def test_words_are_what_an_author_wrote(tmp_path):
-    assert prose_words(PAGE) == 3 + 4 + 2 + 2
-    (tmp_path / "docs" / "api").mkdir(parents=True)
-    (tmp_path / "docs" / "api" / "x.md").write_text(PAGE)
-    (tmp_path / "README.md").write_text("One.\n")
-    assert doc_words(tmp_path) == 1 + 11

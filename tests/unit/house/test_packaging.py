@@ -3,6 +3,7 @@
 import configparser
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,24 @@ def test_cpu_set_has_neither_cuda_nor_torchvision():
     }
     assert not pinned & {r.name for r in dropped}
     assert not [name for name in pinned if name.startswith("nvidia-")]
+
+
+LARGEST = 1_000_000
+"""Bytes of a file. Whoever clones the repository pays for each for ever, also once it is gone."""
+
+
+def test_the_repository_holds_no_binaries_but_the_pictures_of_the_docs():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: nothing says which files belong to it")
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z"], cwd=ROOT, check=True,
+        capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    files = [ROOT / name for name in listed.split("\0") if name]
+    files = [file for file in files if file.is_file() and not file.is_symlink()]
+    assert ROOT / "setup.cfg" in files
+    assert [str(file) for file in files if file.stat().st_size > LARGEST] == []
+    pictures = ROOT / "docs" / "images"
+    binaries = [file for file in files if b"\0" in file.read_bytes()]
+    assert [str(file) for file in binaries if file.parent != pictures] == []
+    assert {file.suffix for file in binaries} <= {".png"}
