@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-rounding lint docs verifiers browser launch-tools wheel release doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-all test-touched test-rounding lint docs environments browser launch-tools wheel release doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -14,12 +14,12 @@ setup:  ## make or update .venv (the others do it by themselves)
 
 # One OpenMP thread: two on a busy machine are many times slower than one. No vLLM plugins:
 # an installed torchrl would load its own and change how processes start.
-test test-slow test-rounding bench-floor: export OMP_NUM_THREADS ?= 1
-test test-slow test-rounding bench-floor: export VLLM_PLUGINS ?=
-test test-slow test-rounding bench-floor: export LIGHTNING_RL_LAYOUT ?= plain
-test test-slow test-rounding bench-floor: export VLLM_NO_USAGE_STATS ?= 1
+test test-all test-touched test-rounding bench-floor: export OMP_NUM_THREADS ?= 1
+test test-all test-touched test-rounding bench-floor: export VLLM_PLUGINS ?=
+test test-all test-touched test-rounding bench-floor: export LIGHTNING_RL_LAYOUT ?= plain
+test test-all test-touched test-rounding bench-floor: export VLLM_NO_USAGE_STATS ?= 1
 # Tests make their own models and data; a hub look-up is a mistake, and fails at once.
-test test-slow test-rounding: export HF_HUB_OFFLINE ?= 1
+test test-all test-touched test-rounding: export HF_HUB_OFFLINE ?= 1
 
 # A test that takes its worker down is tried again, by which a hang would never end.
 TWO := -n 2 --max-worker-restart 2
@@ -27,19 +27,24 @@ TWO := -n 2 --max-worker-restart 2
 quickstart: setup  ## train the small model of recipes/sort_digits and show its accuracy rise
 	@$(PY) -m lightning_rl quickstart
 
-test: setup  ## unit tests, then integration tests with a real vLLM engine, then MLflow's
-	@install/verifiers.sh
-	@install/notebook.sh
-	@install/packaging.sh
-	$(PY) -m pytest tests/unit $(TWO)
-	$(PY) -m pytest tests/integration $(TWO) --dist loadfile -m "not slow"  # a file shares its servers
-	@install/mlflow.sh
+UNIT := tests/unit $(TWO)
+ENGINES := tests/integration $(TWO) --dist loadfile  # a file shares its engines and servers
+NOTED := --durations-to .ci/durations.txt
+
+test: setup  ## what the README promises: unit tests, then real vLLM engines (ten minutes)
+	$(PY) -m pytest $(UNIT) -m "not slow"
+	$(PY) -m pytest $(ENGINES) -m "not slow"
+
+test-all: environments  ## every test; notes each file's seconds in .ci/durations.txt (an hour)
+	$(PY) -m pytest $(UNIT) $(NOTED)
+	$(PY) -m pytest $(ENGINES) $(NOTED)
 	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow  # left out above
+	@install/wheel.sh
 
-test-slow: setup verifiers  ## those tests in which servers and Ray nodes die and start anew
-	$(PY) -m pytest tests/integration -m slow
+test-touched: environments  ## the slow tests that changes since the last whole test-all touch
+	$(PY) -m tests.touched $(TWO)
 
-test-rounding: setup verifiers  ## both tiers as other CPUs round: three times, an hour (TESTS=path)
+test-rounding: setup  ## the tests as other CPUs round, and the margins of bounds (TESTS=path)
 	$(PY) -m tests.disturbed $(TESTS)
 
 lint: setup  ## ruff and mypy
@@ -52,8 +57,11 @@ docs: export NO_MKDOCS_2_WARNING ?= 1
 docs: setup  ## build the documentation into site/, warnings are errors
 	$(PY) -m mkdocs build --strict
 
-verifiers: setup  ## an environment for verifiers' environments, in build/verifiers
-	install/verifiers.sh
+environments: setup  ## environments of their own for verifiers, notebooks, builds and MLflow, in build/
+	@install/verifiers.sh
+	@install/notebook.sh
+	@install/packaging.sh
+	@install/mlflow.sh
 
 browser: setup  ## a Chromium for the viewer's tests, into build/browser (needs npm)
 	install/browser.sh

@@ -36,6 +36,7 @@ from lightning_rl.rollout import (
 )
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.bad_configs import furnish
+from tests.support.reports import FailuresAtOnce, FileDurations
 from tests.support.small_run import trainer_of
 
 torch.set_num_threads(1)
@@ -44,24 +45,18 @@ VOCABULARY = 16
 FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--durations-to", type=Path, help="a file for the worker seconds of each test file"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        config.pluginmanager.register(FailuresAtOnce(config), "failures_at_once")
-
-
-class FailuresAtOnce:
-    """Names a test as soon as it fails: a run that is ended from outside prints no summary."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
-            lines = str(report.longrepr).splitlines() or [""]
-            why = next((line[1:].strip() for line in lines if line.startswith("E ")), lines[-1])
-            terminal.write_line(f"\nfailed: {report.nodeid} ({report.when}): {why[:300]}")
-            terminal.flush()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    config.pluginmanager.register(FailuresAtOnce(config), "failures_at_once")
+    if path := config.getoption("--durations-to"):
+        config.pluginmanager.register(FileDurations(path), "file_durations")
 
 
 @cache
