@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-touched test-rounding lint docs environments browser launch-tools wheel release doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-all test-touched test-rounding lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -57,8 +57,10 @@ docs: export NO_MKDOCS_2_WARNING ?= 1
 docs: setup  ## build the documentation into site/, warnings are errors
 	$(PY) -m mkdocs build --strict
 
-environments: setup  ## environments of their own for verifiers, notebooks, builds and MLflow, in build/
+verifiers: setup  ## an environment for verifiers' environments, in build/verifiers
 	@install/verifiers.sh
+
+environments: verifiers  ## that one, and those for notebooks, builds and MLflow, which some tests need
 	@install/notebook.sh
 	@install/packaging.sh
 	@install/mlflow.sh

@@ -41,7 +41,7 @@ def printed(cell: dict) -> str:
 
 
 def test_the_notebook_trains_resumes_and_shows(tmp_path):
-    assert KERNEL.exists(), "run install/notebook.sh first, as make test does"
+    assert KERNEL.exists(), "run install/notebook.sh first, as make test-all does"
     ran = tmp_path / "ran.ipynb"
     done = subprocess.run(
         [str(KERNEL), "-c", EXECUTE, str(NOTEBOOK), str(ran)],
