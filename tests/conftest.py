@@ -2,9 +2,10 @@
 
 import gc
 import os
+import re
 import sys
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from tempfile import TemporaryDirectory
 
 gc.disable()  # until all is imported, and all tests are known
@@ -26,6 +27,8 @@ from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import (
     SAMPLED_BY,
     Prompt,
@@ -34,6 +37,7 @@ from lightning_rl.rollout import (
     Row,
     SamplingDistribution,
 )
+from lightning_rl.sync.staged import StagedTransport
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.bad_configs import furnish
 from tests.support.reports import FailuresAtOnce, FileDurations
@@ -117,6 +121,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def weights(tiny_model: Path) -> dict[str, torch.Tensor]:
+    return dict(Policy(str(tiny_model)).named_weights())
+
+
+@pytest.fixture(scope="session")
+def skeleton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an engine needs of the tiny model to start: all but its weights."""
+    directory = tmp_path_factory.mktemp("skeleton")
+    save_skeleton(str(tiny_model), directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[StagedTransport]]:
+    """The class of docs/extend/transport.md, where processes that are started find it, too."""
+    page = Path(__file__).parents[1] / "docs" / "extend" / "transport.md"
+    found = re.search(r'```python title="my_transport\.py"\n(.*?)```', page.read_text(), re.DOTALL)
+    assert found is not None
+    place = tmp_path_factory.mktemp("own_transport")
+    (place / "my_transport.py").write_text(found[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(place)
+        patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+        yield import_module("my_transport").CompressedFiles
 
 
 @pytest.fixture(scope="module")

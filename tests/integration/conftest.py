@@ -1,52 +1,30 @@
-"""What integration tests share: the tiny model as engines take it, and the fault table."""
+"""What integration tests share: engines that are started once, and the fault table."""
 
 import json
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from lightning_rl.envs.collector import EnvCollector, collector_of
 from lightning_rl.envs.maker import EnvMaker
-from lightning_rl.models.model_files import save_skeleton
-from lightning_rl.models.policy import Policy
-from lightning_rl.sync.staged import StagedTransport
 from tests.support.bad_configs import furnish
+from tests.support.shared_engines import actors, cluster, servers, transformers, vllm, vllm_in
 
+__all__ = ["actors", "cluster", "servers", "transformers", "vllm", "vllm_in"]
+
+HERE = Path(__file__).parent
 Fault = Callable[..., AbstractContextManager[None]]
 
 
-@pytest.fixture(scope="session")
-def weights(tiny_model: Path) -> dict[str, Tensor]:
-    return dict(Policy(str(tiny_model)).named_weights())
-
-
-@pytest.fixture(scope="session")
-def skeleton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an engine needs of the tiny model to start: all but its weights."""
-    directory = tmp_path_factory.mktemp("skeleton")
-    save_skeleton(str(tiny_model), directory)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[StagedTransport]]:
-    """The class of docs/extend/transport.md, where processes that are started find it, too."""
-    page = Path(__file__).parents[2] / "docs" / "extend" / "transport.md"
-    found = re.search(r'```python title="my_transport\.py"\n(.*?)```', page.read_text(), re.DOTALL)
-    assert found is not None
-    place = tmp_path_factory.mktemp("own_transport")
-    (place / "my_transport.py").write_text(found[1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(place)
-        patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
-        yield import_module("my_transport").CompressedFiles
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, a file's tests share a worker, as do files that share servers."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @pytest.fixture(scope="module")

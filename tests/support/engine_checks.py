@@ -1,6 +1,7 @@
 """What tests of vLLM engines share: prompts, a yardstick for logprobs, ways to ask."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.tolerances import rounding
@@ -96,6 +98,39 @@ def true_logprobs(
     return result
 
 
+def require_written_by(
+    plain: Any, prompts: Sequence[list[int]], completions: Sequence[Completion], sampling: Sampling
+) -> None:
+    """Completions were drawn from this model's distribution, as their logprobs say."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = true_logprobs(plain, prompt, completion.token_ids, sampling)
+        assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
+
+
+def gap(engine: Any, plain: Any) -> float:
+    """Largest error of logprobs after a prompt of 70 tokens, which vLLM caches in blocks of 32."""
+    sampling = Sampling(max_tokens=4, min_tokens=4)
+    (completion,) = generate(engine, [LONG], sampling, [5])
+    expected = true_logprobs(plain, LONG, completion.token_ids, sampling)
+    return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
+
+
+def parts(engine: Any) -> list[Any]:
+    """The replicas of an engine that has some, else the engine itself."""
+    return getattr(engine, "replicas", [engine])
+
+
+def require_idle(engine: Any) -> None:
+    """Nothing is left of earlier requests, neither here nor in vLLM, and every replica lives."""
+    assert engine.running
+    assert engine.in_flight == 0
+    assert not engine.paused
+    assert all(replica.alive for replica in getattr(engine, "replicas", []))
+    if isinstance(engine, VLLMLocal):
+        assert not engine._llm.has_unfinished_requests()
+        assert not engine._asleep
+
+
 def require_switch(
     completion: Completion, prompt: list[int], plain: Mapping[int, Any], sampling: Sampling
 ) -> list[list[float]]:
@@ -155,6 +190,22 @@ def connected(transport: Any, engine: Any) -> Iterator[Any]:
         yield transport
     finally:
         transport.close()
+
+
+def processes_of(session: int) -> list[int]:
+    """Living processes of a session, by the id of the process that leads it."""
+    return [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if is_running(pid) and _session(pid) == session
+    ]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def is_running(pid: int) -> bool:
