@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 from benchmarks.results import parser_of, report, write_block
 
 ROOT = Path(__file__).parents[1]
-SERVER, RAY = "tests/integration/test_server.py", "tests/integration/test_ray.py"
+SERVER, RAY = "tests/integration/test_server_faults.py", "tests/integration/test_ray.py"
 CHOSEN = (
     "skipped_layer or cache_that_is_not_reset or stuck_peer or truncated_file or dies_in_the_middle"
     " or requests_outlive or all_replicas_are_gone or whole_node"

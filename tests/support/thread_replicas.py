@@ -109,3 +109,8 @@ def holds(replica, weights) -> bool:
 
 def halved(weights):
     return {name: weight / 2 for name, weight in weights.items()}
+
+
+async def lose(engine, replica):
+    """As when a request finds it dead; call it in the engine's loop."""
+    engine.lost(replica, ReplicaLost("injected"))

@@ -17,7 +17,7 @@ from lightning_rl.run.loop import run_async
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import wait_for
-from tests.support.thread_replicas import ThreadEngine, ThreadReplica, halved, holds
+from tests.support.thread_replicas import ThreadReplica, halved, holds
 
 pytestmark = pytest.mark.timeout(60)
 ONE = Sampling(max_tokens=1)
@@ -34,14 +34,6 @@ class HeldReplica(ThreadReplica):
         completion = await super().generate(token_ids, sampling, seed)
         await self.answer.wait()
         return completion
-
-
-@pytest.fixture
-def engine(tiny_model):
-    engine = ThreadEngine()
-    engine.start(tiny_model)
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(params=[MemoryTransport, partial(CollectiveTransport, timeout_s=10)])
