@@ -13,4 +13,5 @@ if [ ! -d "$folder/vllm" ]; then
 fi
 export PYTHONPATH=$folder OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VLLM_PLUGINS= VLLM_NO_USAGE_STATS=1
 exec .venv/bin/python -m pytest tests/integration/test_vllm_engine.py \
+    tests/integration/test_engine_contract.py -k "not servers and not actors" \
     tests/integration/test_faithful_scoring.py tests/integration/test_vllm_cpu.py

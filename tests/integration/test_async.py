@@ -17,7 +17,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from benchmarks import forked
-from benchmarks.task import KeptEngine
 from lightning_rl.agents.base import Agent, append_given, generate_turn
 from lightning_rl.callbacks import (
     Evaluate,
@@ -61,15 +60,6 @@ class SlowTurns(Agent):
 
 def sevens(completions, **columns):
     return [text.count("7") / 22 for text in completions]
-
-
-@pytest.fixture(scope="module")
-def engine():
-    """One engine for all runs in this process."""
-
-    kept = KeptEngine(max_model_len=64, kv_cache_gb=0.05)
-    yield kept
-    kept.end()
 
 
 class Watch(RLCallback):
@@ -119,12 +109,12 @@ def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, **options
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_model, tmp_path_factory, engine):
+def trained(tiny_model, tmp_path_factory, vllm):
     """Ten iterations with every callback."""
     tmp_path, watch = tmp_path_factory.mktemp("async"), Watch()
     callbacks = [Evaluate(every_n_iterations=4), PreviewTable(num_rollouts=3), StepTimer(), watch]
     module, _, history = fit(
-        tiny_model, tmp_path, engine, AsyncCollector(2), *callbacks, epochs=2
+        tiny_model, tmp_path, vllm, AsyncCollector(2), *callbacks, epochs=2
     )  # fmt: skip
     return tmp_path / "run" / "version_0", module, history, watch
 
@@ -168,10 +158,10 @@ def test_staleness_is_bounded_counted_and_logged(trained):
     assert work[3] > 0
 
 
-def test_a_streamed_batch_is_the_whole_batch_on_policy(tiny_model, tmp_path, engine):
+def test_a_streamed_batch_is_the_whole_batch_on_policy(tiny_model, tmp_path, vllm):
     streamed, whole = Watch(), Watch()
-    _, _, history = fit(tiny_model, tmp_path / "a", engine, StreamedCollector(2), streamed)
-    fit(tiny_model, tmp_path / "b", engine, SyncCollector(), whole)
+    _, _, history = fit(tiny_model, tmp_path / "a", vllm, StreamedCollector(2), streamed)
+    fit(tiny_model, tmp_path / "b", vllm, SyncCollector(), whole)
     for iteration, rollouts in streamed.batches.items():
         assert {v for r in rollouts for v in r.versions if v >= 0} == {iteration}
         assert history[iteration + 1]["policy/streamed_share"] > 0
@@ -206,15 +196,19 @@ class PowerCut(Callback):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector],
-    ids=["async", "one_step_off", "partial"],
-)  # fmt: skip
-def test_a_resumed_run_loses_and_doubles_no_prompt(tiny_model, tmp_path, engine, make):
+    "make",
+    [
+        pytest.param(lambda: AsyncCollector(2), id="async"),
+        pytest.param(OneStepOffCollector, id="one_step_off", marks=pytest.mark.slow),
+        pytest.param(PartialCollector, id="partial", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_loses_and_doubles_no_prompt(tiny_model, tmp_path, vllm, make):
     path, first, then = tmp_path / "cut.ckpt", Watch(), Watch()
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(tiny_model, tmp_path / "a", engine, make(), first, PowerCut(3, path), epochs=2)
+        fit(tiny_model, tmp_path / "a", vllm, make(), first, PowerCut(3, path), epochs=2)
     collector = make()
-    _, data, _ = fit(tiny_model, tmp_path / "b", engine, collector, then, epochs=2, ckpt_path=path)
+    _, data, _ = fit(tiny_model, tmp_path / "b", vllm, collector, then, epochs=2, ckpt_path=path)
     assert sorted(first.batches) == [0, 1, 2]
     assert sorted(then.batches) == [3, 4, 5, 6, 7, 8, 9]
     trained = [
@@ -235,20 +229,20 @@ def test_a_resumed_run_loses_and_doubles_no_prompt(tiny_model, tmp_path, engine,
             assert 0 <= min(ages) <= max(ages) <= collector.max_staleness
 
 
-def test_an_engine_that_fails_in_the_background_is_named(monkeypatch, tiny_model, tmp_path, engine):
+def test_an_engine_that_fails_in_the_background_is_named(monkeypatch, tiny_model, tmp_path, vllm):
     class Breaks(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
             if pl_module.iteration == 1:
-                monkeypatch.setattr(engine._llm, "step", self.step)
+                monkeypatch.setattr(vllm._llm, "step", self.step)
 
         def step(self):
             raise RuntimeError("no more memory")
 
     with pytest.raises(EngineError, match="vLLM failed while generating: no more memory"):
-        fit(tiny_model, tmp_path, engine, AsyncCollector(2), Breaks())
+        fit(tiny_model, tmp_path, vllm, AsyncCollector(2), Breaks())
     monkeypatch.undo()
-    for request in list(engine._llm.output_processor.request_states):
-        engine._llm.abort_request([request], internal=True)
+    for request in list(vllm._llm.output_processor.request_states):
+        vllm._llm.abort_request([request], internal=True)
 
 
 # ---------------------------------------------------------------- the command, in its own process
@@ -326,6 +320,7 @@ def end(process: subprocess.Popen) -> tuple[str, str]:
         raise
 
 
+@pytest.mark.slow
 def test_a_reward_that_breaks_ends_the_command_by_name(tiny_model, tmp_path):
     write_config(tiny_model, tmp_path, "breaks", {"class_path": "TransformersEngine"})
     said = tmp_path / "said.txt"
@@ -340,6 +335,7 @@ def test_a_reward_that_breaks_ends_the_command_by_name(tiny_model, tmp_path):
     assert summary["iterations"] >= 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command(tiny_model, tmp_path):
     process = start(tiny_model, tmp_path)
     rows = tmp_path / "logs/run/version_0/metrics.jsonl"

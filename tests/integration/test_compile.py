@@ -7,6 +7,8 @@ from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.module import PolicyModule
 from tests.support.mixtures import saved_mixture
 
+pytestmark = pytest.mark.slow  # compiling takes minutes
+
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_compiled_module_trains_the_same_whatever_the_pack(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.ledger_faults import FAULTS, Torn, TornTransport
-from lightning_rl.engines import VLLMAdapters, VLLMLocal, VLLMServer
+from lightning_rl.engines import VLLMAdapters
 from lightning_rl.errors import WrongWeightsError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
@@ -15,8 +15,10 @@ from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
 from tests.support.engine_checks import train_adapters
+from tests.support.shared_engines import SIZES
 
-SIZES = {"max_model_len": 128, "kv_cache_gb": 0.05}
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("vllm servers")]
+
 FORMATS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -51,12 +53,15 @@ class Link:
         assert self.engine.version == -1
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def local(request, tiny_model, skeleton):
-    engine = VLLMLocal(**FORMATS[request.param], **SIZES)
-    engine.start(skeleton)
-    yield Link(tiny_model, engine)
-    engine.close()
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name == "float32" else pytest.param(name, marks=pytest.mark.slow)
+        for name in FORMATS
+    ],
+)
+def local(request, tiny_model, vllm_in):
+    return Link(tiny_model, vllm_in(**FORMATS[request.param]))
 
 
 @pytest.fixture
@@ -72,7 +77,7 @@ def link(local):
 def test_a_stale_or_torn_push_is_found(link, name):
     torn = Torn(link.old, getattr(torch, link.engine.dtype), random.Random(name))
     link.transport.tear = lambda arriving: FAULTS[name](torn, arriving)
-    link.require_caught(f"version {link.version}, VLLMLocal holds another")
+    link.require_caught(f"version {link.version}, {type(link.engine).__name__} holds another")
 
 
 def test_slices_of_fused_weights_are_told_apart(link):
@@ -169,15 +174,6 @@ def test_an_older_adapter_of_one_role_is_found(tiny_model, skeleton, monkeypatch
 # -------------------------------------------------------------------- servers
 
 
-@pytest.fixture(scope="module")
-def servers(skeleton):
-    engine = VLLMServer(replicas=2, dtype="bfloat16", **SIZES)
-    engine.start(skeleton)
-    yield engine
-    engine.close()
-
-
-@pytest.mark.timeout(300)
 def test_a_replica_that_alone_is_stale_is_named(servers, tiny_model, monkeypatch):
     link = Link(tiny_model, servers)
     weights = len(dict(link.policy.named_weights()))
@@ -200,7 +196,7 @@ def test_a_replica_that_alone_is_stale_is_named(servers, tiny_model, monkeypatch
     monkeypatch.undo()
     for name in ("one_number_off", "key_and_value_swapped", "torn_bucket"):
         link.move()
-        torn = Torn(link.old, torch.bfloat16, random.Random(name))
+        torn = Torn(link.old, torch.float32, random.Random(name))
         link.transport.tear = lambda arriving, torn=torn, name=name: FAULTS[name](torn, arriving)
         link.require_caught(r"http://127\.0\.0\.1:\d+ holds another")
     link.transport.tear = None
@@ -208,8 +204,9 @@ def test_a_replica_that_alone_is_stale_is_named(servers, tiny_model, monkeypatch
     link.transport.close()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [MemoryTransport, CollectiveTransport])
+@pytest.mark.parametrize(
+    "transport", [MemoryTransport, pytest.param(CollectiveTransport, marks=pytest.mark.slow)]
+)
 def test_adapters_that_servers_merge_are_compared(servers, tiny_model, transport):
     lora = LoRA(rank=4, alpha=8.0)
     link = Link(tiny_model, servers, transport(adapters_only=True), lora=lora)

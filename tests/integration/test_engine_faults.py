@@ -10,6 +10,8 @@ from lightning_rl.engines import TransformersEngine, VLLMLocal
 from lightning_rl.errors import EngineError, StalledError
 from tests.support.small_run import data_module, grpo, trainer_of
 
+pytestmark = pytest.mark.slow
+
 
 class Faulty(VLLMLocal):
     """vLLM whose model does as ``fault`` does from some step on."""

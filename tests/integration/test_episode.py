@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.task import KeptEngine
 from lightning_rl.agents.episode import Episode
 from lightning_rl.callbacks import RLCallback, WeightSync
 from lightning_rl.collect.ahead import AsyncCollector
@@ -14,12 +13,10 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
-from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.run.loop import run_async
-from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import same_draws
 from tests.support.small_run import data_module, grpo, numbers, trainer_of
 from tests.support.three_calls import ThreeCalls
@@ -50,19 +47,12 @@ class Watch(RLCallback):
 
 
 @pytest.fixture(scope="module")
-def engine():
-    kept = KeptEngine(max_model_len=64, kv_cache_gb=0.05)
-    yield kept
-    kept.end()
-
-
-@pytest.fixture(scope="module")
-def trained(engine, tiny_model, tmp_path_factory):
+def trained(vllm, tiny_model, tmp_path_factory):
     """Six iterations during which weights change between calls, and in the middle of them."""
     watch, module = Watch(), grpo(tiny_model)
     data = data_module(
         train_prompts=numbers(100, 200, seed=1), eval_prompts=None, rewards=[sevens],
-        engine=engine, agent=ThreeCalls(pause=0.3), sampling=SAMPLING, group_size=4,
+        engine=vllm, agent=ThreeCalls(pause=0.3), sampling=SAMPLING, group_size=4,
         groups_per_iteration=4, iterations_per_epoch=6, collector=AsyncCollector(2),
     )  # fmt: skip
     trainer_of(tmp_path_factory.mktemp("run"), [WeightSync(), watch]).fit(module, data)
@@ -117,16 +107,9 @@ def answered_again(engine, rollout, sampling) -> list[tuple[Completion, Completi
 
 
 @pytest.fixture(scope="module")
-def pipeline(engine, tiny_model, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("skeleton")
-    save_skeleton(str(tiny_model), directory)
-    if not engine.running:
-        engine.start(directory)
-    transport = MemoryTransport()
-    transport.connect(engine)
-    transport.push(transport.weights_of(Policy(str(tiny_model))), 9)
-    tokenizer = load_tokenizer(str(tiny_model))
-    return RolloutPipeline(engine, ThreeCalls(), Rewards([sevens]), tokenizer)
+def pipeline(vllm, tiny_model, weights):
+    vllm.load_weights(weights.items(), 9)
+    return RolloutPipeline(vllm, ThreeCalls(), Rewards([sevens]), load_tokenizer(str(tiny_model)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_rl.engines import VLLMLocal
 from lightning_rl.errors import StaleWeightsError
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
 from lightning_rl.models.policy import Policy
@@ -17,12 +16,11 @@ from lightning_rl.rollout import Prompt
 PROMPTS = [Prompt(str(n), "", [3 + (n * i + i // 7) % 10 for i in range(70)]) for n in range(1, 5)]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def engine(request, skeleton):
-    engine = VLLMLocal(dtype=request.param, max_model_len=128, kv_cache_gb=0.05)
-    engine.start(skeleton)
-    yield engine
-    engine.close()
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
+def engine(request, vllm_in):
+    return vllm_in(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """RayEngine with two actors on a two-node Ray cluster of this machine; VLLMLocal is the yardstick.
 
 Every test pushes first, so each finds the engine as it wants it, whatever the one before did.
+What it does as every engine does is in test_engine_contract.py. It takes minutes: a cluster, its
+actors and a whole run start, and actors and nodes that were killed start anew.
 """
 
 import asyncio
@@ -10,20 +12,14 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
-from lightning_rl.engines import RayEngine, Sampling, VLLMLocal
+from lightning_rl.engines import RayEngine, Sampling
 from lightning_rl.engines.server_process import free_port
 from lightning_rl.errors import EngineError, IncompleteWeightsError, ReplicaError
-from lightning_rl.models.lora import LoRA
-from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
-from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import (
@@ -36,47 +32,26 @@ from tests.support.engine_checks import (
     scaled,
     wait_for,
 )
+from tests.support.shared_engines import NODE, SIZES
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(500)  # a hang is a failure; starting Ray and vLLM takes its time
+# A hang is a failure; starting Ray and vLLM takes its time.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 ROOT = Path(__file__).parents[2]
-NODE = {"num_cpus": 2, "object_store_memory": 100_000_000}
-TINY = {"max_model_len": 128, "kv_cache_gb": 0.05}
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """Two nodes of two CPUs each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    try:
-        cluster.add_node(**NODE)
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def engine(cluster, skeleton):
+def engine(cluster, request):
     handler = signal.getsignal(signal.SIGTERM)
-    engine = RayEngine(
-        cluster.address, health_every_s=1.0, recovery_timeout_s=300, start_timeout_s=300, **TINY
-    )
-    engine.start(skeleton)
+    engine = request.getfixturevalue("actors")
     assert signal.getsignal(signal.SIGTERM) is handler  # Ray would end a run without saving
-    yield engine
-    engine.close()
-    assert not ray.is_initialized()
+    return engine
 
 
 @pytest.fixture(scope="module")
-def local(skeleton):
-    local = VLLMLocal(**TINY)
-    local.start(skeleton)
-    yield local
-    local.close()
+def local(vllm):
+    return vllm
 
 
 def require_same(completions, expected):
@@ -103,7 +78,6 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch, skeleton, by_environm
     assert not ray.is_initialized()
 
 
-@pytest.mark.slow
 def test_a_cluster_that_wants_a_token_says_so(monkeypatch, tmp_path, skeleton):
     """In a process of its own: Ray reads once in a process whether it is to show a token."""
     (tmp_path / ".ray").mkdir()
@@ -166,37 +140,6 @@ def test_each_replica_writes_what_vllm_local_writes(weights, engine, local, samp
     assert len(set(nodes.values())) == 2  # spread over both
 
 
-def test_tokens_in_flight_keep_the_version_that_wrote_them(weights, engine, local):
-    engine.load_weights(weights.items(), 3)
-    sampling = Sampling(max_tokens=120, min_tokens=120)
-
-    async def start():
-        tasks = [
-            asyncio.create_task(engine.generate(p, sampling, s)) for s, p in enumerate(PROMPTS[:3])
-        ]
-        await asyncio.sleep(0.05)
-        await engine.pause()
-        return tasks
-
-    async def finish(tasks):
-        await engine.resume()
-        return await asyncio.gather(*tasks)
-
-    tasks = run_async(start())
-    engine.load_weights(scaled(weights, 0.8).items(), 4)
-    assert not any(task.done() for task in tasks)  # still paused
-    local.load_weights(weights.items(), 3)
-    before = generate(local, PROMPTS[:3], sampling)
-    begun = []
-    for completion, alone in zip(run_async(finish(tasks)), before, strict=True):
-        switch = completion.versions.index(4)
-        assert 0 < switch < 120
-        assert completion.versions == [3] * switch + [4] * (120 - switch)
-        begun.append([replace(c, token_ids=c.token_ids[:switch]) for c in (completion, alone)])
-        assert completion.logprobs[switch:] != pytest.approx(alone.logprobs[switch:], abs=1e-2)
-    assert same_draws(*zip(*begun, strict=True))
-
-
 def test_a_request_that_is_given_up_ends_in_the_actor(weights, engine):
     engine.load_weights(weights.items(), 0)
 
@@ -218,50 +161,20 @@ def test_a_request_that_is_given_up_ends_in_the_actor(weights, engine):
     assert [replica.load for replica in engine.replicas] == [0, 0]
 
 
-# -------------------------------------------------------------------- pushes
-
-
-TRANSPORTS = {
-    "memory": lambda tmp: MemoryTransport(bucket_mb=0.05),
-    "checkpoint": lambda tmp: CheckpointTransport(str(tmp)),
-    "collective": lambda tmp: CollectiveTransport(bucket_mb=0.05, changed_only=True),
-}
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_a_push_replaces_all_weights_of_all_replicas(tmp_path, weights, engine, local, name):
+@pytest.mark.parametrize("changed_only", [False, True])
+def test_a_collective_push_reaches_all_replicas(weights, engine, local, changed_only):
     sampling = Sampling(max_tokens=8, min_tokens=8)
     layer = "model.layers.1.self_attn.q_proj.weight"  # a part of what vLLM fuses
     states = [weights, scaled(weights, 0.8)]
     states.append(states[-1] | {layer: weights[layer] * 2})
-    seen = []
-    with connected(TRANSPORTS[name](tmp_path), engine) as transport:
+    transport = CollectiveTransport(bucket_mb=0.05, changed_only=changed_only)
+    with connected(transport, engine):
         for version, state in enumerate(states):
             transport.push(state.items(), version)
             local.load_weights(state.items(), version)
             expected = generate(local, PROMPTS, sampling)
-            seen.append([logprob for c in expected for logprob in c.logprobs])
             for replica in engine.replicas:
                 require_same(generate(replica, PROMPTS, sampling), expected)
-    for before, after in pairwise(seen):
-        assert before != pytest.approx(after, abs=1e-2)
-
-
-def test_adapters_alone_are_merged_by_all_replicas(tiny_model, engine, local):
-    policy = Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj", "gate_proj"]))
-    sampling = Sampling(max_tokens=8, min_tokens=8)
-    with connected(MemoryTransport(adapters_only=True), engine) as transport:
-        for version in (0, 1):
-            transport.push(transport.weights_of(policy), version)
-            local.load_weights(policy.named_weights(), version)
-            expected = generate(local, PROMPTS, sampling)
-            for replica in engine.replicas:
-                require_same(generate(replica, PROMPTS, sampling), expected)
-            for name, parameter in policy.named_parameters():  # what the second push brings
-                if ".lora_" in name:
-                    torch.nn.init.normal_(
-                        parameter, std=0.1, generator=torch.Generator().manual_seed(0)
-                    )
 
 
 # -------------------------------------------------------------------- faults
@@ -289,7 +202,6 @@ def test_resources_that_the_cluster_has_not_are_named(engine, skeleton):
     assert all(replica.alive for replica in engine.replicas)  # Ray itself is still connected
 
 
-@pytest.mark.slow
 def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, local, fault):
     sampling = Sampling(max_tokens=100, min_tokens=100)
     prompts = PROMPTS[:3] * 4
@@ -321,7 +233,6 @@ def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, loca
         require_same(generate(doomed, prompts, sampling), expected)
 
 
-@pytest.mark.slow
 def test_a_whole_node_dies_under_requests(weights, cluster, engine, local, fault):
     """Its replica comes back on the node that is left, with the weights of the last push."""
     sampling = Sampling(max_tokens=100, min_tokens=100)
@@ -361,7 +272,6 @@ def node_of(replica) -> str:
 
 
 # -------------------------------------------------------------------- beyond two replicas
-@pytest.mark.slow
 def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
     """On the cluster that `engine` is connected to; its processes end with the actor."""
     pair = RayEngine(
@@ -369,7 +279,7 @@ def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
         tensor_parallel_size=2,
         bundle={"CPU": 1.0},
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|0"},
-        **TINY,
+        **SIZES,
     )
     pair.start(skeleton)
     try:
@@ -387,7 +297,6 @@ def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
     wait_for(lambda: not [pid for pid in pids if is_running(pid)])
 
 
-@pytest.mark.slow
 def test_training_from_the_command_line(cluster, tiny_model, tmp_path):
     """Two iterations of the recipe, which says nothing of this cluster: RAY_ADDRESS does."""
     rows = [{"prompt": f"{n}=", "answer": "".join(sorted(str(n)))} for n in range(300, 364)]

@@ -95,7 +95,8 @@ AGENTS = {
 
 
 @pytest.mark.parametrize(
-    "turns", [pytest.param("single", marks=pytest.mark.slow), "branches", "calls"]
+    "turns",
+    ["branches", *(pytest.param(turns, marks=pytest.mark.slow) for turns in ("single", "calls"))],
 )
 def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

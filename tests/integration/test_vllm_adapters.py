@@ -17,14 +17,14 @@ from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.engine_checks import (
-    LONG,
     PROMPTS,
     ROUNDING,
+    gap,
     plain_model,
     require_switch,
+    require_written_by,
     same_draws,
     train_adapters,
-    true_logprobs,
 )
 from tests.support.tiny_models import save_random_model
 
@@ -54,9 +54,8 @@ class Trainers:
         self.plain[name] = plain_model(self.model, weights)
         push(self.transports[name], self.engine.of_policy(name), self.policies[name], version)
 
-    def check(self, name, prompt, completion, sampling=FIXED):
-        expected = true_logprobs(self.plain[name], prompt, completion.token_ids, sampling)
-        assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
+    def check(self, name, completions):
+        require_written_by(self.plain[name], PROMPTS, completions, FIXED)
 
 
 def started(directory):
@@ -105,9 +104,8 @@ def test_each_policy_writes_by_its_own_weights_after_any_push(engine, trainers):
     assert same_draws(first, second)  # one policy, the same seeds
     assert [c.token_ids for c in first] != [c.token_ids for c in judge]
     for version, name in enumerate(("verifier", "prover", "verifier", "verifier"), 8):
-        for prompt, ours, theirs in zip(PROMPTS, first, judge, strict=True):
-            trainers.check("prover", prompt, ours)
-            trainers.check("verifier", prompt, theirs)
+        trainers.check("prover", first)
+        trainers.check("verifier", judge)
         trainers.push(name, version)
         assert engine.of_policy(name).version == version
         first, judge = asked(engine, "first", "judge")
@@ -121,24 +119,18 @@ def test_a_push_to_one_leaves_the_other_as_it_was(engine, trainers):
     assert engine.of_policy("verifier").version == 7
     (after,) = asked(engine, "judge")
     assert same_draws(before, after)
-    for prompt, completion in zip(PROMPTS, after, strict=True):
-        trainers.check("verifier", prompt, completion)
+    trainers.check("verifier", after)
 
 
 def test_what_is_cached_of_old_weights_is_not_met(engine, trainers):
-    def gap():
-        ((completion,),) = asked(engine, "first", prompts=[LONG])
-        expected = true_logprobs(trainers.plain["prover"], LONG, completion.token_ids, FIXED)
-        return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
-
-    assert gap() < ROUNDING  # fills the cache
     view = engine.of_policy("prover")
+    assert gap(view, trainers.plain["prover"]) < ROUNDING  # fills the cache
     old = engine._served[view]
     trainers.push("prover", 4)
-    assert gap() < ROUNDING
+    assert gap(view, trainers.plain["prover"]) < ROUNDING
     # By the old name the old keys and values are found: that this test can fail.
     engine._served[view] = old
-    assert gap() > 1e-2
+    assert gap(view, trainers.plain["prover"]) > 1e-2
 
 
 def test_in_flight_tokens_keep_their_version_and_the_other_policy_goes_on(engine, trainers):
@@ -190,8 +182,7 @@ def test_adapters_travel_through_files_too(tmp_path, tiny_model, running, traine
     through.push("verifier", 4)
     assert {file.name.partition("-")[0] for file in tmp_path.iterdir()} == {"adapters"}
     (judge,) = asked(running, "judge")
-    for prompt, completion in zip(PROMPTS, judge, strict=True):
-        through.check("verifier", prompt, completion)
+    through.check("verifier", judge)
 
 
 def test_adapters_that_do_not_fit_are_named_and_the_others_go_on(engine, trainers):
@@ -229,6 +220,7 @@ def test_adapters_that_do_not_fit_are_named_and_the_others_go_on(engine, trainer
         _ = large.settings
 
 
+@pytest.mark.slow
 def test_a_model_whose_ends_vllm_could_adapt_too(tmp_path):
     """Of some models vLLM would adapt the embedding and the logits, at a price for every token."""
     model = tmp_path / "model"
@@ -241,9 +233,8 @@ def test_a_model_whose_ends_vllm_could_adapt_too(tmp_path):
         for name in LORAS:
             trainers.push(name, version)
         first, judge = asked(engine, "first", "judge")
-        for prompt, ours, theirs in zip(PROMPTS, first, judge, strict=True):
-            trainers.check("prover", prompt, ours)
-            trainers.check("verifier", prompt, theirs)
+        trainers.check("prover", first)
+        trainers.check("verifier", judge)
     engine.close()
     assert [engine.of_policy(name).version for name in LORAS] == [-1, -1]
     assert engine.of_policy("prover").lacks_base

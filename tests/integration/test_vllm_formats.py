@@ -6,31 +6,18 @@ import pytest
 import torch
 import vllm.model_executor.model_loader.reload.layerwise as layerwise
 
-from lightning_rl.engines import Sampling, VLLMLocal
+from lightning_rl.engines import Sampling
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.vllm_adapter import require_all_loaded
 from lightning_rl.errors import IncompleteWeightsError
 from tests.support.engine_checks import PROMPTS, generate, plain_model, scaled, true_logprobs
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="formats of the CPU build")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="formats of the CPU build"),
+]
 
 SAMPLING = Sampling(max_tokens=30, min_tokens=30)
-
-
-@pytest.fixture(scope="module")
-def start(skeleton):
-    """Start an engine in bfloat16 whose weights are not there yet; it ends with the test."""
-    running = []
-
-    def start(**settings):
-        engine = VLLMLocal(dtype="bfloat16", max_model_len=128, kv_cache_gb=0.05, **settings)
-        engine.start(skeleton)
-        running.append(engine)
-        return engine
-
-    yield start
-    for engine in running:
-        engine.close()
 
 
 def gaps(engine, plain):
@@ -48,16 +35,17 @@ def hidden_and_logprobs(engine, prompt):
 
     def listen(model):
         layer = model.logits_processor
-        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].clone()))
+        return layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].clone()))
 
-    engine._llm.apply_model(listen)
+    [listening] = engine._llm.apply_model(listen)
     (completion,) = generate(engine, [prompt], Sampling(max_tokens=30))
+    listening.remove()
     return torch.cat(seen).double(), completion
 
 
 @pytest.mark.parametrize("fp32", [False, True])
-def test_a_float32_head_rounds_no_logits(start, weights, fp32):
-    engine = start(cast_lm_head_to_fp32=fp32)
+def test_a_float32_head_rounds_no_logits(vllm_in, weights, fp32):
+    engine = vllm_in("bfloat16", **({"cast_lm_head_to_fp32": True} if fp32 else {}))
     engine.load_weights(weights.items(), 0)
     hidden, completion = hidden_and_logprobs(engine, PROMPTS[0])
     head = weights["lm_head.weight"].bfloat16().double()
@@ -82,9 +70,10 @@ def scales(engine):
     return found
 
 
-def test_weights_are_pushed_to_an_engine_in_fp8(start, tiny_model, weights):
+def test_weights_are_pushed_to_an_engine_in_fp8(vllm_in, tiny_model, weights):
     """They are quantized anew with each push, and other weights stay beyond the tolerance."""
-    engine, plain = start(quantization="fp8_per_channel"), plain_model(tiny_model, weights)
+    engine = vllm_in("bfloat16", quantization="fp8_per_channel")
+    plain = plain_model(tiny_model, weights)
     engine.load_weights(weights.items(), 0)
     own, first = gaps(engine, plain).mean(), scales(engine)
     assert len(first) == 2 * 4  # layers, and vLLM's linear layers in each

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoModelForCausalLM
 
-from benchmarks.task import KeptEngine
 from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
@@ -31,15 +30,6 @@ from tests.support.small_run import data_module, numbers, share_of_sevens, train
 
 # A prompt longer than one cache block of 32 tokens, so that prefixes are really shared.
 PREFIX = "0123456789" * 4
-
-
-@pytest.fixture(scope="module")
-def engine():
-    """One engine for all runs here: a data module does not start one that already runs."""
-
-    kept = KeptEngine(max_model_len=64, kv_cache_gb=0.05)
-    yield kept
-    kept.end()
 
 
 def fit(tiny_model, tmp_path, engine, *callbacks, iterations=2, trainer=None, data=None, **module):
@@ -74,14 +64,14 @@ def column(history, name: str) -> list[float]:
     return [row[name] for row in history if name in row]
 
 
-def test_a_model_object_a_list_and_a_function_are_enough(tiny_model, tmp_path, engine):
-    # First in this file: the engine is built from the copy that was made of the object.
+def test_a_model_object_a_list_and_a_function_are_enough(tiny_model, tmp_path):
+    """The engine is its own, and built from the copy that was made of the object."""
     lm = AutoModelForCausalLM.from_pretrained(tiny_model)
     module = PolicyModule(lm, optimizer=torch.optim.SGD, seed=7)
     data = RLDataModule(
         [f"{PREFIX}{n}=" for n in range(8)],
         share_of_sevens,
-        engine=engine,
+        engine=VLLMLocal(max_model_len=64, kv_cache_gb=0.05),
         sampling={"max_tokens": 6},
         groups_per_iteration=2,
         iterations_per_epoch=1,
@@ -95,14 +85,14 @@ def test_a_model_object_a_list_and_a_function_are_enough(tiny_model, tmp_path, e
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_model, tmp_path_factory, engine):
+def trained(tiny_model, tmp_path_factory, vllm):
     """A run with every callback: (run directory, module, metrics)."""
     tmp_path = tmp_path_factory.mktemp("grpo")
     callbacks = [
         WeightSync(), Evaluate(every_n_iterations=5), PreviewTable(), HFExport(), RLProgressBar(),
         StepTimer(),
     ]  # fmt: skip
-    module, history = fit(tiny_model, tmp_path, engine, *callbacks, iterations=10)
+    module, history = fit(tiny_model, tmp_path, vllm, *callbacks, iterations=10)
     return tmp_path / "run" / "version_0", module, history
 
 
@@ -168,23 +158,21 @@ class SkipsALayer(MemoryTransport):
 @pytest.mark.parametrize(
     "skipped", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"]
 )
-def test_the_probe_finds_a_weight_that_was_not_sent(tiny_model, tmp_path, engine, skipped):
+def test_the_probe_finds_a_weight_that_was_not_sent(tiny_model, tmp_path, vllm, skipped):
     sync = WeightSync(transport=SkipsALayer(skipped), digests=False)
     with pytest.raises(
         WeightSyncError, match=r"after the sync of version 1, .* disagree by .* nats; most on token"
     ):
-        fit(tiny_model, tmp_path, engine, sync)
+        fit(tiny_model, tmp_path, vllm, sync)
     summary = json.loads((tmp_path / "run" / "version_0" / "summary.json").read_text())
     assert summary["status"] == "failed"
 
 
-def test_the_probe_finds_a_prefix_cache_that_was_not_reset(
-    monkeypatch, tiny_model, tmp_path, engine
-):
-    fit(tiny_model, tmp_path / "good", engine, WeightSync(), iterations=2)
-    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
+def test_the_probe_finds_a_prefix_cache_that_was_not_reset(monkeypatch, tiny_model, tmp_path, vllm):
+    fit(tiny_model, tmp_path / "good", vllm, WeightSync(), iterations=2)
+    monkeypatch.setattr(vllm._llm, "reset_prefix_cache", lambda **_: True)
     with pytest.raises(WeightSyncError, match="or a stale cache"):
-        fit(tiny_model, tmp_path / "bad", engine, WeightSync(), iterations=2)
+        fit(tiny_model, tmp_path / "bad", vllm, WeightSync(), iterations=2)
 
 
 class Rollouts(RLCallback):
@@ -199,12 +187,12 @@ class Rollouts(RLCallback):
         self.versions.append({v for r in rollouts for v in r.versions})
 
 
-def test_a_slower_schedule_trains_off_policy_and_says_so(tiny_model, tmp_path, engine):
+def test_a_slower_schedule_trains_off_policy_and_says_so(tiny_model, tmp_path, vllm):
     from lightning_rl.sync.schedule import FixedSchedule
 
     seen = Rollouts()
     sync = WeightSync(schedule=FixedSchedule(every_n_iterations=2))
-    _, history = fit(tiny_model, tmp_path, engine, sync, seen, iterations=4, ppo_epochs=2)
+    _, history = fit(tiny_model, tmp_path, vllm, sync, seen, iterations=4, ppo_epochs=2)
     assert seen.versions == [{0}, {0}, {2}, {2}]
     assert column(history, "rollout/staleness_max") == [0, 1, 0, 1]
     gaps = column(history, "rollout/logprob_gap_max")
@@ -212,18 +200,18 @@ def test_a_slower_schedule_trains_off_policy_and_says_so(tiny_model, tmp_path, e
     assert min(gaps[1], gaps[3]) > 1e-3
 
 
-def test_a_seeded_run_can_be_repeated(tiny_model, tmp_path, engine):
+def test_a_seeded_run_can_be_repeated(tiny_model, tmp_path, vllm):
     runs = []
     for name in ("a", "b"):
         seen = Rollouts()
-        fit(tiny_model, tmp_path / name, engine, WeightSync(), seen)
+        fit(tiny_model, tmp_path / name, vllm, WeightSync(), seen)
         runs.append(seen.tokens)
     assert runs[0] == runs[1]
 
 
-def test_bf16_mixed_stays_close(tiny_model, tmp_path, engine):
+def test_bf16_mixed_stays_close(tiny_model, tmp_path, vllm):
     _, history = fit(
-        tiny_model, tmp_path, engine, WeightSync(max_gap=0.5), iterations=3,
+        tiny_model, tmp_path, vllm, WeightSync(max_gap=0.5), iterations=3,
         trainer={"precision": "bf16-mixed"},
     )  # fmt: skip
     assert all(math.isfinite(x) for x in column(history, "policy/loss"))
@@ -233,17 +221,15 @@ def test_bf16_mixed_stays_close(tiny_model, tmp_path, engine):
     assert 1e-5 < max(gaps) < 0.05
 
 
-def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path, engine):
+def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path, vllm):
     weights = []
     for name, on in (("off", False), ("on", True)):
-        module, _ = fit(
-            tiny_model, tmp_path / name, engine, WeightSync(), gradient_checkpointing=on
-        )
+        module, _ = fit(tiny_model, tmp_path / name, vllm, WeightSync(), gradient_checkpointing=on)
         weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
     assert float((weights[0] - weights[1]).norm() / weights[0].norm()) < 1e-5
 
 
-def test_an_engine_that_sleeps_between_pushes_writes_the_same(tiny_model, tmp_path, engine):
+def test_an_engine_that_sleeps_between_pushes_writes_the_same(tiny_model, tmp_path, vllm):
     """vLLM's CPU build keeps the memory, but goes to sleep and wakes as on a GPU.
 
     A request that it gets asleep would wait for ever; one with weights given up is refused.
@@ -251,15 +237,15 @@ def test_an_engine_that_sleeps_between_pushes_writes_the_same(tiny_model, tmp_pa
     runs, slept = [], []
     for level in (None, 1, 2):
         seen = Rollouts()
-        engine.sleep_level = level  # which the constructor's setting refuses on CPUs
+        vllm.sleep_level = level  # which the constructor's setting refuses on CPUs
 
         class Look(RLCallback):
             def on_update_start(self, trainer, pl_module, batch) -> None:
-                slept.append((engine._llm.is_sleeping(), engine.version))
+                slept.append((vllm._llm.is_sleeping(), vllm.version))
 
-        module, _ = fit(tiny_model, tmp_path / str(level), engine, WeightSync(), seen, Look())
+        module, _ = fit(tiny_model, tmp_path / str(level), vllm, WeightSync(), seen, Look())
         runs.append((seen.tokens, [p.detach().clone() for p in module.policy.parameters()]))
-    engine.sleep_level = None
+    vllm.sleep_level = None
     assert slept == [(False, 0), (False, 1), (True, 0), (True, 1), (True, -1), (True, -1)]
     for tokens, weights in runs[1:]:
         assert tokens == runs[0][0]

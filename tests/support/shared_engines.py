@@ -72,13 +72,17 @@ def cluster(own_transport: type) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def actors(cluster: Any, skeleton: Path) -> Iterator[RayEngine]:
-    """Two Ray actors, one on each node, in float32; Ray is left with them."""
+    """Two Ray actors, one on each node, in float32; with them this process leaves the cluster."""
+    import ray
+
     engine = RayEngine(
         cluster.address, health_every_s=1.0, recovery_timeout_s=300, start_timeout_s=300, **SIZES
     )
     engine.start(skeleton)
     yield engine
+    require_idle(engine)
     engine.close()
+    assert not ray.is_initialized()
 
 
 @pytest.fixture(scope="module")
