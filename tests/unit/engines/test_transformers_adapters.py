@@ -1,7 +1,6 @@
 """TransformersAdapters: policies side by side in one batch, each by its own weights alone."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from lightning_rl.engines import Sampling, TransformersAdapters, TransformersEng
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError, WeightSyncError
 from lightning_rl.extend import PolicyEngines
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push
@@ -37,13 +35,6 @@ SAMPLING = Sampling(max_tokens=12, min_tokens=12)
 def policies(tiny_model):
     loras = {"prover": LoRA(rank=6), "verifier": LoRA(rank=3, target_modules=["v_proj", "up_proj"])}
     return {name: Policy(str(tiny_model), lora=lora) for name, lora in loras.items()}
-
-
-@pytest.fixture(scope="module")
-def skeleton(tiny_model, tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("skeleton")
-    save_skeleton(str(tiny_model), directory)
-    return directory
 
 
 @pytest.fixture
