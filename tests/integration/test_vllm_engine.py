@@ -234,6 +234,7 @@ def test_an_engine_can_be_closed_and_started_again_beside_another(
     assert same_draws(generate(engine, PROMPTS, Sampling(max_tokens=8)), expected)
 
 
+@pytest.mark.slow  # the collector looks through all there is, again and again
 def test_what_is_closed_is_gone(skeleton, weights, thawed):
     """Model, runner and key/value cache: on a GPU, the memory that the next run needs."""
     engine = VLLMLocal(max_model_len=64, kv_cache_gb=0.05)
