@@ -140,7 +140,7 @@ def test_greedy_takes_the_likeliest_token_whatever_the_seed(plain, engine):
 
 
 def test_requests_join_and_leave_while_others_run(plain, engine):
-    """One that comes later and is shorter ends earlier, one is given up, and nobody notices."""
+    """One that comes later and is shorter ends earlier, one is cancelled, and none is disturbed."""
     finished = []
 
     async def request(prompt, tokens):
@@ -151,16 +151,18 @@ def test_requests_join_and_leave_while_others_run(plain, engine):
 
     async def run():
         long, doomed = (asyncio.create_task(request([3], tokens)) for tokens in (120, 110))
-        await asyncio.sleep(0.02)
+        for _ in range(5):  # in this process, they make some steps
+            await asyncio.sleep(0)
         short = asyncio.create_task(request([4], 3))
-        await asyncio.sleep(0.02)
         doomed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doomed
         return await asyncio.gather(long, short)
 
     long, short = run_async(run())
-    assert finished == [3, 120]
+    assert sorted(finished) == [3, 120]
+    if len(parts(engine)) == 1:  # else each has a machine's time for itself
+        assert finished == [3, 120]
     for prompt, completion, tokens in (([3], long, 120), ([4], short, 3)):
         assert len(completion.token_ids) == tokens
         sampling = Sampling(max_tokens=tokens, min_tokens=tokens)

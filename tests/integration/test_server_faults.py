@@ -59,6 +59,7 @@ PROGRAM = Path(benchmarks.__file__).with_name("kill_program.py")
 @pytest.fixture
 def engine(servers):
     yield servers
+    wait_for(lambda: all(replica.alive for replica in servers.replicas))
     require_idle(servers)
 
 
