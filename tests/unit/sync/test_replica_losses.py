@@ -128,6 +128,7 @@ def test_equal_losses_of_a_replica_are_told_once_and_then_counted(engine, weight
     transport.close()
 
 
+@pytest.mark.parametrize("connect", ["memory"], indirect=True)
 def test_what_each_replica_is_doing(connect, engine, weights):
     def states():
         return [replica.state for replica in engine.replica_states()]

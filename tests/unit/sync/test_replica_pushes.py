@@ -161,6 +161,7 @@ def test_with_changes_only_a_restarted_replica_gets_everything(connect, engine, 
     assert holds(engine.replicas[0], weights)
 
 
+@pytest.mark.parametrize("connect", ["memory"], indirect=True)
 def test_a_restarted_replica_serves_once_it_holds_what_was_sent(connect, engine, tiny_model):
     transport, sent = connect(), SentWeights()
     policy = Policy(str(tiny_model))
