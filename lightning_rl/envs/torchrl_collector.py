@@ -89,7 +89,8 @@ class TorchRLCollector(EnvCollector):
 
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
         if self._collector is None or steps != self._steps:
-            self._begin(agents, steps)
+            with seeded(self._seed):  # it resets, when a resumed run's generators are restored
+                self._begin(agents, steps)
         assert self._policy is not None
         self._policy.begin(self._envs.batch_size[0], self.greedy)
         seed = self._now = derived_seed(self._seed, iteration)

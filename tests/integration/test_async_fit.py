@@ -12,8 +12,6 @@ from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.early_cut import (
     PartialCollector,
-    PartialTailCollector,
-    TailBatchingCollector,
 )
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
@@ -24,12 +22,6 @@ from lightning_rl.run.loop import run_async
 from lightning_rl.sync.schedule import FixedSchedule
 from tests.support import small_run
 from tests.support.small_run import numbers, trainer_of
-
-COLLECTORS = [
-    SyncCollector, lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector,
-    lambda: PartialTailCollector(trigger_size=1), TailBatchingCollector,
-    lambda: TailBatchingCollector(trigger_size=1, candidate_step=2),
-]  # fmt: skip
 
 
 def sevens(completions, **columns):
@@ -85,30 +77,6 @@ class StopsAfter(Callback):
             raise RuntimeError("power cut")
 
 
-@pytest.mark.parametrize("make", COLLECTORS)
-def test_a_resumed_run_trains_on_no_prompt_twice_and_skips_none(tiny_model, tmp_path, make):
-    first, then, path = Trained(), Trained(), tmp_path / "mid.ckpt"
-    with pytest.raises(RuntimeError, match="power cut"):
-        make_trainer(tmp_path / "a", first, StopsAfter(3, path), max_epochs=2).fit(
-            make_module(tiny_model), data_module(make())
-        )
-    collector = make()
-    module, data = make_module(tiny_model), data_module(collector)
-    make_trainer(tmp_path / "b", then, max_epochs=2).fit(module, data, ckpt_path=path)
-    assert module.iteration == 8
-    trained = first.prompts + then.prompts
-    assert len(trained) == len(set(trained)) == 8 * 3
-    state = json.loads(json.dumps(data._batches.state_dict()))
-    waiting = [g[0]["prompt"]["prompt"] for g in state["collector"]["groups"]]
-    waiting += [p["prompt"] for p in state["collector"].get("tail", [])]
-    drawn = numbers(100, 180, seed=1)
-    drawn.load(data._tokenizer)
-    count = len(trained + waiting)
-    assert sorted(trained + waiting) == sorted(p.prompt for p in drawn.draw(count))
-    assert max(first.ages + then.ages) <= getattr(collector, "max_staleness", 0)
-    assert min(first.ages + then.ages) >= 0
-
-
 def test_a_second_fit_goes_on_working_ahead(tiny_model, tmp_path):
     module, collector, seen = make_module(tiny_model), AsyncCollector(1), Trained()
     for name in ("a", "b"):
@@ -124,7 +92,7 @@ def test_rollouts_without_training_need_no_newer_weights(tiny_model, tmp_path):
     assert [len(batch) for batch in batches] == [6] * 4
 
 
-@pytest.mark.parametrize("make", COLLECTORS[:2])
+@pytest.mark.parametrize("make", [SyncCollector, lambda: AsyncCollector(2)])
 def test_greedy_collection(tiny_model, tmp_path, make):
     seen = Trained()
     data = data_module(make(), sampling=Sampling(max_tokens=6, temperature=0))

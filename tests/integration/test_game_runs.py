@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from lightning_rl import GSPO, EntropyBonus, Surrogate
-from lightning_rl.callbacks import IterationCheckpoint, RLCallback
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.envs import (
     ActorCritic,
     ActorCriticModule,
@@ -18,8 +18,9 @@ from lightning_rl.envs import (
 )
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import Periodic
-from lightning_rl.games import LOLA, PSOS, PSPG, SPG, GameModule, Simultaneous
+from lightning_rl.games import LOLA, PSOS, SPG, GameModule, Simultaneous
 from recipes.matrix_games.env import MatrixGame
+from tests.support.small_run import trainer_of
 
 PENNIES = [[[3, -1], [-1, 1]], [[-3, 1], [1, -1]]]
 """The first wins where both show the same, thrice for heads. Both are to show them in 1 of 3."""
@@ -61,17 +62,7 @@ def options(lr=0.3):
     }
 
 
-def trained(
-    module,
-    iterations=1,
-    epochs=1,
-    rounds=1,
-    games=1,
-    envs=256,
-    folder=None,
-    ckpt_path=None,
-    min_length=1,
-):
+def trained(module, iterations=1, rounds=1, games=1, envs=256, min_length=1):
     """The module after a run, and how likely heads were on the way."""
     arguments = {"pays": PENNIES, "rounds": rounds, "num_envs": envs}
     data = EnvDataModule(
@@ -83,18 +74,7 @@ def trained(
         min_episode_length=min_length,
     )
     heads = Heads()
-    saved = [] if folder is None else [IterationCheckpoint(every_n_iterations=1)]
-    trainer = Trainer(
-        default_root_dir=folder,
-        max_epochs=epochs,
-        accelerator="cpu",
-        callbacks=[heads, *saved],
-        logger=False,
-        enable_checkpointing=bool(saved),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, data, ckpt_path=ckpt_path)
+    trainer_of(None, [heads], logger=False).fit(module, data)
     if heads.begins is not None:
         assert torch.equal(heads.begins[0], torch.arange(rounds * games) % rounds == 0)
     return module, heads.path
@@ -125,21 +105,6 @@ def test_players_that_do_not_look_at_each_other_learn_as_in_actor_critic():
     theirs, _ = trained(made(ActorCriticModule, **plain), rounds=3, games=2)
     for name, weight in ours.state_dict().items():
         torch.testing.assert_close(weight, theirs.state_dict()[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_run_goes_on_as_if_it_never_stopped(tmp_path):
-    def module():
-        return made(
-            GameModule, update=PSPG(rank=3), order=[["row"], ["column"]], epochs=2, minibatches=2
-        )
-
-    whole, _ = trained(module(), 2, epochs=2, rounds=2, envs=32)
-    trained(module(), 2, epochs=1, rounds=2, envs=32, folder=tmp_path)
-    last = next(tmp_path.rglob("last.ckpt"))
-    resumed, path = trained(module(), 2, epochs=2, rounds=2, envs=32, ckpt_path=str(last))
-    assert len(path) == 2
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(weight, resumed.state_dict()[name])
 
 
 class Looked(LOLA):

@@ -242,20 +242,10 @@ def test_uncorrected_training_warns(tiny_model, tmp_path, path):
 # ---------------------------------------------------------------- resume
 
 
-def offline_run(tiny_model, path, tmp_path, *callbacks, **options) -> torch.Tensor:
+def offline_run(tiny_model, path, tmp_path, *callbacks, **options) -> None:
     module = policy_module(tiny_model, ppo_epochs=2, minibatches=2)
     data = OfflineDataModule(path, groups_per_iteration=2, iterations_per_epoch=4, seed=2)
     fit(module, data, tmp_path, *callbacks, epochs=2, **options)
-    assert module.iteration == 8
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-@pytest.mark.parametrize("done", [1, 4, 6])  # within an epoch, at its end, within the next
-def test_a_resumed_run_ends_with_the_same_weights(tiny_model, path, tmp_path, done):
-    saved = tmp_path / "mid.ckpt"
-    whole = offline_run(tiny_model, path, tmp_path, SaveAfter(done, saved))
-    resumed = offline_run(tiny_model, path, tmp_path, ckpt_path=saved)
-    assert torch.equal(resumed, whole)
 
 
 def test_resuming_on_other_rollouts_is_refused(tiny_model, path, tmp_path, recorded):

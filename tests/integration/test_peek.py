@@ -4,30 +4,31 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_rl.callbacks import Evaluate
+from lightning_rl.callbacks import Evaluate, RLCallback
 from lightning_rl.errors import ConfigError
+from lightning_rl.extend import Periodic
 from lightning_rl.learn.dpo import DPOModule
 from lightning_rl.learn.sft import SFTModule
 from lightning_rl.run.seeding import gather_random_states
-from tests.integration.test_resumed_rows import Rows, roles
+from tests.support.resumed import Trace
 from tests.support.small_run import data_module, grpo, trainer_of
-from tests.support.two_roles import roles_data
+from tests.support.two_roles import roles_data, roles_module
+
+
+def roles(model):
+    return roles_module(model, second={"schedule": Periodic(every=2)})
+
 
 KINDS = {"grpo": (grpo, data_module), "roles": (roles, roles_data)}
 
 
 def trained(module, data, tmp_path):
-    rows = Rows()
+    trace = Trace()
     evaluations = [Evaluate(2)] if data.evaluates else []
-    trainer_of(tmp_path, [*evaluations, rows]).fit(module, data)
+    trainer_of(tmp_path, [*evaluations, trace]).fit(module, data)
     policies = module.loaded_policies.items()
     weights = {f"{name}/{n}": w.clone() for name, p in policies for n, w in p.named_weights()}
-    timed = ("_per_s", "time/", "seconds")
-    rows = {
-        iteration: {name: v for name, v in row.items() if not any(t in name for t in timed)}
-        for iteration, row in rows.rows.items()
-    }
-    return rows, weights
+    return trace.rows, weights
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +77,7 @@ def test_between_two_fits_it_shows_the_present_weights_and_leaves_no_trace(tiny_
     assert module.iteration == 4
 
 
-class Looks(Rows):
+class Looks(RLCallback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         trainer.datamodule.peek(pl_module)
 

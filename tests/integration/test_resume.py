@@ -1,177 +1,153 @@
-"""More places at which a run is stopped, and goes on exactly; see test_checkpoint.py."""
+"""A run that was interrupted ends as one that was not: whatever runs, and wherever it stopped.
 
-import os
-import resource
-import shutil
-import signal
+Each kind of run is made once without interruption, leaves checkpoints on its way, and is resumed
+from them. How a run is stopped (signals, full disks, SIGKILL) is for test_stops.py and
+test_kill.py; runs on several processes are for test_ddp_resume.py.
+"""
+
+import json
+import random
+from functools import cache
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_rl.callbacks import IterationCheckpoint, RLCallback
-from lightning_rl.errors import CheckpointError, DiskError, RewardError, RunInterrupted
-from lightning_rl.run.checkpoint_io import checkpoints_in, damage, newest_good
-from lightning_rl.run.rundir import run_dir
-from tests.integration.test_checkpoint import (
-    ITERATIONS,
-    SignalInUpdate,
-    SignalWhileCollecting,
-    assert_same_run,
-    fit,
-    version,
-    whole as whole,
+from lightning_rl import AsyncCollector
+from lightning_rl.collect.ahead import OneStepOffCollector
+from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.early_cut import (
+    PartialCollector,
+    PartialTailCollector,
+    TailBatchingCollector,
 )
-from tests.support.engine_checks import wait_for
-from tests.support.small_run import share_of_sevens
+from lightning_rl.data.rollouts.store import RolloutStore
+from tests.support.resumed import (
+    ITERATIONS,
+    TRAINED,
+    Saves,
+    require_same_end,
+    resume,
+    run_case,
+)
+from tests.support.resumed_cases import CASES, PER_EPOCH, SMALL, STREAMED, ahead
+from tests.support.small_run import numbers
+from tests.support.tiny_vision import save_vision_model
+from tests.support.tolerances import rounding
+
+
+@pytest.fixture(scope="module")
+def seeing_model(tmp_path_factory):
+    return save_vision_model(tmp_path_factory.mktemp("seeing"), "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def whole(request, tmp_path_factory):
+    """The run of a kind that nothing interrupts, made once."""
+
+    @cache
+    def run(name):
+        case = CASES[name]
+        place = tmp_path_factory.mktemp("whole") / "run"
+        return run_case(case, request.getfixturevalue(case.model), place, Saves())
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("after", "done", "number"),
-    [
-        (2 + 3, 0, signal.SIGTERM),
-        (2 + 16 + 2 + 4, 2, signal.SIGINT),  # in the first batch of an epoch
-        (2 + 16 + 2 + 8 + 7, 3, signal.SIGTERM),
-    ],
+    ("name", "place"), [(name, place) for name, case in CASES.items() for place in case.places]
 )
-def test_a_signal_while_collecting(tiny_model, tmp_path, whole, after, done, number):
-    agent = SignalWhileCollecting(after, number)
-    with pytest.raises(RunInterrupted, match=rf"{number.name}; saved .*iteration_{done}.ckpt"):
-        fit(tiny_model, tmp_path, agent=agent, saver=IterationCheckpoint(100))
-    fit(tiny_model, tmp_path)
-    assert_same_run(version(tmp_path), whole, batched_alike=False)
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(request, whole, tmp_path, name, place):
+    case, expected = CASES[name], whole(name)
+    model = request.getfixturevalue(case.model)
+    resumed = resume(case, model, expected, f"{place}.ckpt", tmp_path / "resumed")
+    require_same_end(resumed, expected, TRAINED[place])
+    if (file := resumed.place / "groups.sqlite").exists():  # without what was undone
+        whole_file = expected.place / "groups.sqlite"
+        assert len(RolloutStore(file).groups()) == len(RolloutStore(whole_file).groups())
 
 
-@pytest.mark.parametrize("iteration", [0, 2, 3])
-def test_a_signal_in_an_update(tiny_model, tmp_path, whole, iteration):
-    with pytest.raises(RunInterrupted, match=rf"SIGTERM; saved .*iteration_{iteration + 1}.ckpt"):
-        fit(tiny_model, tmp_path, SignalInUpdate(iteration, signal.SIGTERM))
-    fit(tiny_model, tmp_path)
-    assert_same_run(version(tmp_path), whole)
+def test_mixtures_and_curricula_have_learned_something_to_lose(whole):
+    rows = whole("mixture").trace.rows
+    assert rows[ITERATIONS]["data/b/share"] != 0.5
+    replaying = whole("replay and curriculum")
+    assert (replaying.data.train_prompts.pass_rates != 0.5).any()
+    assert replaying.trace.rows[ITERATIONS]["buffer/replayed_share"] == 0.4
 
 
-def test_a_second_ctrl_c_stops_at_once(tiny_model, tmp_path, whole):
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit):  # Lightning's answer to a KeyboardInterrupt
-            fit(tiny_model, tmp_path, SignalInUpdate(2, signal.SIGINT, signal.SIGINT))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert checkpoints_in(version(tmp_path) / "checkpoints")[0].name == "iteration_2.ckpt"
-    fit(tiny_model, tmp_path)
-    assert_same_run(version(tmp_path), whole)
+def test_a_run_resumed_after_an_epoch_goes_on_exactly(whole, tiny_model, tmp_path):
+    """A run that is over and is made longer, from Lightning's own checkpoint."""
+    saver = ModelCheckpoint(tmp_path, filename="epoch", every_n_epochs=1)
+    options = {"max_epochs": 1, "enable_checkpointing": True}
+    run_case(CASES["ppo"], tiny_model, tmp_path / "run", saver, **options)
+    resumed = run_case(
+        CASES["ppo"], tiny_model, tmp_path / "run", seed=9, ckpt_path=tmp_path / "epoch.ckpt"
+    )
+    assert resumed.module.iteration == ITERATIONS
+    require_same_end(resumed, whole("ppo"), PER_EPOCH)
 
 
-def test_signals_are_handled_as_before_when_the_run_is_over(tiny_model, tmp_path):
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    with pytest.raises(RunInterrupted):
-        fit(tiny_model, tmp_path, SignalInUpdate(0, signal.SIGTERM))
-    assert [signal.getsignal(number) for number in numbers] == before
+def test_a_seeded_run_is_the_same_whatever_the_global_random_state(whole, tiny_model, tmp_path):
+    random.seed(123)
+    again = run_case(CASES["grpo"], tiny_model, tmp_path / "again", seed=123)
+    expected = whole("grpo")
+    assert again.trace.rollouts == expected.trace.rollouts
+    for name, weight in expected.module.state_dict().items():
+        assert torch.equal(again.module.state_dict()[name], weight), name
 
 
-def test_a_failed_reward_leaves_the_rollouts_for_the_next_start(tiny_model, tmp_path, whole):
-    calls = []
-
-    def broken_once(completions, completion_ids, **columns):
-        calls.append(len(completions))
-        if len(calls) == 4:  # called per group: the second of the first batch
-            raise KeyError("answer")
-        return share_of_sevens(completions, completion_ids)
-
-    broken_once.__name__ = "share_of_sevens"
-    with pytest.raises(RewardError):
-        fit(tiny_model, tmp_path, rewards=[broken_once], saver=IterationCheckpoint(100))
-    again = SignalWhileCollecting(1000, signal.SIGTERM)  # counts
-    fit(tiny_model, tmp_path, agent=again)
-    # Of three evaluations of 2 and four batches of 8, only those of the failed batch are left out.
-    assert 1000 - again.left == 3 * 2 + 3 * 8
-    assert_same_run(version(tmp_path), whole)
+# ---------------------------------------------------------------- not to the bit
 
 
-class FailInUpdate(RLCallback):
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
-        if pl_module.iteration == 2:
-            raise RuntimeError("out of memory")
+@pytest.mark.parametrize("case", STREAMED, ids=["text", "pictures"])
+def test_a_streamed_run_ends_the_same_but_for_rounding(request, tmp_path, case):
+    model = request.getfixturevalue(case.model)
+    whole = run_case(case, model, tmp_path / "whole", Saves())
+    resumed = resume(case, model, whole, "within.ckpt", tmp_path / "resumed")
+    for place, row in resumed.trace.rows.items():
+        assert row["policy/streamed_share"] > 0
+        assert row.keys() == whole.trace.rows[place].keys()
+    expected = whole.module.state_dict()
+    for name, weight in resumed.module.state_dict().items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(
+            weight, expected[name], rtol=0, atol=rounding(additions=1_500, magnitude=scale)
+        )
 
 
-def test_a_half_done_update_is_not_saved(tiny_model, tmp_path, whole):
-    with (
-        pytest.warns(UserWarning, match="failed within the update of iteration 3"),
-        pytest.raises(RuntimeError, match="out of memory"),
-    ):
-        fit(tiny_model, tmp_path, FailInUpdate())
-    assert checkpoints_in(version(tmp_path) / "checkpoints")[0].name == "iteration_2.ckpt"
-    fit(tiny_model, tmp_path)
-    assert_same_run(version(tmp_path), whole)
-
-
-def test_an_asynchronous_save_is_waited_for(tiny_model, tmp_path, whole):
-    saver = IterationCheckpoint(1, keep_last=ITERATIONS, asynchronous=True)
-    with pytest.raises(RunInterrupted):
-        fit(tiny_model, tmp_path, SignalInUpdate(2, signal.SIGTERM), saver=saver)
-    directory = version(tmp_path) / "checkpoints"
-    assert [damage(p) for p in checkpoints_in(directory)] == [None] * 3
-    assert os.readlink(directory / "last.ckpt") == "iteration_3.ckpt"
-    fit(tiny_model, tmp_path)
-    assert_same_run(version(tmp_path), whole)
-
-
-class FullDisk(RLCallback):
-    """From an iteration on, no file may grow beyond 64 KiB."""
-
-    def on_update_start(self, trainer, pl_module, batch) -> None:
-        if pl_module.iteration == 2:
-            wait_for(lambda: newest_good(run_dir(trainer) / "checkpoints"))  # of the background
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_stops_when_the_disk_is_full(tiny_model, tmp_path, whole, asynchronous):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    saver = IterationCheckpoint(1, keep_last=1, asynchronous=asynchronous)
-    try:
-        with pytest.raises(CheckpointError, match=r"iteration_\d.ckpt could not be written"):
-            fit(tiny_model, tmp_path, FullDisk(), saver=saver)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    # What is written in the background may not be whole yet when the disk is full.
-    good = ("iteration_1.ckpt", "iteration_2.ckpt") if asynchronous else ("iteration_2.ckpt",)
-    assert newest_good(version(tmp_path) / "checkpoints").name in good
-    fit(tiny_model, tmp_path)
-    assert_same_run(version(tmp_path), whole)
-
-
-class FullLog(RLCallback):
-    """From an iteration on, the disk with the rows of metrics takes no more."""
-
-    def on_update_start(self, trainer, pl_module, batch) -> None:
-        if pl_module.iteration == 2:
-            file = run_dir(trainer) / "metrics.jsonl"
-            file.rename(file.with_name("metrics"))
-            file.symlink_to("/dev/full")
-
-
-def test_a_full_disk_under_a_log_loses_nothing(tiny_model, tmp_path, whole):
-    saver = IterationCheckpoint(100)  # so that all that was done is saved when the log fails
-    with pytest.raises(DiskError, match=r"metrics.jsonl could not be written: No space left"):
-        fit(tiny_model, tmp_path, FullLog(), saver=saver)
-    directory = version(tmp_path)
-    assert newest_good(directory / "checkpoints").name == "iteration_3.ckpt"
-    (directory / "metrics").rename(directory / "metrics.jsonl")
-    fit(tiny_model, tmp_path)
-    assert_same_run(directory, whole)
-
-
-def test_a_run_goes_on_from_before_a_damaged_checkpoint(tiny_model, tmp_path, whole):
-    shutil.copytree(whole, version(tmp_path), symlinks=True)
-    directory = version(tmp_path) / "checkpoints"
-    (directory / f"iteration_{ITERATIONS}.ckpt").unlink()  # it had not got that far
-    newest = directory / "iteration_3.ckpt"
-    data = bytearray(newest.read_bytes())
-    data[len(data) // 2] ^= 1
-    newest.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"iteration_3.ckpt is damaged: .*iteration_2.ckpt"):
-        fit(tiny_model, tmp_path / "other", ckpt_path=str(newest))
-    with pytest.warns(UserWarning, match=r"iteration_3.ckpt is damaged.*before: .*_2.ckpt"):
-        fit(tiny_model, tmp_path)
-    assert_same_run(version(tmp_path), whole)
+@pytest.mark.parametrize(
+    "make",
+    [
+        SyncCollector, lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector,
+        lambda: PartialTailCollector(trigger_size=1), TailBatchingCollector,
+        lambda: TailBatchingCollector(trigger_size=1, candidate_step=2),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_trains_on_no_prompt_twice_and_skips_none(tiny_model, tmp_path, make):
+    case = ahead(make)
+    whole = run_case(case, tiny_model, tmp_path / "whole", Saves())
+    resumed = resume(case, tiny_model, whole, "within.ckpt", tmp_path / "resumed")
+    assert resumed.module.iteration == ITERATIONS
+    done = TRAINED["within"]
+    batches = {n: whole.trace.rollouts[n] for n in range(done)} | resumed.trace.rollouts
+    assert list(batches) == list(range(ITERATIONS))
+    trained = [r["prompt"]["prompt"] for batch in batches.values() for r in batch]
+    trained = trained[:: SMALL["group_size"]]
+    assert len(trained) == len(set(trained)) == ITERATIONS * SMALL["groups_per_iteration"]
+    state = json.loads(json.dumps(resumed.data._batches.state_dict()))["collector"]
+    waiting = [group[0]["prompt"]["prompt"] for group in state["groups"]]
+    waiting += [prompt["prompt"] for prompt in state.get("tail", [])]
+    drawn = numbers(100, 180, seed=1)
+    drawn.load(resumed.data._tokenizer)
+    count = len(trained + waiting)
+    assert sorted(trained + waiting) == sorted(p.prompt for p in drawn.draw(count))
+    ages = [
+        iteration - version
+        for iteration, batch in batches.items()
+        for rollout in batch
+        for row in rollout["rows"]
+        for version in row["versions"]
+    ]
+    assert 0 <= min(ages) <= max(ages) <= getattr(resumed.data.collector, "max_staleness", 0)
+    keys = {n: sorted(row) for n, row in resumed.trace.rows.items()}
+    assert keys == {n: sorted(whole.trace.rows[n]) for n in keys}

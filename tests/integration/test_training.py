@@ -1,11 +1,9 @@
 """Whole runs in one process: rewards rise, every callback does its part, a resumed run goes on."""
 
 import json
-import random
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,7 +12,6 @@ from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
     PreviewTable,
-    RLCallback,
     RunReport,
     StepTimer,
     WeightSync,
@@ -25,7 +22,7 @@ from lightning_rl.errors import ConfigError, EngineError, RewardError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.hooks import STAGES
-from tests.support.small_run import SaveAfter, data_module, grpo, ppo, share_of_sevens, trainer_of
+from tests.support.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
 
 
 def column(history, name: str) -> list[float]:
@@ -79,92 +76,6 @@ def test_ten_iterations_raise_the_reward_and_every_callback_does_its_part(
     ):
         assert torch.equal(mine, theirs), name
     assert AutoTokenizer.from_pretrained(directory / "hf")("7=").input_ids == [10, 2]
-
-
-class Prompts(RLCallback):
-    """What was collected, in order: prompt, tokens and the version that wrote them."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple] = []
-
-    def on_collect_end(self, trainer, pl_module, rollouts) -> None:
-        self.seen += [(r.id, r.seed, tuple(r.token_ids), r.versions[0]) for r in rollouts]
-
-
-def short_run(tiny_model, tmp_path, *extra, epochs: int = 2, **fit) -> tuple:
-    """Two epochs of three iterations, with everything a run remembers."""
-    report, prompts = RunReport(), Prompts()
-    callbacks = [WeightSync(), Evaluate(every_n_iterations=2), report, prompts, *extra]
-    module = ppo(tiny_model)
-    trainer = trainer_of(tmp_path, callbacks, max_epochs=epochs, enable_checkpointing=bool(extra))
-    data = data_module(groups_per_iteration=3, group_size=4, iterations_per_epoch=3)
-    trainer.fit(module, data, **fit)
-    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
-    return weights, prompts.seen, report.history, module
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_model, tmp_path_factory):
-    return short_run(tiny_model, tmp_path_factory.mktemp("whole"))
-
-
-def assert_goes_on(resumed, whole, done: int) -> None:
-    """The resumed run ends exactly where the uninterrupted one does."""
-    weights, seen, history, module = resumed
-    assert module.iteration == 6
-    assert seen == whole[1][done * 12 :]
-    assert torch.equal(weights, whole[0])
-    assert [row["iteration"] for row in history] == list(range(7))
-    for name in ("reward/mean", "policy/loss", "value/value_error", "eval/accuracy"):
-        rows = [(row["iteration"], row[name]) for row in whole[2] if name in row]
-        # A shorter run also evaluates after its own last iteration.
-        assert set(rows) <= {(row["iteration"], row[name]) for row in history if name in row}, name
-        assert len(rows) == (4 if name.startswith("eval") else 6)
-
-
-def test_a_run_resumed_after_an_epoch_goes_on_exactly(tiny_model, tmp_path, whole):
-    saver = ModelCheckpoint(tmp_path, filename="epoch", every_n_epochs=1)
-    short_run(tiny_model, tmp_path / "a", saver, epochs=1)
-    resumed = short_run(tiny_model, tmp_path / "b", ckpt_path=tmp_path / "epoch.ckpt")
-    assert_goes_on(resumed, whole, done=3)
-
-
-@pytest.mark.parametrize("done", [1, 2, 4])
-def test_a_run_resumed_within_an_epoch_goes_on_exactly(tiny_model, tmp_path, whole, done):
-    path = tmp_path / "mid.ckpt"
-    short_run(tiny_model, tmp_path / "a", SaveAfter(done, path))
-    resumed = short_run(tiny_model, tmp_path / "b", ckpt_path=path)
-    assert_goes_on(resumed, whole, done)
-
-
-class StopAt(Callback):
-    """Save and fail at the start of a batch's training: it is collected, but not trained on."""
-
-    def __init__(self, iteration: int, path) -> None:
-        self.iteration, self.path = iteration, path
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
-            trainer.save_checkpoint(self.path)
-            raise RuntimeError("power cut")
-
-
-def test_a_batch_that_was_collected_but_not_trained_on_is_not_lost(tiny_model, tmp_path, whole):
-    path = tmp_path / "cut.ckpt"
-    with pytest.raises(RuntimeError, match="power cut"):
-        short_run(tiny_model, tmp_path / "a", StopAt(4, path))
-    resumed = short_run(tiny_model, tmp_path / "b", ckpt_path=path)
-    assert resumed[3].iteration == 6
-    assert resumed[1] == whole[1][5 * 12 :]  # iteration 5's rollouts came from the checkpoint
-    assert torch.equal(resumed[0], whole[0])
-
-
-def test_a_seeded_run_is_the_same_whatever_the_global_random_state(tiny_model, tmp_path, whole):
-    torch.manual_seed(123)
-    random.seed(123)
-    again = short_run(tiny_model, tmp_path)
-    assert again[1] == whole[1]
-    assert torch.equal(again[0], whole[0])
 
 
 def test_a_failed_run_leaves_a_summary_that_says_so(tiny_model, tmp_path):

@@ -43,8 +43,14 @@ from lightning_rl.vision.loading import decode
 from tests.support.engine_checks import ROUNDING
 from tests.support.lots import LotEngine
 from tests.support.recorded_run import make_place, stand_in, train
-from tests.support.small_run import SaveAfter, adamw, data_module, trainer_of
-from tests.support.tiny_vision import FAMILIES, picture, save_vision_model
+from tests.support.small_run import adamw, data_module, trainer_of
+from tests.support.tiny_vision import (
+    FAMILIES,
+    picture,
+    save_picture_rows,
+    save_vision_model,
+    share_of_even,
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -59,25 +65,10 @@ def qwen(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Six questions about pictures of three sizes; the last one has no picture."""
-    folder = tmp_path_factory.mktemp("rows")
-    lines = []
-    for seed, size in enumerate([(32, 32), (64, 32), (32, 48), (32, 32), (48, 48)]):
-        decode(picture(seed, *size)).save(folder / f"{seed}.png")
-        parts = [{"type": "image", "image": f"{seed}.png"}, {"type": "text", "text": "How many?"}]
-        lines.append({"prompt": [{"role": "user", "content": parts}], "answer": str(seed)})
-    lines.append({"prompt": [{"role": "user", "content": "How many?"}], "answer": "7"})
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+    return save_picture_rows(tmp_path_factory.mktemp("rows"))
 
 
-def share_of_even(completion_ids, **columns):
-    """In [0, 1]: of what was written, how much are tokens of even numbers."""
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
-
-
-def run(model, rows, tmp_path, callbacks=(), data=None, ckpt_path=None, **options):
+def run(model, rows, tmp_path, callbacks=(), data=None, **options):
     options = {"optimizer": adamw(3e-3), "seed": 7} | options
     module = PolicyModule(str(model), **options)
     settings = {
@@ -90,7 +81,7 @@ def run(model, rows, tmp_path, callbacks=(), data=None, ckpt_path=None, **option
         "iterations_per_epoch": 2,
     } | (data or {})
     trainer = trainer_of(tmp_path, [WeightSync(), *callbacks])
-    trainer.fit(module, data_module(**settings), ckpt_path=ckpt_path)
+    trainer.fit(module, data_module(**settings))
     return module, trainer
 
 
@@ -228,57 +219,6 @@ def test_an_environment_shows_pictures(qwen, rows, tmp_path):
         rollouts = trainer.datamodule._loader.current
         assert all(len(r.rows) == 1 and r.completed for r in rollouts)
         assert {len(r.rows[0].pictures) - len(r.prompt.pictures) for r in rollouts} == {2}
-
-
-TRAINED = {"vision": Vision(train_tower=True, tower_lr=1e-3)}
-
-
-@pytest.mark.parametrize(
-    ("options", "data"),
-    [
-        pytest.param(TRAINED, {}, id="tower"),
-        pytest.param({}, {}, id="frozen"),
-        pytest.param(TRAINED | {"lora": LoRA(rank=2)}, {}, id="lora"),
-        pytest.param(
-            TRAINED | {"minibatches": 2, "ppo_epochs": 2, "max_tokens_per_pack": 64,
-                       "gradient_checkpointing": True},
-            {},
-            id="minibatches",
-        ),
-        pytest.param(
-            TRAINED | {"advantage": GAE(), "value_head": SeparateValueHead()}, {}, id="critic"
-        ),
-        pytest.param(
-            TRAINED | {"correction": TokenTIS()}, {"buffer": Mixed(replayed=0.5)}, id="buffer"
-        ),
-    ],
-)  # fmt: skip
-def test_a_run_that_was_interrupted_ends_as_one_that_was_not(qwen, rows, tmp_path, options, data):
-    options = dict(options)
-    if "buffer" in data:  # its file is the run's, and has more by then than the checkpoint
-        data = {"buffer": ReplayBuffer(str(tmp_path / "groups.db"), sampler=data["buffer"])}
-    saved = SaveAfter(1, tmp_path / "one.ckpt")
-    whole, _ = run(qwen, rows, tmp_path / "whole", [saved], data=data, **options)
-    options["ckpt_path"] = tmp_path / "one.ckpt"
-    again, _ = run(qwen, rows, tmp_path / "again", data=data, **options)
-    pairs = zip(whole.policy.parameters(), again.policy.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_a_streamed_run_that_was_interrupted_goes_on(qwen, rows, tmp_path):
-    """To the last bits, which depend on how many groups were complete at a time."""
-    weights = []
-    checkpoint = tmp_path / "one.ckpt"
-    for name, rest in [("whole", {"callbacks": [SaveAfter(1, checkpoint)]}),
-                       ("again", {"ckpt_path": checkpoint})]:  # fmt: skip
-        data = {
-            "collector": StreamedCollector(max_groups_in_flight=1),
-            "engine": LotEngine(device="cpu"),
-        }
-        module, _ = run(qwen, rows, tmp_path / name, data=data, optimizer=sgd, **TRAINED, **rest)
-        weights.append(dict(module.policy.named_parameters()))
-    for name, weight in weights[0].items():
-        assert torch.allclose(weight, weights[1][name], atol=1e-6), name
 
 
 def test_records_hold_a_picture_once(qwen, rows, tmp_path):

@@ -1,5 +1,6 @@
 """Random image-text models of tiny shapes, and pictures for them."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from lightning_rl.rollout import Picture
 from lightning_rl.vision.limits import PictureLimits
-from lightning_rl.vision.loading import load_picture
+from lightning_rl.vision.loading import decode, load_picture
 from tests.support.tiny_models import byte_tokenizer
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_siglip")
@@ -183,3 +184,21 @@ _MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "llava": _llava,
     "llava_siglip": partial(_llava, model_type="siglip_vision_model"),
 }
+
+
+def save_picture_rows(folder: Path) -> Path:
+    """A file of six questions about pictures of three sizes; the last one has no picture."""
+    lines = []
+    for seed, size in enumerate([(32, 32), (64, 32), (32, 48), (32, 32), (48, 48)]):
+        decode(picture(seed, *size)).save(folder / f"{seed}.png")
+        parts = [{"type": "image", "image": f"{seed}.png"}, {"type": "text", "text": "How many?"}]
+        lines.append({"prompt": [{"role": "user", "content": parts}], "answer": str(seed)})
+    lines.append({"prompt": [{"role": "user", "content": "How many?"}], "answer": "7"})
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def share_of_even(completion_ids, **columns):
+    """The share of tokens with even numbers, in [0, 1]."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]

@@ -36,7 +36,6 @@ from lightning_rl.rewards.calling import batch_reward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.support.engine_checks import FakeEngine
 from tests.support.small_run import (
-    SaveAfter,
     data_module,
     grpo,
     numbers,
@@ -390,11 +389,11 @@ class Kept(RLCallback):
         self.seen.append([(r.prompt.id, r.seed, r.token_ids, r.reward) for r in rollouts])
 
 
-def fit(tiny_model, place, ckpt_path=None, callbacks=(), **data):
+def fit(tiny_model, place, callbacks=(), **data):
     kept, report, module = Kept(), RunReport(), grpo(tiny_model)
     trainer = trainer_of(place, [WeightSync(), kept, report, *callbacks])
     options = {"iterations_per_epoch": 3, "group_size": 3, "groups_per_iteration": 4} | data
-    trainer.fit(module, data_module(**options), ckpt_path=ckpt_path)
+    trainer.fit(module, data_module(**options))
     weights = [p.detach().clone() for p in module.policy.parameters()]
     return kept.seen, report.history, weights
 
@@ -416,33 +415,6 @@ def sets(**of_b) -> list[PromptSet]:
         PromptSet("a", numbers(108, 140, seed=1), rewards=[share_of_sevens], success_reward=0.9),
         PromptSet("b", numbers(200, 210, seed=1), **of_b),
     ]
-
-
-class SaveInIteration(RLCallback):
-    """A checkpoint once a batch is collected and not yet trained on."""
-
-    def __init__(self, iteration, path) -> None:
-        self.iteration, self.path = iteration, path
-
-    def on_update_start(self, trainer, pl_module, batch) -> None:
-        if pl_module.iteration == self.iteration:
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.parametrize("place", ["between", "within"])
-def test_a_run_resumed_in_the_middle_is_bit_for_bit_the_same(tiny_model, tmp_path, place):
-    def prompts():
-        return Mixture(sets(group_size=2), ByPassRate(success_reward=0.01, memory=0.2), seed=2)
-
-    kind = SaveAfter if place == "between" else SaveInIteration
-    saving = kind(1, tmp_path / "kept.ckpt")
-    whole = fit(tiny_model, tmp_path / "whole", callbacks=[saving], train_prompts=prompts())
-    rest = fit(tiny_model, tmp_path / "rest", tmp_path / "kept.ckpt", train_prompts=prompts())
-    assert rest[0] == whole[0][-len(rest[0]) :]
-    assert len(rest[0]) == {"between": 2, "within": 1}[place]
-    assert all(map(lambda a, b: a.equal(b), rest[2], whole[2]))
-    shares = [row["data/b/share"] for row in whole[1] if "data/b/share" in row]
-    assert shares[-1] != 0.5  # it has learned something
 
 
 def test_evaluation_sets_have_their_own_names_and_seeds(tiny_model, tmp_path):

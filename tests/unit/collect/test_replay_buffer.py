@@ -27,7 +27,7 @@ from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
-from tests.support.small_run import SaveAfter, share_of_sevens, trainer_of
+from tests.support.small_run import share_of_sevens, trainer_of
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_mixed_refuses_what_cannot_be(tmp_path, make_group):
 # ---------------------------------------------------------------- in a run
 
 
-def replaying_run(tiny_model, tmp_path, *callbacks, model=None, sampler=None, **fit):
+def replaying_run(tiny_model, tmp_path, model=None, sampler=None):
     rows = [{"prompt": f"{n}="} for n in range(100, 116)]
     buffer = ReplayBuffer(
         str(tmp_path / "run.sqlite"), capacity=6, max_staleness=2, sampler=sampler or Uniform(2)
@@ -339,16 +339,13 @@ def replaying_run(tiny_model, tmp_path, *callbacks, model=None, sampler=None, **
         **(model or {"correction": TokenTIS(), "minibatches": 2}),
     )
     report = RunReport()
-    callbacks = [WeightSync(), report, *callbacks]
-    trainer = trainer_of(tmp_path, callbacks, logger=False, max_epochs=2)
-    trainer.fit(module, data, **fit)
-    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
-    return weights, report.history, data
+    trainer = trainer_of(tmp_path, [WeightSync(), report], logger=False, max_epochs=2)
+    trainer.fit(module, data)
+    return report.history, data
 
 
-def test_a_run_with_replay_and_curriculum_resumes_exactly(tiny_model, tmp_path):
-    saved = tmp_path / "mid.ckpt"
-    weights, history, data = replaying_run(tiny_model, tmp_path, SaveAfter(4, saved))
+def test_a_run_trains_on_older_groups_beside_fresh_ones(tiny_model, tmp_path):
+    history, data = replaying_run(tiny_model, tmp_path)
     rows = {row["iteration"]: row for row in history if "buffer/size" in row}
     # Three fresh groups each; from the second iteration on two older ones beside them.
     assert [rows[i]["buffer/size"] for i in range(1, 7)] == [3, 6, 6, 6, 6, 6]
@@ -358,9 +355,6 @@ def test_a_run_with_replay_and_curriculum_resumes_exactly(tiny_model, tmp_path):
     assert rows[1]["correction/weight_max"] == pytest.approx(1.0, abs=1e-3)
     assert rows[6]["correction/weight_max"] > 1.001
     assert (data.train_prompts.pass_rates != 0.5).any()
-    again = replaying_run(tiny_model, tmp_path, ckpt_path=saved)
-    assert torch.equal(again[0], weights)
-    assert again[2].train_prompts.pass_rates.tolist() == data.train_prompts.pass_rates.tolist()
     assert len(RolloutStore(tmp_path / "run.sqlite").groups()) == 18
 
 
@@ -371,7 +365,7 @@ def test_experts_need_a_loss_that_imitates(tiny_model, tmp_path, make_group):
     with pytest.raises(ConfigError, match=r"needs model\.loss=SFTMix, not PPOClip"):
         replaying_run(tiny_model, tmp_path, sampler=sampler)
     model = {"loss": SFTMix(), "correction": TokenTIS()}
-    history = replaying_run(tiny_model, tmp_path, sampler=sampler, model=model)[1]
+    history = replaying_run(tiny_model, tmp_path, sampler=sampler, model=model)[0]
     # 3 x 0.25 / 0.5 = 1.5 rounds to 2, but there are only two rollouts: 3 + 2 replayed + 2.
     assert history[-1]["buffer/replayed_share"] == 2 / 7
 

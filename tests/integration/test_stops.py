@@ -1,4 +1,7 @@
-"""A run goes on exactly where it was: after every iteration, after signals, after damage."""
+"""A run is stopped by signals, failures, full disks and damage, and goes on exactly where it was.
+
+With all that has a state in one run; tests/integration/test_resume.py resumes other kinds.
+"""
 
 import asyncio
 import json
@@ -12,12 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 
+from benchmarks.kill import differences
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.algos.advantages import GAE
-from lightning_rl.algos.kl import K3Penalty
-from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.callbacks import (
     Evaluate,
     IterationCheckpoint,
@@ -27,20 +28,15 @@ from lightning_rl.callbacks import (
     StepTimer,
     WeightSync,
 )
-from lightning_rl.errors import CheckpointError, ConfigError, RunInterrupted
-from lightning_rl.models.heads import SharedValueHead
-from lightning_rl.models.reference import PeriodicReference
+from lightning_rl.errors import CheckpointError, DiskError, RewardError, RunInterrupted
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.checkpoint_io import (
-    VerifiedCheckpointIO,
-    checkpoints_in,
-    damage,
-    newest_good,
-    write_checkpoint,
-)
-from lightning_rl.run.interrupts import seconds_of
+from lightning_rl.run.checkpoint_io import checkpoints_in, damage, newest_good
+from lightning_rl.run.rundir import run_dir
+from tests.support.engine_checks import wait_for
 from tests.support.lots import LotEngine
-from tests.support.small_run import adamw, data_module, trainer_of
+from tests.support.resumed import state_of, without_times
+from tests.support.resumed_cases import everything
+from tests.support.small_run import data_module, share_of_sevens, trainer_of
 
 ITERATIONS = 4  # two epochs of two
 GROUPS, GROUP_SIZE = 2, 4
@@ -56,18 +52,7 @@ class Dice(RLCallback):
 
 def fit(tiny_model, tmp_path, *extra, ckpt_path="last", saver=None, **data) -> PolicyModule:
     """A short run with all that has a state: critic, reference, coefficient, schedule, Adam."""
-    module = PolicyModule(
-        str(tiny_model),
-        advantage=GAE(),
-        value_head=SharedValueHead(detach=True),
-        kl=K3Penalty(AdaptiveCoefficient(0.1, target=1e-4)),
-        reference=PeriodicReference(every_n_iterations=2),
-        optimizer=adamw(1e-2),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-        ppo_epochs=2,
-        minibatches=2,
-        seed=7,
-    )
+    module = everything(str(tiny_model))
     module.allow_changes = True  # of agents that stop the run, say
     callbacks = [
         WeightSync(), Evaluate(every_n_iterations=2), PreviewTable(num_rollouts=100), RunReport(),
@@ -98,30 +83,13 @@ def version(tmp_path, number=0) -> Path:
 
 
 def rows(directory: Path, file: str = "metrics.jsonl", but: tuple[str, ...] = ()) -> list[dict]:
-    """Lines of a file without what differs from run to run, at any depth: times."""
-    lines = (directory / file).read_text().splitlines()
-    but += ("time/", "cpu_s", "sync/seconds", "rollout/tokens_per_s")
+    """Lines of a file, but for times and the columns that are left out, at any depth."""
 
     def kept(found: dict) -> dict:
-        return {k: v for k, v in found.items() if not k.startswith(but)}
+        return {k: v for k, v in without_times(found).items() if not k.startswith(but)}
 
+    lines = (directory / file).read_text().splitlines()
     return [json.loads(line, object_hook=kept) for line in lines]
-
-
-def assert_equal(ours, theirs, where="") -> None:
-    """Nested states are the same, tensors by torch.equal."""
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs), where
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key in ours:
-            assert_equal(ours[key], theirs[key], f"{where}/{key}")
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), where
-        for index, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
-            assert_equal(mine, its, f"{where}/{index}")
-    else:
-        assert ours == theirs, where
 
 
 def assert_same_run(directory: Path, whole: Path, batched_alike: bool = True) -> None:
@@ -131,13 +99,9 @@ def assert_same_run(directory: Path, whole: Path, batched_alike: bool = True) ->
     """
     but = () if batched_alike else ("logprobs", "rollout/logprob_gap", "sync/probe_gap")
     name = f"checkpoints/iteration_{ITERATIONS}.ckpt"
-    ours, theirs = (torch.load(d / name, weights_only=True) for d in (directory, whole))
-    for part in ("state_dict", "optimizer_states", "lr_schedulers", "RLDataModule"):
-        assert_equal(ours[part], theirs[part], part)
-    for part in ("iteration", "parts", "random"):
-        assert_equal(ours["lightning_rl"][part], theirs["lightning_rl"][part], part)
+    assert differences(state_of(directory / name), state_of(whole / name), "state") == []
     for file in ("metrics.jsonl", "rollouts.jsonl"):
-        assert_equal(rows(directory, file, but), rows(whole, file, but), file)
+        assert differences(rows(directory, file, but), rows(whole, file, but), file) == []
     assert [row["iteration"] for row in rows(directory)] == list(range(ITERATIONS + 1))
     assert len(rows(directory, "rollouts.jsonl")) == ITERATIONS * GROUPS * GROUP_SIZE
     assert [p.name for p in directory.parent.iterdir()] == ["version_0"]  # one run, one directory
@@ -156,7 +120,7 @@ def whole(tiny_model, tmp_path_factory) -> Path:
     return version(path)
 
 
-@pytest.mark.parametrize("done", [1, 2, 3, 4])
+@pytest.mark.parametrize("done", [1, 4])
 def test_a_killed_run_goes_on_from_any_iteration(tiny_model, tmp_path, whole, done):
     # What a kill after this checkpoint leaves: later rows and rollouts too, the last cut in two.
     directory = version(tmp_path)
@@ -188,10 +152,15 @@ class SignalWhileCollecting(SingleTurn):
 
 
 # Rollouts until the signal: 2 in the first evaluation, 8 in an iteration, 2 more after the second.
-# tests/integration/test_resume.py tries more places.
 @pytest.mark.parametrize(
     ("after", "done", "number", "status"),
-    [(2 + 8 + 5, 1, signal.SIGUSR1, 138), (2 + 16 + 1, 2, signal.SIGTERM, 143)],
+    [
+        (2 + 3, 0, signal.SIGTERM, 143),
+        (2 + 8 + 5, 1, signal.SIGUSR1, 138),
+        (2 + 16 + 1, 2, signal.SIGTERM, 143),  # in the evaluation at an epoch's end
+        (2 + 16 + 2 + 4, 2, signal.SIGINT, 130),  # in the first batch of an epoch
+        (2 + 16 + 2 + 8 + 7, 3, signal.SIGTERM, 143),
+    ],
 )
 def test_a_signal_while_collecting_saves_at_once_and_loses_nothing(
     tiny_model, tmp_path, whole, after, done, number, status
@@ -221,7 +190,7 @@ class SignalInUpdate(RLCallback):
                 os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("iteration", [1])
+@pytest.mark.parametrize("iteration", [0, 1, 2, 3])
 def test_a_signal_in_an_update_stops_after_the_iteration(tiny_model, tmp_path, whole, iteration):
     with pytest.raises(RunInterrupted, match=rf"SIGTERM; saved .*iteration_{iteration + 1}.ckpt"):
         fit(tiny_model, tmp_path, SignalInUpdate(iteration, signal.SIGTERM))
@@ -233,16 +202,6 @@ def test_a_deadline_stops_the_run_as_timeout_does(tiny_model, tmp_path):
     with pytest.raises(RunInterrupted, match="max_time is over") as stopped:
         fit(tiny_model, tmp_path, saver=IterationCheckpoint(max_time="00:00:00:00"))
     assert stopped.value.status == 124
-
-
-@pytest.mark.parametrize("text", ["3:30", "1", "00:00:60", "a:00:00:00"])
-def test_a_deadline_in_another_format_is_refused(text):
-    with pytest.raises(ConfigError, match="must be DD:HH:MM:SS"):
-        IterationCheckpoint(max_time=text)
-
-
-def test_seconds_of_a_deadline():
-    assert seconds_of("01:02:03:04") == 86400 + 2 * 3600 + 3 * 60 + 4
 
 
 def test_the_last_and_the_best_are_kept(tiny_model, tmp_path):
@@ -259,88 +218,130 @@ def test_the_last_and_the_best_are_kept(tiny_model, tmp_path):
     assert saver.best_model_path == str(directory / f"iteration_{best[0]}.ckpt")
 
 
-def test_csv_of_an_earlier_start_is_kept(tmp_path):
-    logger = CSVLogger(tmp_path, "csv")
-    trainer = trainer_of(tmp_path, [saver := IterationCheckpoint()], logger=logger,
-                         enable_checkpointing=True)  # fmt: skip
-    run = tmp_path / "csv" / "version_3"
-    write_checkpoint({"x": 1}, run / "checkpoints" / "iteration_1.ckpt")
-    (tmp_path / "csv" / "version_4").mkdir()  # a start that got nowhere
-    (run / "metrics.csv").write_text("step\n1\n")
-    assert saver._find_last_checkpoints(trainer) == {str(run / "checkpoints/iteration_1.ckpt")}
-    assert Path(trainer.log_dir) == run
-    assert (run / "metrics_before_1.csv").read_text() == "step\n1\n"
+def test_a_second_ctrl_c_stops_at_once(tiny_model, tmp_path, whole):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):  # Lightning's answer to a KeyboardInterrupt
+            fit(tiny_model, tmp_path, SignalInUpdate(2, signal.SIGINT, signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert checkpoints_in(version(tmp_path) / "checkpoints")[0].name == "iteration_2.ckpt"
+    fit(tiny_model, tmp_path)
+    assert_same_run(version(tmp_path), whole)
 
 
-def test_ctrl_values_out_of_range_are_refused():
-    with pytest.raises(ConfigError, match="keep_last=0 must be >= 1"):
-        IterationCheckpoint(keep_last=0)
-    with pytest.raises(ConfigError, match="mode='best' must be"):
-        IterationCheckpoint(monitor="eval/accuracy", mode="best")
+def test_signals_are_handled_as_before_when_the_run_is_over(tiny_model, tmp_path):
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    with pytest.raises(RunInterrupted):
+        fit(tiny_model, tmp_path, SignalInUpdate(0, signal.SIGTERM))
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
-class TestFiles:
-    """Checkpoint files by themselves."""
+def test_a_failed_reward_leaves_the_rollouts_for_the_next_start(tiny_model, tmp_path, whole):
+    calls = []
 
-    @pytest.fixture
-    def path(self, tmp_path) -> Path:
-        for number in (1, 2):
-            state = {"weights": torch.full((1000,), float(number)), "names": ["a", 1, None]}
-            write_checkpoint(state, tmp_path / f"iteration_{number}.ckpt")
-            os.utime(tmp_path / f"iteration_{number}.ckpt", (number, number))
-        return tmp_path / "iteration_2.ckpt"
+    def broken_once(completions, completion_ids, **columns):
+        calls.append(len(completions))
+        if len(calls) == 4:  # called per group: the second of the first batch
+            raise KeyError("answer")
+        return share_of_sevens(completions, completion_ids)
 
-    def test_torch_loads_it(self, path):
-        state = torch.load(path, weights_only=True)
-        assert torch.equal(state["weights"], torch.full((1000,), 2.0))
-        assert damage(path) is None
-        assert newest_good(path.parent) == path
+    broken_once.__name__ = "share_of_sevens"
+    with pytest.raises(RewardError):
+        fit(tiny_model, tmp_path, rewards=[broken_once], saver=IterationCheckpoint(100))
+    again = SignalWhileCollecting(1000, signal.SIGTERM)  # counts
+    fit(tiny_model, tmp_path, agent=again)
+    # Of three evaluations of 2 and four batches of 8, only those of the failed batch are left out.
+    assert 1000 - again.left == 3 * 2 + 3 * 8
+    assert_same_run(version(tmp_path), whole)
 
-    @pytest.mark.parametrize("place", ["first", "middle", "last of torch's", "length", "checksum"])
-    def test_a_flipped_byte_is_found(self, path, place):
-        data = bytearray(path.read_bytes())
-        index = {
-            "first": 0, "middle": len(data) // 2, "last of torch's": -87, "length": -85,
-            "checksum": -1,
-        }[place]  # fmt: skip
-        data[index] ^= 1
-        path.write_bytes(data)
-        assert damage(path) is not None
-        with pytest.warns(UserWarning, match=r"iteration_2.ckpt is damaged.*before: .*_1.ckpt"):
-            assert newest_good(path.parent) == path.with_name("iteration_1.ckpt")
-        with pytest.raises(CheckpointError, match=r"_2.ckpt is damaged: .*use .*iteration_1.ckpt"):
-            VerifiedCheckpointIO().load_checkpoint(path)
 
-    @pytest.mark.parametrize("kept", [0, 1, 1000, -84, -1])
-    def test_a_file_cut_short_is_found(self, path, kept):
-        path.write_bytes(path.read_bytes()[:kept])
-        # Without exactly its comment it could be anybody's; -84 leaves torch's archive, whole but
-        # for the length of a comment that is missing.
-        assert damage(path) is not None
+class FailInUpdate(RLCallback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if pl_module.iteration == 2:
+            raise RuntimeError("out of memory")
 
-    def test_none_left_is_a_named_error(self, path):
-        for number in (1, 2):
-            file = path.with_name(f"iteration_{number}.ckpt")
-            file.write_bytes(b"")
-            os.utime(file, (number, number))
-        with pytest.raises(CheckpointError, match=r"_2.ckpt is damaged.*_1.ckpt is damaged.*anew"):
-            newest_good(path.parent)
 
-    def test_a_checkpoint_of_others_is_loaded_as_it_is(self, tmp_path):
-        torch.save({"x": 1}, tmp_path / "plain.ckpt")
-        assert VerifiedCheckpointIO().load_checkpoint(tmp_path / "plain.ckpt") == {"x": 1}
+def test_a_half_done_update_is_not_saved(tiny_model, tmp_path, whole):
+    with (
+        pytest.warns(UserWarning, match="failed within the update of iteration 3"),
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
+        fit(tiny_model, tmp_path, FailInUpdate())
+    assert checkpoints_in(version(tmp_path) / "checkpoints")[0].name == "iteration_2.ckpt"
+    fit(tiny_model, tmp_path)
+    assert_same_run(version(tmp_path), whole)
 
-    def test_a_full_disk_leaves_what_was_there(self, path):
-        """The process may write 64 KiB per file, as if the disk had no more."""
-        before = path.read_bytes()
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-        try:
-            with pytest.raises(CheckpointError, match=r"_2.ckpt could not be written: File too la"):
-                write_checkpoint({"weights": torch.zeros(100_000)}, path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert path.read_bytes() == before
-        assert sorted(p.name for p in path.parent.iterdir()) == [
-            "iteration_1.ckpt", "iteration_2.ckpt",
-        ]  # fmt: skip
+
+def test_an_asynchronous_save_is_waited_for(tiny_model, tmp_path, whole):
+    saver = IterationCheckpoint(1, keep_last=ITERATIONS, asynchronous=True)
+    with pytest.raises(RunInterrupted):
+        fit(tiny_model, tmp_path, SignalInUpdate(2, signal.SIGTERM), saver=saver)
+    directory = version(tmp_path) / "checkpoints"
+    assert [damage(p) for p in checkpoints_in(directory)] == [None] * 3
+    assert os.readlink(directory / "last.ckpt") == "iteration_3.ckpt"
+    fit(tiny_model, tmp_path)
+    assert_same_run(version(tmp_path), whole)
+
+
+class FullDisk(RLCallback):
+    """From an iteration on, no file may grow beyond 64 KiB."""
+
+    def on_update_start(self, trainer, pl_module, batch) -> None:
+        if pl_module.iteration == 2:
+            wait_for(lambda: newest_good(run_dir(trainer) / "checkpoints"))  # of the background
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_stops_when_the_disk_is_full(tiny_model, tmp_path, whole, asynchronous):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    saver = IterationCheckpoint(1, keep_last=1, asynchronous=asynchronous)
+    try:
+        with pytest.raises(CheckpointError, match=r"iteration_\d.ckpt could not be written"):
+            fit(tiny_model, tmp_path, FullDisk(), saver=saver)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    # What is written in the background may not be whole yet when the disk is full.
+    good = ("iteration_1.ckpt", "iteration_2.ckpt") if asynchronous else ("iteration_2.ckpt",)
+    assert newest_good(version(tmp_path) / "checkpoints").name in good
+    fit(tiny_model, tmp_path)
+    assert_same_run(version(tmp_path), whole)
+
+
+class FullLog(RLCallback):
+    """From an iteration on, the disk with the rows of metrics takes no more."""
+
+    def on_update_start(self, trainer, pl_module, batch) -> None:
+        if pl_module.iteration == 2:
+            file = run_dir(trainer) / "metrics.jsonl"
+            file.rename(file.with_name("metrics"))
+            file.symlink_to("/dev/full")
+
+
+def test_a_full_disk_under_a_log_loses_nothing(tiny_model, tmp_path, whole):
+    saver = IterationCheckpoint(100)  # so that all that was done is saved when the log fails
+    with pytest.raises(DiskError, match=r"metrics.jsonl could not be written: No space left"):
+        fit(tiny_model, tmp_path, FullLog(), saver=saver)
+    directory = version(tmp_path)
+    assert newest_good(directory / "checkpoints").name == "iteration_3.ckpt"
+    (directory / "metrics").rename(directory / "metrics.jsonl")
+    fit(tiny_model, tmp_path)
+    assert_same_run(directory, whole)
+
+
+def test_a_run_goes_on_from_before_a_damaged_checkpoint(tiny_model, tmp_path, whole):
+    shutil.copytree(whole, version(tmp_path), symlinks=True)
+    directory = version(tmp_path) / "checkpoints"
+    (directory / f"iteration_{ITERATIONS}.ckpt").unlink()  # it had not got that far
+    newest = directory / "iteration_3.ckpt"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"iteration_3.ckpt is damaged: .*iteration_2.ckpt"):
+        fit(tiny_model, tmp_path / "other", ckpt_path=str(newest))
+    with pytest.warns(UserWarning, match=r"iteration_3.ckpt is damaged.*before: .*_2.ckpt"):
+        fit(tiny_model, tmp_path)
+    assert_same_run(version(tmp_path), whole)

@@ -1,0 +1,339 @@
+"""What tests/integration/test_resume.py interrupts: one small run of each kind that has a state."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_rl import (
+    GAE,
+    NF4,
+    Branching,
+    Int8,
+    K3Penalty,
+    LoRA,
+    Mixture,
+    OfflineDataModule,
+    PassRateCurriculum,
+    PolicyModule,
+    PromptSet,
+    ReplayBuffer,
+    SeparateValueHead,
+    SFTMix,
+    StreamedCollector,
+    TokenTIS,
+    TransformersEngine,
+    TreeRLOO,
+    Vision,
+    WarmupCosine,
+)
+from lightning_rl.algos.schedules import AdaptiveCoefficient
+from lightning_rl.callbacks import Evaluate, RLCallback, StepTimer, WeightSync
+from lightning_rl.collect.samplers import Mixed, Uniform
+from lightning_rl.data.mixing import ByPassRate
+from lightning_rl.data.rollouts.files import open_rollouts
+from lightning_rl.envs import (
+    ActionCritic,
+    ActorCritic,
+    ActorCriticModule,
+    DQNModule,
+    EnvDataModule,
+    GRUBody,
+    Gym,
+    GymWorkers,
+    MLPBody,
+    QAgent,
+    SACAgent,
+    SACModule,
+    StepGAE,
+    TorchRLEnv,
+    TransitionBuffer,
+)
+from lightning_rl.envs.rows import Clips
+from lightning_rl.extend import Periodic, TheseCalls, TransformersAdapters
+from lightning_rl.games import PSPG, GameModule, GameRolesModule
+from lightning_rl.models.reference import PeriodicReference
+from lightning_rl.sync.schedule import FixedSchedule
+from tests.support import small_run, two_roles
+from tests.support.lots import LotEngine
+from tests.support.resumed import PER_EPOCH, Case
+from tests.support.small_run import adamw, grpo, numbers, ppo, share_of_sevens
+from tests.support.three_calls import ThreeCalls
+from tests.support.tiny_vision import save_picture_rows, share_of_even
+from tests.support.turn_rollouts import played, random_episodes
+
+SMALL = {"groups_per_iteration": 3, "group_size": 3, "iterations_per_epoch": PER_EPOCH}
+ALL = ("within", "epoch", "collected")
+AFTER_UPDATES = ("within", "epoch")
+"""Where nothing is kept of a batch that is not trained on yet: it is made again."""
+
+
+class OwnStage(RLCallback):
+    """Times something of its own, once."""
+
+    def on_collect_start(self, trainer, pl_module):
+        if pl_module.iteration == 0:
+            with pl_module.clock("simulator"):
+                pass
+
+
+def watching():
+    return [WeightSync(), Evaluate(every_n_iterations=2), StepTimer(), OwnStage()]
+
+
+def data(**options):
+    return small_run.data_module(**SMALL, eval_limit=2, eval_samples=2, **options)
+
+
+def language(module, *, places=("within", "collected"), trainer=None, **options):
+    """A case of a PolicyModule; ``options``: the data module's, made anew for each run."""
+    make = lambda: data(**{name: value() for name, value in options.items()})  # noqa: E731
+    return Case(module, make, watching, trainer or {}, places)
+
+
+def everything(model):
+    return ppo(
+        model,
+        kl=K3Penalty(AdaptiveCoefficient(0.1, target=1e-4)),
+        reference=PeriodicReference(every_n_iterations=2),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    )
+
+
+def given_model(model):
+    return PolicyModule(AutoModelForCausalLM.from_pretrained(model), optimizer=adamw(1e-2), seed=7)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def buffer(sampler):
+    return ReplayBuffer("groups.sqlite", capacity=6, max_staleness=2, sampler=sampler)
+
+
+def expert_buffer():
+    if not Path("experts.jsonl").exists():
+        rollouts = [played([(None, 3, None)], 1.0, group_id=str(n)) for n in range(4)]
+        open_rollouts(Path("experts.jsonl")).append(rollouts, 0)
+    return buffer(Mixed(0.25, 0.25, "experts.jsonl"))
+
+
+def mixture():
+    sets = [
+        PromptSet("a", numbers(108, 140, seed=1), rewards=[share_of_sevens], success_reward=0.9),
+        PromptSet("b", numbers(200, 210, seed=1), group_size=2),
+    ]
+    return Mixture(sets, ByPassRate(success_reward=0.01, memory=0.2), seed=2)
+
+
+def recorded():
+    if not Path("recorded.sqlite").exists():
+        file = open_rollouts(Path("recorded.sqlite"))
+        file.append(random_episodes(1, groups=6, group_size=4), 0)
+        file.close()
+    return OfflineDataModule("recorded.sqlite", groups_per_iteration=2, seed=2,
+                             iterations_per_epoch=PER_EPOCH)  # fmt: skip
+
+
+LANGUAGE = {
+    "grpo": language(grpo, places=ALL),
+    "ppo": language(everything, places=ALL),
+    "a model object": language(given_model),
+    "lora": language(
+        partial(grpo, lora=LoRA(rank=4)),
+        trainer={"precision": "bf16-mixed"},
+        engine=lambda: TransformersEngine(device="cpu", adapters="apart"),
+    ),
+    "nf4": language(
+        partial(grpo, lora=LoRA(rank=4, quantization=NF4())), trainer={"precision": "bf16-true"}
+    ),
+    "int8": language(
+        partial(grpo, lora=LoRA(rank=4, quantization=Int8())), trainer={"precision": "bf16-true"}
+    ),
+    "bfloat16": language(ppo, trainer={"precision": "bf16-true"}),
+    "replay and curriculum": language(
+        partial(grpo, correction=TokenTIS(), minibatches=2),
+        train_prompts=lambda: PassRateCurriculum(numbers(100, 116), success_reward=0.4),
+        buffer=lambda: buffer(Uniform(2)),
+    ),
+    "experts": language(
+        partial(grpo, loss=SFTMix(), correction=TokenTIS()), buffer=expert_buffer
+    ),
+    "mixture": language(grpo, train_prompts=mixture),
+    "branching": language(
+        partial(grpo, advantage=TreeRLOO(), ppo_epochs=2),
+        agent=lambda: Branching(ThreeCalls(), at=TheseCalls([2])),
+    ),
+    "offline": Case(
+        partial(grpo, trust_engine_logprobs=True, ppo_epochs=2, minibatches=2), recorded,
+        places=ALL,
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- several policies
+
+
+def roles(model):
+    return two_roles.roles_module(
+        model,
+        first={"lr_scheduler": lambda o: WarmupCosine(o, warmup_steps=1, total_steps=6)},
+        second={"schedule": Periodic(every=2), "ppo_epochs": 2, "minibatches": 2},
+    )
+
+
+def game_roles(model):
+    policies = {name: two_roles.group(minibatches=2) for name in ("first", "second")}
+    return GameRolesModule(model, policies, PSPG(rank=2, rho=1.0), [["first"], ["second"]], 7)
+
+
+def roles_data(**options):
+    return two_roles.roles_data(**SMALL | {"groups_per_iteration": 4} | options)
+
+
+ROLES = {
+    "roles": Case(
+        roles, lambda: roles_data(eval_prompts=numbers(100, 104)), watching
+    ),
+    "game of roles": Case(
+        game_roles,
+        lambda: roles_data(engine=TransformersAdapters(device="cpu")),
+        lambda: [WeightSync(), StepTimer(), OwnStage()],
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def pictures(module, **options):
+    def made():
+        return data(
+            train_prompts=save_picture_rows(Path()), eval_prompts=None, rewards=[share_of_even],
+            **{name: value() for name, value in options.items()},
+        )  # fmt: skip
+
+    return Case(module, made, lambda: [WeightSync()], model="seeing_model")
+
+
+TOWER = {"vision": Vision(train_tower=True, tower_lr=1e-3)}
+PICTURES = {
+    "pictures": pictures(
+        partial(grpo, correction=TokenTIS()), buffer=lambda: buffer(Mixed(replayed=0.5))
+    ),
+    "a tower and a critic": pictures(
+        partial(
+            grpo, **TOWER, advantage=GAE(), value_head=SeparateValueHead(), minibatches=2,
+            ppo_epochs=2, max_tokens_per_pack=64, gradient_checkpointing=True,
+        )
+    ),
+    "adapters of a tower": pictures(partial(grpo, **TOWER, lora=LoRA(rank=2))),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- environments
+
+
+def played_in(env, **options):
+    options = {"num_envs": 2, "frames_per_iteration": 42, "eval_episodes": 2, "seed": 3} | options
+    return EnvDataModule(env, iterations_per_epoch=PER_EPOCH, **options)
+
+
+def off_policy(kind, agent, model):
+    return kind(
+        {"agent": agent()}, buffer=TransitionBuffer(100), warmup_frames=60,
+        updates_per_iteration=2, batch_size=8, seed=3,
+    )  # fmt: skip
+
+
+def environment(module, env, **options):
+    callbacks = lambda: [Evaluate(2), StepTimer(), OwnStage()]  # noqa: E731
+    if not options.get("eval_episodes", 2):
+        callbacks = list
+    return Case(module, lambda: played_in(env(), **options), callbacks, places=AFTER_UPDATES)
+
+
+def walking():
+    return Gym("tests.support.worlds:Walk-v0")
+
+
+def actor_critic(model, body=None, **options):
+    agent = ActorCritic(body or MLPBody([16], "relu"), share_body=body is not None)
+    return ActorCriticModule({"agent": agent}, seed=3, minibatches=2, **options)
+
+
+def dqn_agent():
+    return QAgent(MLPBody([16], "relu"))
+
+
+def sac_agent():
+    return SACAgent(MLPBody([16], "relu"), critic=ActionCritic(hidden=[16]))
+
+
+def game(model):
+    return GameModule(
+        {name: ActorCritic(body=MLPBody([8])) for name in ("row", "column")},
+        PSPG(rank=3),
+        order=[["row"], ["column"]],
+        advantage=StepGAE(gamma=1.0, normalize=False),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.3),
+        epochs=2,
+        minibatches=2,
+    )
+
+
+PENNIES = {"pays": [[[3, -1], [-1, 1]], [[-3, 1], [1, -1]]], "rounds": 2, "num_envs": 32}
+ENVIRONMENTS = {
+    "actor and critic": environment(actor_critic, walking),
+    "memory": environment(
+        lambda model: actor_critic(model, GRUBody(hidden=8), clips=Clips(7, 5, num_samples=8)),
+        walking,
+    ),
+    "torchrl": environment(
+        actor_critic,
+        lambda: TorchRLEnv(
+            "torchrl.envs.GymEnv",
+            {"env_name": "CartPole-v1", "categorical_action_encoding": True},
+        ),
+    ),
+    "workers": environment(
+        actor_critic,
+        lambda: GymWorkers(
+            "tests.support.worlds:Walk-v0", workers=1, sync=FixedSchedule(2), max_staleness=2,
+            force_sync=False,
+        ),
+        eval_episodes=0,
+    ),
+    "dqn": environment(partial(off_policy, DQNModule, dqn_agent), lambda: Gym("CartPole-v1")),
+    "sac": environment(partial(off_policy, SACModule, sac_agent), lambda: Gym("Pendulum-v1")),
+    "game": environment(
+        game, lambda: TorchRLEnv("recipes.matrix_games.env.MatrixGame", PENNIES),
+        num_envs=32, frames_per_iteration=64, eval_episodes=0,
+    ),
+}  # fmt: skip
+
+CASES = LANGUAGE | ROLES | PICTURES | ENVIRONMENTS
+
+# ---------------------------------------------------------------- not to the bit
+
+
+def streamed(model, **options):
+    return grpo(model, optimizer=sgd, **options)
+
+
+STREAMED = [
+    language(
+        streamed, collector=lambda: StreamedCollector(2),
+        engine=lambda: LotEngine(device="cpu", max_batch_size=8),
+    ),
+    pictures(
+        partial(streamed, **TOWER), collector=lambda: StreamedCollector(1),
+        engine=lambda: LotEngine(device="cpu"),
+    ),
+]  # fmt: skip
+
+
+def ahead(collector):
+    return language(grpo, collector=collector, train_prompts=lambda: numbers(100, 180, seed=1))
