@@ -16,8 +16,8 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.serving.server import AgentServer
 from tests.support.engine_checks import ROUNDING, own_logprobs, plain_model, same_draws
+from tests.support.served_chats import QUESTION, TOOLS
 from tests.support.tiny_models import save_chat_model
-from tests.unit.serving.test_agent_server import QUESTION, TOOLS
 
 pytestmark = pytest.mark.anyio
 

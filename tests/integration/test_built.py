@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from tests.unit.house.test_packaging import ROOT, data_on_disk, modules_on_disk, recipes_on_disk
+from tests.support.packaged import ROOT, data_on_disk, modules_on_disk, recipes_on_disk
 
 
 @pytest.fixture(scope="module")

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import Strategy
 
 from lightning_rl import Prompt
 from lightning_rl.cli import main
-from lightning_rl.cli.parser import RLArgumentParser, checked_sources
 from lightning_rl.cli.trusted_texts import TABLE
 from lightning_rl.config import names
 from lightning_rl.config.hints import classes, item_hint, mapping_hint, parameters
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import Environment
 from lightning_rl.games import RewardThreshold, Selection, StagedAlgorithm, StagedTrainer
+from tests.support.dumped import of, require_same_again
 
 ROOTS = (LightningModule, LightningDataModule, Callback, CheckpointIO, Precision, Strategy)
 """What a configuration of ``lightning-rl fit`` names."""
@@ -29,10 +28,6 @@ HERE = __name__
 
 
 def world(prompt: Prompt) -> Environment: ...
-
-
-def of(name, /, **arguments):
-    return {"class_path": name, "init_args": arguments}
 
 
 FUNCTION = "builtins.len"
@@ -153,27 +148,6 @@ def nameable() -> dict[str, Any]:
 
 
 NAMEABLE = nameable()
-
-
-def dumped(parser, file):
-    """What --print_config would print, and a run would keep."""
-    arguments = ["--config", str(file)]
-    checked_sources(arguments, parser, None)
-    return parser.dump(parser.parse_args(arguments), skip_unset=False)
-
-
-def require_same_again(hint, part, file):
-    """The text that tells a part, which is read without a mistake and tells the same."""
-    parser = RLArgumentParser(description="")
-    parser.add_argument("-c", "--config", action=ActionConfigFile)
-    parser.add_argument("--parts", type=list[hint])
-    file.write_text(yaml.safe_dump({"parts": [part]}))
-    told = dumped(parser, file)
-    assert " at 0x" not in told
-    assert "Unable to serialize" not in told
-    file.write_text(told)
-    assert dumped(parser, file) == told
-    return parser, yaml.safe_load(told)["parts"][0]
 
 
 def test_every_needed_argument_is_of_a_class_that_can_be_named():

@@ -74,7 +74,7 @@ def trained(module, iterations=1, rounds=1, games=1, envs=256, min_length=1):
         min_episode_length=min_length,
     )
     heads = Heads()
-    trainer_of(None, [heads], logger=False).fit(module, data)
+    trainer_of(".", [heads], logger=False).fit(module, data)
     if heads.begins is not None:
         assert torch.equal(heads.begins[0], torch.arange(rounds * games) % rounds == 0)
     return module, heads.path

@@ -10,18 +10,8 @@ from itertools import repeat
 
 import pytest
 
-from tests.support.hub import Hub
+from tests.support.hub import CARD, Hub
 
-CARD = b"""---
-configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train.jsonl}
-  - {split: test, path: main/test.jsonl}
-- config_name: socratic
-  data_files: socratic/*.jsonl
----
-"""
 TOKEN = "hf_a_secret_of_the_tests"
 
 

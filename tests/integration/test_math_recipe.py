@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from recipes.math.data import problems
 from recipes.math.make_model import ROWS, SHAPES, SHARED, prepare
-from tests.integration.test_hub_data import CARD
-from tests.support.hub import Hub
+from tests.support.hub import CARD, Hub
 
 pytest.importorskip("math_verify")
 ROOT = Path(__file__).parents[2]

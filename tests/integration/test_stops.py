@@ -34,7 +34,7 @@ from lightning_rl.run.checkpoint_io import checkpoints_in, damage, newest_good
 from lightning_rl.run.rundir import run_dir
 from tests.support.engine_checks import wait_for
 from tests.support.lots import LotEngine
-from tests.support.resumed import state_of, without_times
+from tests.support.resumed import is_time, state_of
 from tests.support.resumed_cases import everything
 from tests.support.small_run import data_module, share_of_sevens, trainer_of
 
@@ -83,10 +83,13 @@ def version(tmp_path, number=0) -> Path:
 
 
 def rows(directory: Path, file: str = "metrics.jsonl", but: tuple[str, ...] = ()) -> list[dict]:
-    """Lines of a file, but for times and the columns that are left out, at any depth."""
+    """Lines of a file without times and some other columns, at any depth.
+
+    The row of an iteration after which a signal stopped the run has no times.
+    """
 
     def kept(found: dict) -> dict:
-        return {k: v for k, v in without_times(found).items() if not k.startswith(but)}
+        return {k: v for k, v in found.items() if not (is_time(k) or k.startswith(but))}
 
     lines = (directory / file).read_text().splitlines()
     return [json.loads(line, object_hook=kept) for line in lines]

@@ -13,9 +13,9 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from tests.support.agents import AlwaysCalls, ShortTurns, add
 from tests.support.engine_checks import own_logprobs
 from tests.support.tiny_models import chat_tokenizer, save_chat_model
-from tests.unit.agents.test_tool_agent import AlwaysCalls, ShortTurns, add
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 XML = (

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_local import VLLMLocal
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.tolerances import rounding
@@ -230,3 +233,26 @@ def train_adapters(policy, seed):
         if ".lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     return {name: weight.clone() for name, weight in policy.named_weights()}
+
+
+def sampled(tiny_model, make_rollout, tmp_path, sampling, count=40):
+    """Rollouts by the transformers engine from a few prompts."""
+    save_skeleton(str(tiny_model), tmp_path)
+    policy = Policy(str(tiny_model))
+    engine = TransformersEngine(device="cpu")
+    engine.start(tmp_path)
+    engine.load_weights(policy.named_weights(), 0)
+    prompts = [[3, 4, 2], [5, 2], [6, 7, 8, 9, 10, 2], [12, 3, 2]] * (count // 4)
+
+    async def run():
+        requests = (engine.generate(p, sampling, seed) for seed, p in enumerate(prompts))
+        return await asyncio.gather(*requests)
+
+    rollouts = [
+        make_rollout(
+            prompt, c.token_ids, logprobs=c.logprobs, group_id=str(i % 4),
+            sampling=sampling.distribution,
+        )
+        for i, (prompt, c) in enumerate(zip(prompts, asyncio.run(run()), strict=True))
+    ]  # fmt: skip
+    return policy, rollouts

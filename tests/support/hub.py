@@ -10,6 +10,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train.jsonl}
+  - {split: test, path: main/test.jsonl}
+- config_name: socratic
+  data_files: socratic/*.jsonl
+---
+"""
+"""Of a data set with two configurations."""
+
 Answer = tuple[int, bytes, dict[str, str]]
 _API = re.compile(r"/api/(?P<kind>datasets|models)/(?P<repo>[^/]+/[^/]+)(?:/(?P<rest>.*))?")
 _FILE = re.compile(r"/(?:(?P<kind>datasets)/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<rest>.+)")

@@ -23,13 +23,14 @@ TRAINED = {"within": 1, "epoch": 2, "collected": 3}
 """How many iterations are trained on in each checkpoint that a whole run leaves."""
 
 
+def is_time(name: str) -> bool:
+    """Whether a metric is measured in, or per, seconds, and so differs from run to run."""
+    return name.startswith(("time/", "cpu_s", "wall_s")) or name.endswith(("seconds", "_per_s"))
+
+
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
     """A row of metrics in which every time is zero: its key has to be there all the same."""
-    timed = ("time/", "cpu_s", "wall_s"), ("seconds", "_per_s")
-    return {
-        name: 0.0 if name.startswith(timed[0]) or name.endswith(timed[1]) else value
-        for name, value in row.items()
-    }
+    return {name: 0.0 if is_time(name) else value for name, value in row.items()}
 
 
 class Trace(RLCallback):

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.extend import Agent, PromptDataset
 from lightning_rl.verifiers import VerifiersAgent, VerifiersPrompts
-from tests.integration.test_dumped_defaults import of, require_same_again
+from tests.support.dumped import of, require_same_again
 
 
 @pytest.mark.parametrize(

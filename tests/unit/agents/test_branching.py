@@ -32,14 +32,13 @@ from lightning_rl.extend import EveryCall, RandomCalls, TheseCalls, forked
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Fork, Prompt, Rollout, RolloutStatus
 from lightning_rl.serving import FunctionAgent
+from tests.support.agents import Hashing, long_game
 from tests.support.lots import LotEngine
 from tests.support.planted_run import blocks_of
 from tests.support.small_run import data_module, grpo, trainer_of
 from tests.support.three_calls import ThreeCalls
 from tests.support.tiny_models import chatml_tokenizer
 from tests.support.turn_rollouts import played, random_episodes
-from tests.unit.agents.test_episode import Hashing
-from tests.unit.agents.test_multi_turn import long_game
 
 WRITTEN = ("tokens", "loss_mask")
 PLAIN = Sampling(max_tokens=4)

@@ -8,59 +8,15 @@ from hypothesis import given, settings, strategies as st
 
 from lightning_rl import Prompt, Rollout, Sampling
 from lightning_rl.collect.pipeline import run_agent
-from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.errors import ContextLengthError, EngineError, EpisodeError
 from lightning_rl.extend import Agent, Episode, RolloutStatus
 from lightning_rl.rollout import SamplingDistribution
+from tests.support.agents import Hashing
 
 PLAIN = Sampling(max_tokens=4)
 PLAIN_AT_HALF = SamplingDistribution(temperature=0.5)
 FORM = replace(PLAIN, structured_outputs=StructuredOutputs(choice=["7"]))
-
-
-class Hashing(Engine):
-    """Writes tokens that follow from prompt, sampling and seed, in a number of ticks that does too.
-
-    ``written`` holds what it wrote, by seed; ``asked`` the prompts, in the order of asking.
-    """
-
-    version = 0
-    max_length = 64
-
-    def __init__(self, **scripted: Completion) -> None:
-        self.written: dict[int, Completion] = {}
-        self.asked: list[list[int]] = []
-        self.samplings: list[Sampling] = []
-        self.reasons = scripted.get("reasons", {})
-
-    async def generate(self, token_ids, sampling, seed) -> Completion:
-        self.asked.append(list(token_ids))
-        self.samplings.append(sampling)
-        number = hash((tuple(token_ids), seed, sampling.temperature))
-        for _ in range(number % 5):
-            await asyncio.sleep(0)
-        count = min(sampling.max_tokens, number // 5 % 5)
-        tokens = [number // 7**n % 4 for n in range(count)]
-        made = Completion(
-            tokens,
-            [-(number // 11**n % 100) / 100 for n in range(count)],
-            self.reasons.get(len(self.asked), "stop"),
-            [number // 13**n % 3 for n in range(count)],
-        )
-        self.written[seed] = replace(made, token_ids=list(tokens))
-        return made
-
-    def start(self, model_dir):
-        raise NotImplementedError
-
-    def load_weights(self, weights, version):
-        raise NotImplementedError
-
-    running = True
-
-    def close(self):
-        raise NotImplementedError
 
 
 class Scripted(Hashing):

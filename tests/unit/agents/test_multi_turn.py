@@ -27,6 +27,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from tests.support.agents import Sums, long_game
 from tests.support.engine_checks import FakeEngine, same_draws
 from tests.support.tiny_models import CHATML, chatml_tokenizer
 from tests.support.tolerances import scores_rounding
@@ -51,24 +52,6 @@ class Scripted(FakeEngine):
         reason = "stop" if len(written) <= sampling.max_tokens else "length"
         written = written[: sampling.max_tokens]
         return Completion(written, [-0.5] * len(written), reason, [7] * len(written))
-
-
-class Sums(Environment):
-    """Says the sum of all digits so far, pays 0.25 a turn; done at ``goal``, which pays 1 more."""
-
-    def __init__(self, prompt: Prompt, goal: int = 9) -> None:
-        self.goal = goal
-        self.sum = 0
-
-    def step(self, turn: str) -> Reply:
-        self.sum += sum(int(digit) for digit in turn if digit.isdigit())
-        if self.sum >= self.goal:
-            return Reply("=", reward=1.25, done=True)
-        return Reply(f"={self.sum}", reward=0.25)
-
-
-def long_game(prompt: Prompt) -> Environment:
-    return Sums(prompt, goal=200)
 
 
 @pytest.fixture(scope="module")

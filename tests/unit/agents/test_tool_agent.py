@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.agents.base import Agent, continuation_seed
-from lightning_rl.agents.templates import HermesParser, ParsedCall, ToolParser, TurnTemplate
+from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -18,6 +17,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from tests.support.agents import AlwaysCalls, ShortTurns, add
 from tests.support.engine_checks import FakeEngine, own_logprobs
 from tests.support.tiny_models import chat_tokenizer, save_chat_model
 
@@ -25,16 +25,6 @@ QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 TOKENIZER = chat_tokenizer("qwen3")
 END = "<|im_end|>"
 OPENING = "<|im_start|>assistant\n"
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first.
-        b: the second.
-    """
-    return a + b
 
 
 def call(**arguments):
@@ -360,23 +350,6 @@ def test_text_prompts_and_bad_limits_are_refused():
 
 
 # ---------------------------------------------------------------- a real model
-
-
-class AlwaysCalls(HermesParser):
-    """Reads a call into whatever a random model writes."""
-
-    def parse(self, text):
-        _, calls = super().parse(text)
-        return text, calls or [ParsedCall("add", {"a": 12, "b": 1})]
-
-
-class ShortTurns:
-    """Of an engine: a random model hardly ever ends a turn, so after 12 tokens it is over."""
-
-    async def generate(self, token_ids, sampling, seed):
-        completion = await super().generate(token_ids, replace(sampling, max_tokens=12), seed)
-        completion.finish_reason = "stop"
-        return completion
 
 
 def test_logprobs_are_the_models_own_given_all_tokens_before(tmp_path):

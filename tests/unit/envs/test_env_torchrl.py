@@ -28,7 +28,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.extend import ValueLoss, as_torchrl, pack_rollouts
 from tests.support.env_agents import agent_for
 from tests.support.small_run import trainer_of
-from tests.unit.envs.test_env_update import DISCRETE, built, compare, loss_of, rows
+from tests.support.torchrl_losses import DISCRETE, built, compare, loss_of, rows
 
 WALK = Gym("tests.support.worlds:Walk-v0")
 

@@ -45,6 +45,16 @@ def test_no_folders_import_each_other_and_no_files_in_a_circle(library):
     assert circles(arrows(modules_of(ROOT, "benchmarks"))) == []
 
 
+def test_no_test_module_imports_another():
+    """What two of them need is in tests/support."""
+    found = [
+        f"{arrow.importer} imports {arrow.imported}"
+        for arrow in arrows(modules_of(ROOT, "tests"))
+        if arrow.imported.rpartition(".")[2].startswith("test_")
+    ]
+    assert found == []
+
+
 def test_at_the_root_are_the_words_and_the_faces():
     files = {path.name for path in (ROOT / "lightning_rl").glob("*.py")}
     faces = {"errors.py", "rollout.py", "module.py", "datamodule.py"}

@@ -11,9 +11,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from lightning_rl.cli.quickstart import COPIED
+from tests.support.packaged import (
+    PACKAGE_FOLDERS,
+    ROOT,
+    data_on_disk,
+    modules_on_disk,
+    recipes_on_disk,
+)
 
-ROOT = Path(__file__).parents[3]
-PACKAGE_FOLDERS = {"lightning_rl": "lightning_rl", "lightning_rl.callbacks": "callbacks"}
 RECIPES = "lightning_rl.recipes"
 """Where a wheel has recipes/: files to copy, of which nothing is imported there."""
 
@@ -29,27 +34,9 @@ def lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def modules_on_disk() -> set[str]:
-    """Every module as a wheel must hold it; callbacks/ under its installed name."""
-    found = set()
-    for package, folder in PACKAGE_FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):  # rglob does not follow the symlink
-            relative = path.relative_to(ROOT / folder)
-            found.add(f"{package.replace('.', '/')}/{relative.as_posix()}")
-    return found
-
-
 def test_package_list_names_every_folder_with_python_files(config: configparser.ConfigParser):
     listed = set(lines(config["options"]["packages"])) - {RECIPES}
     assert listed == {str(Path(m).parent).replace("/", ".") for m in modules_on_disk()}
-
-
-def data_on_disk() -> set[str]:
-    """Every file beside the modules, as a wheel must hold it."""
-    left_out = (".py", ".pyc")
-    folders = (ROOT / "lightning_rl", ROOT / "lightning_rl" / "callbacks")  # which is a symlink
-    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in left_out}
 
 
 def test_package_data_names_every_other_file(config: configparser.ConfigParser):
@@ -61,12 +48,6 @@ def test_package_data_names_every_other_file(config: configparser.ConfigParser):
         for pattern in patterns.split(","):
             packaged |= {p.relative_to(ROOT).as_posix() for p in folder.glob(pattern.strip())}
     assert data_on_disk() == packaged
-
-
-def recipes_on_disk() -> set[str]:
-    """Every file of recipes/ but what Python leaves there."""
-    files = (path for path in (ROOT / "recipes").rglob("*") if path.is_file())
-    return {p.relative_to(ROOT).as_posix() for p in files if "__pycache__" not in p.parts}
 
 
 def test_recipes_travel_whole(config: configparser.ConfigParser):

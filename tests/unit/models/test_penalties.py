@@ -17,8 +17,8 @@ from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.sampling import Penalties
 from lightning_rl.rollout import SamplingDistribution
+from tests.support.engine_checks import sampled
 from tests.support.tolerances import distance, norm_rounding, rounding, scores_rounding
-from tests.unit.models.test_truncated_sampling import sampled
 
 VOCABULARY = 11
 

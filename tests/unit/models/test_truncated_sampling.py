@@ -1,6 +1,5 @@
 """Scoring under temperature, top-k and top-p: the distribution that was really sampled from."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -9,12 +8,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2Config
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.engines import Sampling
 from lightning_rl.models import heads
 from lightning_rl.models.heads import token_logprobs
-from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.sampling import end_tokens
+from tests.support.engine_checks import sampled
 from tests.support.tolerances import rounding, scores_rounding
 
 VOCABULARY = 23
@@ -153,29 +152,6 @@ def test_without_cuts_it_is_plain_scoring():
     cut = ours(linear, hidden, targets, [(0.7, 0, 1.0)] * 6)
     for a, b in zip(plain, cut, strict=True):
         assert torch.equal(a, b)
-
-
-def sampled(tiny_model, make_rollout, tmp_path, sampling, count=40):
-    """Rollouts by the transformers engine from a few prompts."""
-    save_skeleton(str(tiny_model), tmp_path)
-    policy = Policy(str(tiny_model))
-    engine = TransformersEngine(device="cpu")
-    engine.start(tmp_path)
-    engine.load_weights(policy.named_weights(), 0)
-    prompts = [[3, 4, 2], [5, 2], [6, 7, 8, 9, 10, 2], [12, 3, 2]] * (count // 4)
-
-    async def run():
-        requests = (engine.generate(p, sampling, seed) for seed, p in enumerate(prompts))
-        return await asyncio.gather(*requests)
-
-    rollouts = [
-        make_rollout(
-            prompt, c.token_ids, logprobs=c.logprobs, group_id=str(i % 4),
-            sampling=sampling.distribution,
-        )
-        for i, (prompt, c) in enumerate(zip(prompts, asyncio.run(run()), strict=True))
-    ]  # fmt: skip
-    return policy, rollouts
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (5, 1.0), (5, 0.9)])

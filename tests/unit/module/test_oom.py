@@ -16,7 +16,7 @@ from lightning_rl.models.memory import forward_tokens, is_out_of_memory, smaller
 from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
 from tests.support.tolerances import scores_rounding
-from tests.unit.module.test_update import assert_close, last_gradients
+from tests.support.updates import assert_close, last_gradients
 
 ABSURD = 2**50  # bytes that no machine has
 

@@ -10,7 +10,7 @@ from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.module import ActorCriticModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
-from tests.unit.module.test_update import Recorder, sgd
+from tests.support.updates import Recorder, sgd
 
 
 @pytest.fixture

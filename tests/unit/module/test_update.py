@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.algos.advantages import GAE, GRPO
@@ -18,10 +16,7 @@ from lightning_rl.learn.schedulers import WarmupLinear
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.support.updates import Recorder, assert_close, last_gradients, sgd
 
 
 def module_of(tiny_model, **options) -> PolicyModule:
@@ -38,29 +33,6 @@ def with_critic(tiny_model, **options) -> PolicyModule:
     generator = torch.Generator().manual_seed(0)
     module.policy.value_head.linear.weight.data.normal_(std=0.3, generator=generator)
     return module
-
-
-class Recorder(Callback):
-    """Every iteration's metrics."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.rows.append(dict(pl_module._recorded))
-
-
-def last_gradients(module: PolicyModule) -> dict[str, Tensor]:
-    named = module.policy.named_parameters()
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
-
-
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: float) -> None:
-    assert ours.keys() == theirs.keys()
-    size = torch.stack([g.norm() for g in theirs.values()]).norm()
-    for name in ours:
-        gap = (ours[name] - theirs[name]).norm()
-        assert gap <= relative * (theirs[name].norm() + size), name
 
 
 @pytest.mark.parametrize("aggregation", [TokenMean(), SequenceMean()])

@@ -28,11 +28,13 @@ def path(tmp_path) -> Path:
         os.utime(tmp_path / f"iteration_{number}.ckpt", (number, number))
     return tmp_path / "iteration_2.ckpt"
 
+
 def test_torch_loads_it(path):
     state = torch.load(path, weights_only=True)
     assert torch.equal(state["weights"], torch.full((1000,), 2.0))
     assert damage(path) is None
     assert newest_good(path.parent) == path
+
 
 @pytest.mark.parametrize("place", ["first", "middle", "last of torch's", "length", "checksum"])
 def test_a_flipped_byte_is_found(path, place):
@@ -49,12 +51,14 @@ def test_a_flipped_byte_is_found(path, place):
     with pytest.raises(CheckpointError, match=r"_2.ckpt is damaged: .*use .*iteration_1.ckpt"):
         VerifiedCheckpointIO().load_checkpoint(path)
 
+
 @pytest.mark.parametrize("kept", [0, 1, 1000, -84, -1])
 def test_a_file_cut_short_is_found(path, kept):
     path.write_bytes(path.read_bytes()[:kept])
     # Without exactly its comment it could be anybody's; -84 leaves torch's archive, whole but
     # for the length of a comment that is missing.
     assert damage(path) is not None
+
 
 def test_none_left_is_a_named_error(path):
     for number in (1, 2):
@@ -64,9 +68,11 @@ def test_none_left_is_a_named_error(path):
     with pytest.raises(CheckpointError, match=r"_2.ckpt is damaged.*_1.ckpt is damaged.*anew"):
         newest_good(path.parent)
 
+
 def test_a_checkpoint_of_others_is_loaded_as_it_is(tmp_path):
     torch.save({"x": 1}, tmp_path / "plain.ckpt")
     assert VerifiedCheckpointIO().load_checkpoint(tmp_path / "plain.ckpt") == {"x": 1}
+
 
 def test_a_full_disk_leaves_what_was_there(path):
     """The process may write 64 KiB per file, as if the disk had no more."""

@@ -14,7 +14,7 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.limits import RequestLimits
-from tests.unit.serving.test_agent_server import (
+from tests.support.served_chats import (
     END,
     QUESTION,
     TOKENIZER,

@@ -9,7 +9,7 @@ from lightning_rl.agents.tools import ToolAgent
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.rollout import Rollout
-from tests.unit.serving.test_agent_server import (
+from tests.support.served_chats import (
     END,
     QUESTION,
     TOKENIZER,

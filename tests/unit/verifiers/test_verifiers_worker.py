@@ -13,8 +13,8 @@ from lightning_rl.verifiers import VerifiersAgent
 from lightning_rl.verifiers.hosting import Hosting
 from lightning_rl.verifiers.worker import Worker, WorkerDied, WorkerError
 from tests.support.engine_checks import is_running
+from tests.support.served_chats import END, Script
 from tests.support.tiny_models import chatml_tokenizer
-from tests.unit.serving.test_agent_server import END, Script
 
 HOST = """#!{python}
 import json, os, signal, sys, time

@@ -1,0 +1,102 @@
+"""Engines, environments and tools for agents that are tested."""
+
+import asyncio
+from dataclasses import replace
+
+from lightning_rl.agents.base import (
+    Environment,
+    Reply,
+)
+from lightning_rl.agents.templates import HermesParser, ParsedCall
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.rollout import Prompt
+
+
+class Hashing(Engine):
+    """Writes tokens that follow from prompt, sampling and seed, in a number of ticks that does too.
+
+    ``written`` holds what it wrote, by seed; ``asked`` the prompts, in the order of asking.
+    """
+
+    version = 0
+    max_length = 64
+
+    def __init__(self, **scripted: Completion) -> None:
+        self.written: dict[int, Completion] = {}
+        self.asked: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+        self.reasons = scripted.get("reasons", {})
+
+    async def generate(self, token_ids, sampling, seed) -> Completion:
+        self.asked.append(list(token_ids))
+        self.samplings.append(sampling)
+        number = hash((tuple(token_ids), seed, sampling.temperature))
+        for _ in range(number % 5):
+            await asyncio.sleep(0)
+        count = min(sampling.max_tokens, number // 5 % 5)
+        tokens = [number // 7**n % 4 for n in range(count)]
+        made = Completion(
+            tokens,
+            [-(number // 11**n % 100) / 100 for n in range(count)],
+            self.reasons.get(len(self.asked), "stop"),
+            [number // 13**n % 3 for n in range(count)],
+        )
+        self.written[seed] = replace(made, token_ids=list(tokens))
+        return made
+
+    def start(self, model_dir):
+        raise NotImplementedError
+
+    def load_weights(self, weights, version):
+        raise NotImplementedError
+
+    running = True
+
+    def close(self):
+        raise NotImplementedError
+
+
+class Sums(Environment):
+    """Says the sum of all digits so far, pays 0.25 a turn; done at ``goal``, which pays 1 more."""
+
+    def __init__(self, prompt: Prompt, goal: int = 9) -> None:
+        self.goal = goal
+        self.sum = 0
+
+    def step(self, turn: str) -> Reply:
+        self.sum += sum(int(digit) for digit in turn if digit.isdigit())
+        if self.sum >= self.goal:
+            return Reply("=", reward=1.25, done=True)
+        return Reply(f"={self.sum}", reward=0.25)
+
+
+def long_game(prompt: Prompt) -> Environment:
+    return Sums(prompt, goal=200)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+class AlwaysCalls(HermesParser):
+    """Reads a call into whatever a random model writes."""
+
+    def parse(self, text):
+        _, calls = super().parse(text)
+        return text, calls or [ParsedCall("add", {"a": 12, "b": 1})]
+
+
+class ShortTurns:
+    """Of an engine: a random model hardly ever ends a turn, so after 12 tokens it is over."""
+
+    async def generate(self, token_ids, sampling, seed):
+        completion = await super().generate(token_ids, replace(sampling, max_tokens=12), seed)
+        completion.finish_reason = "stop"
+        return completion

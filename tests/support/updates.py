@@ -1,0 +1,34 @@
+"""What tests of an update share: plain gradient steps, and what is recorded of them."""
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_rl.module import PolicyModule
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Recorder(Callback):
+    """Every iteration's metrics."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.rows.append(dict(pl_module._recorded))
+
+
+def last_gradients(module: PolicyModule) -> dict[str, Tensor]:
+    named = module.policy.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: float) -> None:
+    assert ours.keys() == theirs.keys()
+    size = torch.stack([g.norm() for g in theirs.values()]).norm()
+    for name in ours:
+        gap = (ours[name] - theirs[name]).norm()
+        assert gap <= relative * (theirs[name].norm() + size), name
