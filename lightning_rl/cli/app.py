@@ -1,13 +1,13 @@
 """LightningCLI for RL: what a run gets by default, and messages that name key, value and fix."""
 
 import inspect
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml  # type: ignore[import-untyped]
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
@@ -126,8 +126,8 @@ class RLCLI(LightningCLI):
 
     def table(self) -> Table:
         """The configuration of ``fit``, flat."""
-        config = self.config.fit
-        return flatten(yaml.safe_load(self._parser("fit").dump(config, skip_unset=False)))
+        text = self._parser("fit").dump(self.config.fit, skip_unset=False, format="json")
+        return flatten(json.loads(text))
 
     def _require_trusted_parts(self) -> None:
         if self.trusted is not None:

@@ -62,10 +62,12 @@ class RLArgumentParser(LightningArgumentParser):
         raise innermost(ex or ValueError(message)) from ex
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
-        """The configuration as text, defaults included, but for those that are objects.
+        """Return the configuration as text, defaults included, but for those that are objects.
 
         No text says what these are. Where a configuration leaves them out, they are the defaults.
+        What was parsed is valid, so it is not validated again, which would take twice as long.
         """
+        kwargs.setdefault("skip_validation", True)
         return str(super().dump(without_objects(namespace), *args, **kwargs))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:

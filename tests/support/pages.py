@@ -1,0 +1,157 @@
+"""Fenced blocks of the documentation, and a directory for each page as its reader has it."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rl.cli.parser import card_of, gpus_of
+from lightning_rl.games.staged import command as staged
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "recipes").glob("*/README.md")),
+]
+FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
+FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?$')
+
+
+@dataclass
+class Block:
+    """A fenced block: ``title`` is the file it stands for, ``runs``: ``<!-- runs -->`` is above."""
+
+    page: Path
+    line: int
+    language: str
+    title: str | None
+    text: str
+    runs: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def read_blocks(page: Path) -> list[Block]:
+    blocks: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        opened = FENCE.match(lines[number])
+        if opened:
+            indent, language, title = opened.groups()
+            end = lines.index(f"{indent}```", number + 1)
+            text = "".join(f"{line.removeprefix(indent)}\n" for line in lines[number + 1 : end])
+            runs = number > 0 and lines[number - 1].strip() == "<!-- runs -->"
+            blocks.append(Block(page, number + 1, language, title, text, runs))
+            number = end
+        number += 1
+    return blocks
+
+
+def per_block(blocks: list[Block]):
+    return pytest.mark.parametrize("block", blocks, ids=lambda block: block.place)
+
+
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+
+
+def blocks_in(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+@cache
+def command_lines() -> list[tuple[Block, list[str]]]:
+    """Each command once, without the environment variables before it."""
+    commands: dict[tuple[str, ...], Block] = {}
+    for block in blocks_in("bash"):
+        for line in block.text.splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"^[A-Z_]+=", words[0]):
+                words.pop(0)
+            if words:
+                commands.setdefault(tuple(words), block)
+    return [(block, list(words)) for words, block in commands.items()]
+
+
+def cli_arguments(words: list[str]) -> list[str] | None:
+    """Arguments of ``lightning-rl`` or ``python -m lightning_rl``; None for another command."""
+    if words[0] == "lightning-rl":
+        return words[1:]
+    return words[3:] if words[:3] == ["python", "-m", "lightning_rl"] else None
+
+
+def fit_arguments(words: list[str]) -> list[str] | None:
+    """Return what ``fit`` would be given where ``check`` is; None for a command without a run."""
+    command, *rest = words
+    if command == "check" or "--dry_run" in rest:
+        own_options = ("--dry_run", "--no_rollout", "--run", "--layout")
+        _, others = gpus_of(card_of(rest)[1])
+        return ["fit", *(a for a in others if a not in own_options)]
+    if command not in ("fit", "validate", "test", "rollout"):
+        return None
+    if "--ckpt_path" in rest:  # a file that only a run leaves
+        index = rest.index("--ckpt_path")
+        del rest[index : index + 2]
+    return [command, *rest]
+
+
+def parse_staged_run(arguments: list[str]) -> None:
+    """Build a staged run; of one that goes on by its name, a recipe's."""
+    if "--name" in arguments:
+        place = arguments.index("--name")
+        assert arguments[place + 1 : place + 2]
+        options = [*arguments[:place], *arguments[place + 2 :]]
+        arguments = ["--config", "recipes/pointing/malt.yaml", *options]
+    parser = staged.make_parser()
+    staged.build(staged.parse([a for a in arguments if a not in staged.OPTIONS], parser), parser)
+
+
+def configs_of(block: Block) -> list[str]:
+    """Options that give a block's configuration, which may be what differs from a recipe's."""
+    Path("block.yaml").write_text(block.text)
+    tree = yaml.safe_load(block.text)
+    if "run_dir" in tree or "class_path" in tree.get("model", {}):
+        return ["--config", "block.yaml"]
+    recipe = block.page.parent.name if block.page.name == "README.md" else "sort_digits"
+    return ["--config", f"recipes/{recipe}/grpo.yaml", "--config", "block.yaml"]
+
+
+def visit(page: Path, model: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go where a page's reader is: its files are at hand, its modules can be imported.
+
+    The quickstart's files are there too, with ``model`` as its models.
+    """
+    (place / "recipes").mkdir()
+    for recipe in (ROOT / "recipes").iterdir():
+        (place / "recipes" / recipe.name).symlink_to(recipe)
+    runs = place / "runs" / "sort_digits"
+    (runs / "sft").mkdir(parents=True)
+    for name in ("model", "sft/hf"):
+        (runs / name).symlink_to(model, target_is_directory=True)
+    row = {"prompt": "312=", "answer": "123", "completion": "123"}
+    for name in ("train", "heldout", "sft"):
+        (runs / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    for block in BLOCKS:
+        if block.page == page and block.title is not None:
+            file = place / block.title
+            if file.parent.is_symlink():  # a recipe, which is not to be changed
+                file.parent.unlink()
+                shutil.copytree((ROOT / block.title).parent, file.parent)
+            file.write_text(block.text)
+    # `seed_everything` sets this variable, from which later tests would take their seed.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    for module in place.glob("*.py"):  # another test's may have the same name
+        monkeypatch.delitem(sys.modules, module.stem, raising=False)

@@ -1,0 +1,151 @@
+"""What the documentation shows is there, compiles and can be read by the commands.
+
+Whether it builds and runs is seen in tests/integration/test_docs.py.
+"""
+
+import inspect
+import re
+import shlex
+from importlib import import_module
+
+import pytest
+import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_rl.cli import find_command, main
+from lightning_rl.errors import LightningRLError
+from tests.support.command_parser import read
+from tests.support.pages import (
+    BLOCKS,
+    PAGES,
+    ROOT,
+    blocks_in,
+    cli_arguments,
+    command_lines,
+    configs_of,
+    fit_arguments,
+    parse_staged_run,
+    per_block,
+    visit,
+)
+
+LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
+CLI_COMMANDS = [c for c in command_lines() if cli_arguments(c[1]) is not None]
+OTHER_COMMANDS = [c for c in command_lines() if cli_arguments(c[1]) is None]
+
+
+def test_every_block_says_what_it_is():
+    assert len(BLOCKS) > 40
+    assert not [block.place for block in BLOCKS if block.language not in LANGUAGES]
+
+
+@per_block(blocks_in("python"))
+def test_python_compiles(block):
+    compile(block.text, block.place, "exec")
+
+
+@per_block(blocks_in("yaml"))
+def test_yaml_is_read(block, tiny_model, tmp_path, monkeypatch):
+    visit(block.page, tiny_model, tmp_path, monkeypatch)
+    configs = configs_of(block)
+    if "run_dir" in yaml.safe_load(block.text):
+        parse_staged_run(configs)
+    else:
+        read(["fit", *configs])
+
+
+@pytest.mark.parametrize(
+    ("block", "words"), CLI_COMMANDS, ids=[" ".join(words)[-70:] for _, words in CLI_COMMANDS]
+)
+def test_our_command_is_understood(block, words, tiny_model, tmp_path, monkeypatch, capsys):
+    visit(block.page, tiny_model, tmp_path, monkeypatch)
+    command, *options = cli_arguments(words)
+    if any(a in ("--help", "--print_config") or a.endswith(".help") for a in options):
+        with pytest.raises(SystemExit) as done:
+            main([command, *options])
+        assert done.value.code in (0, None)
+        assert len(capsys.readouterr().out) > 100
+    elif (arguments := fit_arguments([command, *options])) is not None:
+        read(arguments)
+    elif command == "staged":
+        parse_staged_run(options)
+    elif command not in ("doctor", "quickstart"):
+        import_module(find_command(command).module).parse_arguments(options)
+
+
+@pytest.mark.parametrize(
+    ("block", "words"), OTHER_COMMANDS, ids=[" ".join(words)[:70] for _, words in OTHER_COMMANDS]
+)
+def test_any_other_command_exists(block, words):
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[:2] == ["python", "-m"]:
+        source = inspect.getsource(import_module(words[2]))
+        assert [w for w in words[3:] if w.startswith("--") and f'"{w}"' not in source] == []
+    elif words[0].endswith("/bin/pip"):  # of an agent's own environment
+        assert words[1] == "install"
+    elif words[:3] == ["uv", "pip", "install"] and "--python" in words:  # the same
+        assert f"uv venv {words[words.index('--python') + 1]}\n" in block.text
+    elif words[:3] == ["uv", "pip", "install"]:
+        files = [w for w in words if w.startswith("install/")]
+        assert all((ROOT / file).is_file() for file in files)
+        setup = (ROOT / "setup.cfg").read_text()
+        package, extras, wheel = re.match(r"(.+)\[([\w,]+)\](.*)", words[-1]).groups()
+        assert all(re.search(rf"^{e} =", setup, re.MULTILINE) for e in extras.split(","))
+        version = re.search(r"^version = (.+)$", setup, re.MULTILINE)[1]
+        built = (f" @ file:///path/to/lightning_rl-{version}-py3-none-any.whl", [])
+        assert (wheel, files) == built if package == "lightning_rl" else package == "." and files
+    elif words[0] == "printf":  # what install/cpu-overrides.txt says
+        pattern, *packages, _ = words[1:]
+        overrides = (ROOT / "install" / "cpu-overrides.txt").read_text().splitlines()
+        written = [pattern.removesuffix("\\n") % package for package in packages]
+        assert written == [line for line in overrides if not line.startswith("#")]
+    else:
+        assert words[:2] in (
+            ["source", ".venv/bin/activate"],
+            ["uv", "venv"],
+            ["tensorboard", "--logdir"],
+            ["pip", "uninstall"],
+            ["pip", "install"],
+        )
+
+
+@per_block(blocks_in("console"))
+def test_an_error_is_as_shown(block, tiny_model, tmp_path, monkeypatch, capsys):
+    visit(block.page, tiny_model, tmp_path, monkeypatch)
+    command, _, shown = block.text.partition("\n")
+    assert command.startswith("$ lightning-rl ")
+    try:
+        status = main(shlex.split(command)[2:])
+    except (LightningRLError, MisconfigurationException) as error:
+        pytest.fail(f"not caught: {error!r}")
+    assert status == 2
+    printed = capsys.readouterr().err
+    assert printed[printed.index("lightning-rl: ") :] == shown
+
+
+def slug(heading: str) -> str:
+    """The anchor that MkDocs and GitHub give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_lead_somewhere(page):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{page.name} links to {target}"
+    for path in re.findall(r"`((?:recipes|docs|install|benchmarks|tests)/[\w./]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_every_page_is_in_the_navigation():
+    config = (ROOT / "mkdocs.yml").read_text()
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if not re.search(rf"[:-] {page}$", config, re.MULTILINE)] == []
