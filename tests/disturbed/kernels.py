@@ -1,21 +1,22 @@
-"""CPU kernels whose results are off by a unit in the last place, where another order may be.
+"""CPU kernels whose results are moved by as much as real kernels differ from each other.
 
-A product or a sum is what some order of adding gives. Another CPU has another order, as has the
-same one for another shape: that is what is played here. What every CPU computes alike stays as it
-is, and so do promises of equal bits. The unit is a function of the seed, the operation, its shapes
-and the place in the result, so the same computation gives the same bits, in any process.
+Each result moves by a sample of the differences in ``spread.json``, in the units of
+``operations.py``. The sample is a function of the seed, the operation, its shapes and the place in
+the result, so the same computation gives the same bits in any process, and promises of equal bits
+stay checkable. Results that every CPU computes alike stay as they are:
 
-Left alone are
-
-* sums of one term or two, and products over one: no other order exists;
+* sums of one term or two, of which no other order exists, and products of a single term; terms that
+  are zero do not count;
 * sums of few binary digits, such as counts, masks and rewards of 0.25, which no order rounds; and
-  of all results those of few binary digits, be they zero, one, infinite, or a mask's -3.4e38;
-* what acts on single elements (``exp``, a product with a number).
+  all results of few binary digits, be they zero, one, infinite, or a mask's -3.4e38;
+* operations without a family in ``spread.json``: those that IEEE 754 rounds correctly, and those
+  for which all kernels have the same code.
 
-Of a 16-bit result few elements are changed, since its sums are taken in float32 in any order, and
-only what lies between two of its numbers is rounded otherwise.
+The units of products and sums take a second run of the kernel on absolute values, and a third on
+ones where there are zeros among the terms.
 """
 
+import json
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,82 +27,85 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PRODUCTS = {
-    # What is multiplied: the arguments of which the first's last dimension is summed over.
-    "mm": 0, "mm.out": 0, "bmm": 0, "bmm.out": 0, "dot": 0, "vdot": 0,
-    "addmm": 1, "addmm.out": 1, "addmm_": 1, "_addmm_activation": 1,
-    "baddbmm": 1, "baddbmm.out": 1, "baddbmm_": 1, "addbmm": 1, "addbmm_": 1,
-    "addmv": 1, "addmv.out": 1, "addmv_": 1,
-}  # fmt: skip
-SUMS = (
-    "sum.dim_IntList", "sum.IntList_out", "nansum", "prod", "prod.dim_int", "linalg_vector_norm",
-    "linalg_vector_norm.out", "var.correction", "var_mean.correction", "std.correction",
-    "std_mean.correction", "norm.ScalarOpt_dim", "mse_loss", "huber_loss", "smooth_l1_loss",
-    "nll_loss_forward", "trace",
-)  # fmt: skip
-RUNNING = ("cumsum", "cumsum.out", "cumsum_", "_logcumsumexp")
-ADDED = ("index_add", "index_add.out", "index_add_", "scatter_add", "scatter_add_")
-WHOLE = (
-    "_softmax", "_softmax.out", "_softmax_backward_data", "_softmax_backward_data.out",
-    "_log_softmax", "_log_softmax.out", "_log_softmax_backward_data",
-    "_log_softmax_backward_data.out", "logsumexp", "embedding_dense_backward",
-    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "convolution",
-    "convolution_backward", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-)  # fmt: skip
-VLLM = {
-    # The arguments that hold results, by vLLM's names of its kernels for CPUs.
-    "onednn_mm": (0,), "rms_norm": (0,), "fused_add_rms_norm": (0,), "bmm_cpu": (0,),
-    "cpu_attention_with_kv_cache": (3,),
-}  # fmt: skip
+from . import LEVELS, SPREAD
+from .operations import ATEN, FIRST_ONLY, VLLM, Operation, absolute, family_of, scale_of
 
 FEW_DIGITS = 1024.0
 """Multiples of 1 over this are left alone, which leaves out all beyond 2^14 in float32."""
-SPARSE = 32
-"""Of 16-bit results one in so many is changed."""
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-PERIOD = 2**18
-"""Units are drawn once, and read from a place of each computation's own."""
+DIGITS = {torch.float64: 53, torch.float32: 24}
+PERIOD = 2**16
+"""Samples of a family are drawn once; each computation reads them from a place of its own."""
+EXACT_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)
+"""Exponents that PyTorch takes apart into products, divisions and square roots."""
+WITHIN = {
+    # The range that any kernel keeps to.
+    "softmax": (0, 1), "sigmoid": (0, 1), "log_softmax": (None, 0), "log_sigmoid": (None, 0),
+    "tanh": (-1, 1), "erf": (-1, 1), "sin": (-1, 1), "cos": (-1, 1),
+}  # fmt: skip
 
 
-class Units:
-    """-1, 0 and 1, or ``size`` times that, by the bytes of a number that they are added to."""
+class Samples:
+    """Signed samples of the measured differences, ``size`` times as large."""
 
-    def __init__(self, seed: int, size: int = 1) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(-1, 2, (PERIOD,), generator=generator) * size
-        rare = torch.randint(0, SPARSE, (PERIOD,), generator=generator) == 0
-        self.seed = seed
-        self._drawn = {size: drawn.to(bits) for size, bits in BITS.items()}
-        self._drawn[2] = (drawn.sign() * rare).to(torch.int16)
+    def __init__(self, seed: int, size: float = 1) -> None:
+        self.seed, self.size = seed, size
+        self._spread: dict[str, list[float]] = json.loads(SPREAD.read_text())
+        self._drawn: dict[tuple[str, torch.dtype], Tensor] = {}
         self._begins: dict[Any, int] = {}
 
-    def of(self, name: str, shapes: tuple[torch.Size, ...], result: Tensor) -> Tensor:
-        """As ``result``, for an operation on inputs of these shapes."""
+    def known(self, family: str) -> bool:
+        return family in self._spread
+
+    def of(self, family: str, name: str, shapes: tuple[torch.Size, ...], like: Tensor) -> Tensor:
+        """Samples in the shape and dtype of a result, for an operation on such inputs."""
         key = name, shapes
         if key not in self._begins:
-            self._begins[key] = zlib.crc32(f"{self.seed} {name} {shapes}".encode()) % (PERIOD // 2)
-        begin, count = self._begins[key], result.numel()
-        units = self._drawn[result.element_size()][begin:]
-        while len(units) < count:
-            units = torch.cat([units, units])
-        return units[:count].view(result.shape)
+            self._begins[key] = zlib.crc32(f"{self.seed} {name} {shapes}".encode()) % PERIOD
+        if (family, like.dtype) not in self._drawn:
+            # Twice, so that a place near the end can be read on from.
+            self._drawn[family, like.dtype] = self._draw(family).to(like.dtype).repeat(2)
+        begin, count = self._begins[key], like.numel()
+        samples = self._drawn[family, like.dtype]
+        if count > PERIOD:
+            samples = samples.repeat(count // PERIOD + 1)
+        return samples[begin : begin + count].view(like.shape)
+
+    def _draw(self, family: str) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + zlib.crc32(family.encode()))
+        drawn = torch.rand(PERIOD, generator=generator, dtype=torch.float64)
+        signs = torch.randint(0, 2, (PERIOD,), generator=generator) * 2 - 1
+        levels = torch.tensor(LEVELS, dtype=torch.float64)
+        values = torch.tensor(self._spread[family], dtype=torch.float64)
+        above = torch.searchsorted(levels, drawn).clamp(1, len(levels) - 1)
+        low, high = levels[above - 1], levels[above]
+        share = (drawn - low) / (high - low)
+        sizes = values[above - 1] * (1 - share) + values[above] * share
+        return sizes * signs * self.size
 
 
-def nudge(units: Units, name: str, inputs: Any, result: Any, where: Tensor | None = None) -> None:
-    """Move the elements of a result, all or those ``where``, by a unit or none."""
-    if not isinstance(result, Tensor):
-        for part in result or ():  # None: a gradient that nobody asked for
-            nudge(units, name, inputs, part, where)
+def shapes_of(inputs: Any) -> tuple[torch.Size, ...]:
+    return tuple(x.shape for x in inputs if isinstance(x, Tensor))
+
+
+def move(
+    samples: Samples,
+    name: str,
+    family: str,
+    shapes: tuple[torch.Size, ...],
+    result: Tensor,
+    scale: Tensor,
+    where: Tensor | bool = True,
+) -> None:
+    """Move the elements of a result that have many digits, all or those ``where``."""
+    if not samples.known(family):
         return
-    if not result.is_floating_point() or not result.numel() or result.element_size() not in BITS:
-        return
-    shapes = tuple(x.shape for x in inputs if isinstance(x, Tensor))
-    rounded = _has_many_digits(result)
-    if where is not None:
-        rounded &= where
-    bits = result.view(BITS[result.element_size()])
-    bits.add_(units.of(name, shapes, result) * rounded)
+    drawn = samples.of(family, name, shapes, result)
+    moved = result + drawn * (scale * torch.finfo(result.dtype).eps)
+    bounds = WITHIN.get(family.partition(" of ")[0].partition(",")[0])
+    if bounds:
+        moved = moved.clamp(*bounds)
+    changed = _has_many_digits(result) & moved.isfinite() & where
+    result.copy_(torch.where(changed, moved, result))
 
 
 def _has_many_digits(x: Tensor) -> Tensor:
@@ -112,106 +116,134 @@ def _has_many_digits(x: Tensor) -> Tensor:
 
 def _exact(terms: Tensor, count: int) -> bool:
     """Whether no order of adding so many of these rounds."""
-    digits = 24 if terms.dtype == torch.float32 else 53 if terms.dtype == torch.float64 else 8
-    if count <= 2:
-        return True
-    largest = 2.0**digits / FEW_DIGITS
-    with torch.no_grad():
-        return bool((~_has_many_digits(terms) & (terms.abs() * count < largest)).all())
+    largest = 2.0 ** DIGITS.get(terms.dtype, 8) / FEW_DIGITS
+    return bool((~_has_many_digits(terms) & (terms.abs() * count < largest)).all())
 
 
-def after_product(units: Units, name: str, first: int, inputs: Any, result: Any) -> None:
-    if inputs[first].shape[-1] > 1:
-        nudge(units, name, inputs, result)
+class Disturbed:
+    """The kernel of an operation, followed by the disturbance of its result."""
+
+    def __init__(self, samples: Samples, name: str, operation: Operation, kernel: Any) -> None:
+        self.samples, self.name, self.operation, self.kernel = samples, name, operation, kernel
+        self.plain = operation.functional and torch.library.get_kernel(
+            f"aten::{operation.functional}", "CPU"
+        )
+
+    def __call__(self, keys: Any, *inputs: Any, **named: Any) -> Any:
+        if self.operation.family == "pow.Tensor_Scalar" and inputs[1] in EXACT_POWERS:
+            return self.kernel.call_boxed(keys, *inputs, **named)
+        shapes = shapes_of(inputs)
+        sums, counts = self._terms(keys, inputs, named) if self.plain else (None, True)
+        before = absolute(inputs) if self.operation.scale == "input" else inputs
+        result = self.kernel.call_boxed(keys, *inputs, **named)
+        if counts is not None:
+            parts = [result] if isinstance(result, Tensor) else list(result)
+            for part in parts[: 1 if self.name in FIRST_ONLY else None]:
+                # None is a gradient that nobody asked for.
+                if part is not None and part.is_floating_point() and part.numel():
+                    family = family_of(self.operation, part, before)
+                    scale = scale_of(self.operation.scale, part, before, sums)
+                    where = True if counts is True else counts
+                    move(self.samples, self.name, family, shapes, part, scale, where)
+        return result
+
+    def _terms(self, keys: Any, inputs: Any, named: Any) -> tuple[Tensor | None, Any]:
+        """The sums of absolute values, and where more terms than have one order come together.
+
+        None stands for nowhere.
+        """
+        given = [x for x in inputs if isinstance(x, Tensor)]
+        floats = [x for x in given if x.is_floating_point()]
+        count = self.operation.length(inputs) if self.operation.length else 0
+        product = self.operation.family == "product"
+        if not floats or not all(x.numel() for x in given):
+            return None, None
+        if not product and _exact(floats[-1], max(count, floats[-1].numel())):
+            return None, None
+        named = {k: abs(v) if k in ("alpha", "beta") else v for k, v in named.items() if k != "out"}
+        run = partial(self.plain.call_boxed, keys)
+        sums = run(*absolute(inputs), **named)
+        if product and all(bool((x != 0).all()) for x in floats) and count > 1:
+            return sums, True
+        named |= {k: 1 for k in named if k in ("alpha", "beta")}
+        ones = (
+            (x != 0).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in inputs
+        )
+        return sums, run(*ones, **named) > (1 if product else 2)
 
 
-def after_sum(units: Units, name: str, inputs: Any, result: Any) -> None:
-    terms = inputs[0]
-    out = result if isinstance(result, Tensor) else result[0]
-    if not out.is_floating_point() or not out.numel():
-        return
-    if not _exact(terms.to(out.dtype), terms.numel() // out.numel()):
-        nudge(units, name, inputs, result)
+def draw_otherwise(name: str, keys: Any, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Exponential or Bernoulli numbers from a stream that one number of the generator seeds.
 
-
-def after_running(units: Units, name: str, inputs: Any, result: Tensor) -> None:
-    dim = inputs[1]
-    if not result.is_floating_point() or result.dim() == 0 or result.shape[dim] <= 2:
-        return
-    if _exact(result, result.shape[dim]):
-        return
-    nudge(units, name, inputs, result, _along(result, dim, torch.arange(result.shape[dim]) >= 2))
-
-
-def after_adding(units: Units, name: str, inputs: Any, result: Tensor) -> None:
-    """Of ``index_add`` and ``scatter_add``: where three terms or more came together."""
-    dim, index, terms = inputs[1:4]
-    if not result.is_floating_point() or not terms.numel() or _exact(terms, terms.numel()):
-        return
-    if name.startswith("index"):
-        counts = _along(result, dim, index.flatten().bincount(minlength=result.shape[dim]))
-    else:
-        counts = torch.zeros(result.shape, dtype=torch.long)
-        counts.scatter_add_(dim, index, torch.ones_like(index))
-    nudge(units, name, inputs, result, counts > 2)
-
-
-def _along(result: Tensor, dim: int, values: Tensor) -> Tensor:
-    """Values (n,) of a dimension, to broadcast with the result."""
-    return (
-        values.view(-1, *[1] * (result.dim() - 1 - dim % result.dim())) if result.dim() else values
-    )
+    PyTorch does so with MKL's generator on CPUs that it takes for Intel's, and reads its own
+    generator on others, so the same seed draws other numbers there.
+    """
+    seed = torch.empty((), dtype=torch.int64).random_(generator=named.get("generator"))
+    stream = torch.Generator().manual_seed(int(seed))
+    uniform = torch.rand(x.shape, generator=stream, dtype=torch.float64)
+    if name == "exponential_":
+        rate = inputs[0] if inputs else 1.0
+        return x.copy_(-torch.log1p(-uniform) / rate)
+    return x.copy_(uniform < (inputs[0] if inputs else 0.5))
 
 
 @contextmanager
-def disturbed(seed: int) -> Iterator[None]:
+def disturbed(seed: int, size: float = 1, draws: str = "") -> Iterator[None]:
     """Disturb PyTorch's kernels in the block, in all threads of the process."""
-    library = disturb(seed)
-    yield
-    library._destroy()
+    library = disturb(seed, size, draws)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
-def disturb(seed: int, size: int = 1) -> torch.library.Library:
+def disturb(seed: int, size: float = 1, draws: str = "") -> torch.library.Library:
     """Disturb PyTorch's kernels from now on, as long as what is returned lives."""
-    units = Units(seed, size)
-    after: dict[str, Callable[..., None]] = {
-        **{name: partial(after_product, units, name, place) for name, place in PRODUCTS.items()},
-        **{name: partial(after_sum, units, name) for name in SUMS},
-        **{name: partial(after_running, units, name) for name in RUNNING},
-        **{name: partial(after_adding, units, name) for name in ADDED},
-        **{name: partial(nudge, units, name) for name in WHOLE},
+    samples = Samples(seed, size)
+    replaced: dict[str, Callable[[Any], Callable[..., Any]]] = {
+        name: partial(Disturbed, samples, name, operation) for name, operation in ATEN.items()
     }
-    return _replace("aten", after)
+    if draws:
+        replaced["exponential_"] = lambda _: partial(draw_otherwise, "exponential_")
+        replaced["bernoulli_.float"] = lambda _: partial(draw_otherwise, "bernoulli_")
+    return _replace("aten", replaced)
 
 
-def disturb_vllm(seed: int, size: int = 1) -> torch.library.Library:
+def disturb_vllm(seed: int, size: float = 1, draws: str = "") -> torch.library.Library:
     """The same for the kernels that vLLM brings for CPUs, which write into their arguments."""
-    units = Units(seed, size)
+    samples = Samples(seed, size)
 
-    def after(name: str, places: tuple[int, ...], inputs: Any, _: Any) -> None:
-        nudge(units, name, inputs, [inputs[place] for place in places])
+    def after(name: str, kernel: Any, keys: Any, *inputs: Any, **named: Any) -> Any:
+        returned = kernel.call_boxed(keys, *inputs, **named)
+        family, places = VLLM[name]
+        for part in (inputs[place] for place in places):
+            if part.is_floating_point() and part.numel():
+                key = family_of(Operation(family, "row"), part, inputs)
+                scale = scale_of("row", part, inputs, None)
+                move(samples, name, key, shapes_of(inputs), part, scale)
+        return returned
 
     # Each instruction set has a build of its own, and not all have all kernels.
     known = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names()}
-    built = {name: places for name, places in VLLM.items() if name in known}
-    return _replace("_C", {name: partial(after, name, places) for name, places in built.items()})
+    return _replace("_C", {name: partial(partial, after, name) for name in VLLM if name in known})
 
 
-def _replace(namespace: str, after: dict[str, Callable[..., None]]) -> torch.library.Library:
-    """Let operations go on to what comes after them, with their arguments and result."""
+def _replace(
+    namespace: str, replaced: dict[str, Callable[[Any], Callable[..., Any]]]
+) -> torch.library.Library:
+    """Register for each operation what is made of its kernel."""
     library = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are overridden
-        for name, then in after.items():
+        for name, made in replaced.items():
             full = f"{namespace}::{name}"
-            if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, "CPU"):
+            try:
+                torch._C._dispatch_dump(full)
+                found = torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, "CPU")
+            except RuntimeError:  # not every operation has all three variants
                 continue
-            kernel = torch.library.get_kernel(full, "CPU")
-            library.impl(name, partial(_call, kernel, then), "CPU", with_keyset=True)
+            if found:
+                kernel = made(torch.library.get_kernel(full, "CPU"))
+                library.impl(name, kernel, "CPU", with_keyset=True)
     return library
-
-
-def _call(kernel: Any, then: Callable[..., None], keys: Any, *inputs: Any, **named: Any) -> Any:
-    result = kernel.call_boxed(keys, *inputs, **named)
-    then(inputs, result)
-    return result

@@ -1,9 +1,10 @@
-"""Python imports this at its start where PYTHONPATH has its folder: then rounding is disturbed.
+"""Disturb rounding in every Python process whose PYTHONPATH has this folder.
 
-Nothing happens before torch is imported, and nothing without the variable; other programs that a
-test starts neither wait for torch nor need it.
+Python imports this module at its start. It does nothing before torch is imported, and nothing
+without the variable; other programs that a test starts neither wait for torch nor need it.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -11,13 +12,13 @@ from importlib.abc import Loader, MetaPathFinder
 
 CHOSEN = os.environ.get("LIGHTNING_RL_ROUNDING")
 FUNCTIONS = {"torch": "disturb", "vllm._custom_ops": "disturb_vllm"}
-"""What is called once a module has been imported."""
+"""The function of kernels.py that is called once a module has been imported."""
 KEPT = []
-"""What disturbs, for as long as the process lives."""
+"""The replaced kernels, which last as long as these objects."""
 
 
 class Finder(MetaPathFinder):
-    """Finds modules as others do, and has a function called after they were executed."""
+    """Find modules as others do, and call a function after they were executed."""
 
     def find_spec(self, name, path, target=None):
         if name not in FUNCTIONS:
@@ -44,13 +45,22 @@ class Then(Loader):
 
     def exec_module(self, module):
         self.loader.exec_module(module)
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        kernels = importlib.import_module(f"{package()}.kernels")
+        seed, size, draws = f"{CHOSEN}::".split(":")[:3]
+        KEPT.append(getattr(kernels, self.function)(int(seed), float(size or 1), draws))
+
+
+def package() -> str:
+    """Import the package of this folder's parent, which need not be in the path."""
+    name = "lightning_rl_disturbed"
+    if name not in sys.modules:
+        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         spec = importlib.util.spec_from_file_location(
-            "lightning_rl_disturbed_kernels", os.path.join(root, "kernels.py")
+            name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
         )
-        kernels = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(kernels)
-        KEPT.append(getattr(kernels, self.function)(*map(int, CHOSEN.split(":"))))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return name
 
 
 if CHOSEN:
