@@ -92,13 +92,16 @@ def test_other_threads_draw_as_if_it_were_not_there(engine):
     assert same_draws(ours, expected)
 
 
-def test_a_prefix_cache_that_is_not_reset_shows(monkeypatch, tiny_model, weights, engine):
-    """Old keys and values poison what follows, so that what compares logprobs can fail."""
-    plain, changed = plain_model(tiny_model, weights), scaled(weights, 0.8)
-    assert gap(engine, plain) < ROUNDING  # fills the cache
-    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
+def test_a_push_drops_the_prefix_cache(monkeypatch, tiny_model, weights, engine):
+    changed = scaled(weights, 0.8)
+    old, new = plain_model(tiny_model, weights), plain_model(tiny_model, changed)
+    assert gap(engine, old) < ROUNDING  # fills the cache
     engine.load_weights(changed.items(), 4)
-    assert gap(engine, plain_model(tiny_model, changed)) > 1e-2
+    assert gap(engine, new) < ROUNDING
+    # Without the reset the old keys and values poison what follows: that this test can fail.
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
+    engine.load_weights(weights.items(), 5)
+    assert gap(engine, old) > 1e-2
 
 
 IN_A_PROCESS = """
