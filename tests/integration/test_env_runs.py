@@ -254,6 +254,7 @@ class Keep(RLCallback):
         self._save(trainer, pl_module, "after", pl_module.state_dict())
 
 
+@pytest.mark.slow
 def test_two_processes_learn_as_one(tmp_path):
     """A step on both ranks' batches is that of one process on all of it."""
     config = configuration(

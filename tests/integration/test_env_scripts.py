@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.two_ranks import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import gymnasium
 from lightning.pytorch import Trainer
@@ -65,9 +67,9 @@ def run(folder: Path, env: str, before: str = "", agents: str = "") -> subproces
     ("env", "before"),
     [
         (POOLED, ""),
-        pytest.param(WORKERS, "", marks=pytest.mark.slow),
-        pytest.param(TORCHRL, "", marks=pytest.mark.slow),
-        pytest.param("PooledGym('Mine-v0')", MADE_ELSEWHERE, marks=pytest.mark.slow),
+        (WORKERS, ""),
+        (TORCHRL, ""),
+        ("PooledGym('Mine-v0')", MADE_ELSEWHERE),
     ],
 )
 def test_a_script_without_a_guard_runs_once(tmp_path, env, before):
@@ -77,7 +79,6 @@ def test_a_script_without_a_guard_runs_once(tmp_path, env, before):
     assert ended.stdout.count("trained") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "before", "agents", "words"),
     [

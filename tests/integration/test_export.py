@@ -165,6 +165,7 @@ trainer.fit(grpo(model), data_module(iterations_per_epoch=200))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_a_whole_export(tiny_model, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tiny_model), str(tmp_path)])
     try:

@@ -15,6 +15,8 @@ from lightning_rl.run.layout_cache import Seconds
 from recipes.sort_digits.reward import exact_match
 from tests.support.small_run import trainer_of
 
+pytestmark = pytest.mark.slow
+
 ALONE = "1 process, 1 thread, TransformersEngine"
 
 

@@ -1,5 +1,6 @@
 """A run of GameRolesModule: both players learn, and only the first one looks ahead."""
 
+import pytest
 import torch
 
 from lightning_rl.callbacks import WeightSync
@@ -8,6 +9,8 @@ from tests.support.resumed import Trace
 from tests.support.resumed_cases import game_roles
 from tests.support.small_run import trainer_of
 from tests.support.two_roles import roles_data
+
+pytestmark = pytest.mark.slow
 
 
 def test_both_learn(tiny_model, tmp_path):

@@ -11,6 +11,8 @@ from benchmarks.gpu import engines, kernels
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.table import CHECKS, Check
 
+pytestmark = pytest.mark.slow
+
 BY_NAME = {check.name: check for check in CHECKS}
 ONE_EACH = {check.target: check for check in reversed(CHECKS)}
 """Of those that are one function with other options, the first."""

@@ -13,6 +13,8 @@ from lightning.pytorch import Callback
 from lightning_rl.cli import main
 from recipes.graph_isomorphism.evaluate import NEVER, Played, evaluate
 
+pytestmark = pytest.mark.slow
+
 RECIPE = Path("recipes/graph_isomorphism")
 
 

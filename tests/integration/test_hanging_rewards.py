@@ -156,6 +156,7 @@ def test_a_signal_ends_and_saves_a_run_whose_reward_hangs(
         assert torch.equal(weight, whole[name]), name
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_it_too(tiny_model, tmp_path, release):
     saver = IterationCheckpoint(100, max_time="00:00:00:00")
     saver._interrupts._end = float("inf")
@@ -171,6 +172,7 @@ def test_a_deadline_ends_it_too(tiny_model, tmp_path, release):
     assert saved(tmp_path).name == "iteration_0.ckpt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("healthy", [0, 2 + GROUPS], ids=["before training", "after an iteration"])
 def test_while_evaluating(tiny_model, tmp_path, release, healthy):
     with pytest.raises(RunInterrupted, match="SIGTERM"):
@@ -180,6 +182,7 @@ def test_while_evaluating(tiny_model, tmp_path, release, healthy):
         assert fit(tiny_model, tmp_path, share_of_sevens, ckpt_path=saved(tmp_path)).iteration == 3
 
 
+@pytest.mark.slow
 def test_while_working_ahead(tiny_model, tmp_path, release):
     collector = AsyncCollector(max_staleness=1)
     with pytest.raises(RunInterrupted, match="SIGTERM"):
@@ -216,6 +219,7 @@ class SignalWhenBlocked(RLCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_an_update_while_the_loop_is_blocked(tiny_model, tmp_path, release):
     with pytest.raises(RunInterrupted, match=r"SIGTERM; saved .*iteration_2.ckpt"):
         fit(tiny_model, tmp_path, share_of_sevens, SignalWhenBlocked(),
@@ -238,6 +242,7 @@ class Impatient(Hangs):
         super().__init__(healthy, hang, release, number=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collector", [None, AsyncCollector(max_staleness=1)])
 def test_the_watchdog_names_a_reward_that_hangs(tiny_model, tmp_path, release, collector):
     watchdog = Watchdog(8.0)
@@ -253,6 +258,7 @@ def test_the_watchdog_names_a_reward_that_hangs(tiny_model, tmp_path, release, c
     assert "Thread rewards:\n" in text
 
 
+@pytest.mark.slow
 def test_the_watchdog_names_an_async_reward_that_never_answers(tiny_model, tmp_path):
     watchdog = Watchdog(8.0)
 
@@ -276,6 +282,7 @@ def length(completions):
 """
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_its_status_whatever_the_reward_has_started(workplace):
     (workplace / "my_rewards.py").write_text(STUCK)
     trainer = CONFIG["trainer"] | {"enable_checkpointing": True, "callbacks": ["WeightSync"],
@@ -304,6 +311,7 @@ class SignalsWhileDrawn(IterablePrompts):
         return super().draw(count)
 
 
+@pytest.mark.slow
 def test_a_signal_is_heard_while_a_batch_of_many_groups_is_issued(tiny_model, tmp_path):
     prompts = SignalsWhileDrawn([{"prompt": f"{n}="} for n in range(100, 140)])
     many = {"train_prompts": prompts, "groups_per_iteration": 3000}
@@ -318,6 +326,7 @@ def test_a_signal_is_heard_while_a_batch_of_many_groups_is_issued(tiny_model, tm
     assert len(issued) == rank["source"]["source"]["drawn"] == prompts.drawn  # none is lost
 
 
+@pytest.mark.slow
 def test_a_long_computation_of_the_loop_ends_when_nobody_waits_for_it():
     async def compute():
         while True:

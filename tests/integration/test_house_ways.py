@@ -1,6 +1,10 @@
 """The ways through the house are gone to their ends, and count what is called on them."""
 
+import pytest
+
 from benchmarks.house import ROOT, ways
+
+pytestmark = pytest.mark.slow
 
 ON_THE_WAY = {
     "prompt_to_token": {"collect/loader.py", "agents/base.py", "engines/decoding.py"},

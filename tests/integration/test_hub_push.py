@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.hub_writes import WritableHub
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TOKEN = "hf_a_secret_of_the_tests"
 RUN = """

@@ -14,6 +14,8 @@ import yaml
 
 from tests.support.two_ranks import ROOT
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "launch" / "kubernetes"
 VERSIONS = ("1.31", "1.37")
 

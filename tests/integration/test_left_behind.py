@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MARK = "RUN_OF_TEST"
 DEADLINE_S = 120.0
 DAEMON = "import subprocess; subprocess.run('(setsid sleep 600 &)', shell=True)\n"
@@ -143,7 +145,6 @@ def run_of(script: str, place: Path) -> Iterator[None]:
         run.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_a_run_outlives_it_when_it_is_killed(kind, tmp_path):

@@ -14,6 +14,8 @@ from recipes.math.data import problems
 from recipes.math.make_model import ROWS, SHAPES, SHARED, prepare
 from tests.support.hub import CARD, Hub
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("math_verify")
 ROOT = Path(__file__).parents[2]
 VARIANTS = "recipes/math/variants"
@@ -101,7 +103,6 @@ def test_gsm8k_from_the_hub_is_graded_by_math_verify(hub, models, tmp_path):
     assert list(run.glob("checkpoints/*.ckpt"))
 
 
-@pytest.mark.slow
 def test_a_thinking_model_with_adapters_ends_within_its_budget(hub, models, tmp_path):
     options = {
         "model.model": models / "qwen3-0.6b",

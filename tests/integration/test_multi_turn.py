@@ -18,6 +18,8 @@ from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.support.engine_checks import ROUNDING, own_logprobs, plain_model, same_draws
 from tests.support.small_run import numbers, trainer_of
 
+pytestmark = pytest.mark.slow
+
 # Longer than a cache block of 32 tokens, so that turns really go on from cached prefixes.
 PROMPT = [3 + i % 10 for i in range(40)]
 

@@ -336,6 +336,7 @@ def test_recording_into_a_file_of_another_run_is_refused(record):
     assert Path("other.jsonl").read_text() == '{"prompt": "1="}\n'
 
 
+@pytest.mark.slow
 def test_the_offline_recipe_trains_on_what_was_recorded(record, tiny_model, tmp_path):
     """From `rollout` to `fit`, with the files that the variant names."""
     record("recorded.sqlite", 4, group_size=32)  # so that most groups have something to teach

@@ -7,8 +7,9 @@ import pytest
 from benchmarks.peers_layouts import Layout, run_ours
 from benchmarks.peers_tasks import Task
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.timeout(300)
 def test_two_processes_make_together_the_batch_of_one(tiny_model, tmp_path):
     prompts = tmp_path / "train.jsonl"

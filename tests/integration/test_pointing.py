@@ -10,6 +10,8 @@ from recipes.pointing.prepare import chat_tokenizer, draw_rows, draw_sft, make_p
 from recipes.pointing.scenario import PLACES
 from recipes.sort_digits.prepare import write_jsonl, write_model
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parents[2]
 

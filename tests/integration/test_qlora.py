@@ -34,6 +34,7 @@ def local(skeleton):
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [NF4(), Int8()])
 def test_vllm_writes_what_the_trainer_computes(tiny_model, local, form):
     policy = Policy(str(tiny_model), lora=LoRA(rank=9, quantization=form))
@@ -49,6 +50,7 @@ def test_vllm_writes_what_the_trainer_computes(tiny_model, local, form):
     transport.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [NF4(), Int8()])
 def test_in_bfloat16_it_is_as_close_to_the_trainer_as_a_model_without_lora(form):
     found = measure("vllm", updates=20, every=10, rank=16, quantization=form)

@@ -12,6 +12,8 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
 from tests.support.engine_checks import PROMPTS, ROUNDING, generate, true_logprobs
 
+pytestmark = pytest.mark.slow
+
 CODE = """
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 

@@ -133,7 +133,8 @@ def two_vllms() -> Engine:
     return PolicyEngines({n: VLLMLocal(max_model_len=64, kv_cache_gb=0.05) for n in names})
 
 
-@pytest.mark.parametrize("make", [one_vllm, pytest.param(two_vllms, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [one_vllm, two_vllms])
 def test_vllm_writes_what_the_policies_would(make, tiny_model, tmp_path):
     pytest.importorskip("vllm")
     _, watch, _ = fitted(tiny_model, tmp_path, engine=make())

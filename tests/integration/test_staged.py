@@ -20,6 +20,8 @@ from lightning_rl.games.staged.training_sets import Pair, Preferences
 from lightning_rl.models.policy import Policy
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,7 +40,6 @@ def test_killed_at_requests_a_run_buys_no_job_twice_and_ends_as_if_it_had_not_be
     assert (told["unequal"], told["jobs_repeated"]) == ([], 0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_killed_at_all_requests(tmp_path):
     told = last_line("tests.support.staged_kills", str(tmp_path), "1")
@@ -46,7 +47,6 @@ def test_killed_at_all_requests(tmp_path):
     assert (told["unequal"], told["jobs_repeated"]) == ([], 0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_killed_at_random_moments_with_local_jobs():
     told = last_line("benchmarks.staged_kill", "--points", "3")

@@ -55,6 +55,7 @@ def test_an_unknown_or_unfit_parser_is_refused():
         VLLMParser("lfm2").configure(chat_tokenizer("qwen2_5"), [tool_schema(add)])
 
 
+@pytest.mark.slow
 def test_many_rollouts_at_once_have_the_models_own_logprobs(tmp_path):
     save_chat_model(tmp_path / "model", "qwen3")
     save_skeleton(str(tmp_path / "model"), tmp_path / "skeleton")

@@ -109,6 +109,7 @@ def test_the_run_stops_is_saved_and_ends_as_if_nothing_had_been(
         assert torch.equal(weight, whole[name]), name
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_in_the_main_thread_is_told_and_stops_the_run(
     tiny_model, tmp_path, monkeypatch, caplog
 ):
@@ -148,6 +149,7 @@ def test_the_stacks_are_written_down(tiny_model, tmp_path):
     assert block.splitlines()[-1].endswith("in Event.wait")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [NeverAnswers, BlocksTheLoop])
 def test_what_works_ahead_is_given_up_too(tiny_model, tmp_path, kind):
     engine = kind(8)
@@ -162,6 +164,7 @@ def test_what_works_ahead_is_given_up_too(tiny_model, tmp_path, kind):
     assert module.iteration == 3
 
 
+@pytest.mark.slow
 def test_progress_and_other_waits_are_left_alone(tiny_model, tmp_path):
     class Slow(Stalling):
         """Takes longer than the timeout for all, but not for one."""
@@ -177,6 +180,7 @@ def test_progress_and_other_waits_are_left_alone(tiny_model, tmp_path):
     assert runtime.stalled_seconds() == 0.0
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_over_is_not_abandoned():
     runtime.abandon_wait(StalledError("too late"))
 
@@ -186,6 +190,7 @@ def test_a_wait_that_is_over_is_not_abandoned():
     assert run_async(one()) == 1
 
 
+@pytest.mark.slow
 def test_a_new_loop_takes_over():
     old = runtime.loop
     runtime.abandon_loop()

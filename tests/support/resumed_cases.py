@@ -6,50 +6,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_rl import (
-    GAE,
-    NF4,
-    Branching,
-    Int8,
-    K3Penalty,
-    LoRA,
-    Mixture,
-    OfflineDataModule,
-    PassRateCurriculum,
-    PolicyModule,
-    PromptSet,
-    ReplayBuffer,
-    SeparateValueHead,
-    SFTMix,
-    StreamedCollector,
-    TokenTIS,
-    TransformersEngine,
-    TreeRLOO,
-    Vision,
-    WarmupCosine,
-)
+import lightning_rl as rl
+from lightning_rl import envs
 from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.callbacks import Evaluate, RLCallback, StepTimer, WeightSync
 from lightning_rl.collect.samplers import Mixed, Uniform
 from lightning_rl.data.mixing import ByPassRate
 from lightning_rl.data.rollouts.files import open_rollouts
-from lightning_rl.envs import (
-    ActionCritic,
-    ActorCritic,
-    ActorCriticModule,
-    DQNModule,
-    EnvDataModule,
-    GRUBody,
-    Gym,
-    GymWorkers,
-    MLPBody,
-    QAgent,
-    SACAgent,
-    SACModule,
-    StepGAE,
-    TorchRLEnv,
-    TransitionBuffer,
-)
 from lightning_rl.envs.rows import Clips
 from lightning_rl.extend import Periodic, TheseCalls, TransformersAdapters
 from lightning_rl.games import PSPG, GameModule, GameRolesModule
@@ -95,14 +58,15 @@ def language(module, *, places=("within", "collected"), trainer=None, **options)
 def everything(model):
     return ppo(
         model,
-        kl=K3Penalty(AdaptiveCoefficient(0.1, target=1e-4)),
+        kl=rl.K3Penalty(AdaptiveCoefficient(0.1, target=1e-4)),
         reference=PeriodicReference(every_n_iterations=2),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
     )
 
 
 def given_model(model):
-    return PolicyModule(AutoModelForCausalLM.from_pretrained(model), optimizer=adamw(1e-2), seed=7)
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    return rl.PolicyModule(lm, optimizer=adamw(1e-2), seed=7)
 
 
 def sgd(parameters):
@@ -110,7 +74,7 @@ def sgd(parameters):
 
 
 def buffer(sampler):
-    return ReplayBuffer("groups.sqlite", capacity=6, max_staleness=2, sampler=sampler)
+    return rl.ReplayBuffer("groups.sqlite", capacity=6, max_staleness=2, sampler=sampler)
 
 
 def expert_buffer():
@@ -122,10 +86,10 @@ def expert_buffer():
 
 def mixture():
     sets = [
-        PromptSet("a", numbers(108, 140, seed=1), rewards=[share_of_sevens], success_reward=0.9),
-        PromptSet("b", numbers(200, 210, seed=1), group_size=2),
+        rl.PromptSet("a", numbers(108, 140, seed=1), rewards=[share_of_sevens], success_reward=0.9),
+        rl.PromptSet("b", numbers(200, 210, seed=1), group_size=2),
     ]
-    return Mixture(sets, ByPassRate(success_reward=0.01, memory=0.2), seed=2)
+    return rl.Mixture(sets, ByPassRate(success_reward=0.01, memory=0.2), seed=2)
 
 
 def recorded():
@@ -133,38 +97,38 @@ def recorded():
         file = open_rollouts(Path("recorded.sqlite"))
         file.append(random_episodes(1, groups=6, group_size=4), 0)
         file.close()
-    return OfflineDataModule("recorded.sqlite", groups_per_iteration=2, seed=2,
-                             iterations_per_epoch=PER_EPOCH)  # fmt: skip
+    return rl.OfflineDataModule("recorded.sqlite", 2, seed=2, iterations_per_epoch=PER_EPOCH)
 
 
+def packed(form, model):
+    return grpo(model, lora=rl.LoRA(rank=4, quantization=form))
+
+
+BFLOAT16 = {"precision": "bf16-true"}
 LANGUAGE = {
     "grpo": language(grpo, places=ALL),
     "ppo": language(everything, places=ALL),
     "a model object": language(given_model),
     "lora": language(
-        partial(grpo, lora=LoRA(rank=4)),
+        partial(grpo, lora=rl.LoRA(rank=4)),
         trainer={"precision": "bf16-mixed"},
-        engine=lambda: TransformersEngine(device="cpu", adapters="apart"),
+        engine=lambda: rl.TransformersEngine(device="cpu", adapters="apart"),
     ),
-    "nf4": language(
-        partial(grpo, lora=LoRA(rank=4, quantization=NF4())), trainer={"precision": "bf16-true"}
-    ),
-    "int8": language(
-        partial(grpo, lora=LoRA(rank=4, quantization=Int8())), trainer={"precision": "bf16-true"}
-    ),
-    "bfloat16": language(ppo, trainer={"precision": "bf16-true"}),
+    "nf4": language(partial(packed, rl.NF4()), trainer=BFLOAT16),
+    "int8": language(partial(packed, rl.Int8()), trainer=BFLOAT16),
+    "bfloat16": language(ppo, trainer=BFLOAT16),
     "replay and curriculum": language(
-        partial(grpo, correction=TokenTIS(), minibatches=2),
-        train_prompts=lambda: PassRateCurriculum(numbers(100, 116), success_reward=0.4),
+        partial(grpo, correction=rl.TokenTIS(), minibatches=2),
+        train_prompts=lambda: rl.PassRateCurriculum(numbers(100, 116), success_reward=0.4),
         buffer=lambda: buffer(Uniform(2)),
     ),
     "experts": language(
-        partial(grpo, loss=SFTMix(), correction=TokenTIS()), buffer=expert_buffer
+        partial(grpo, loss=rl.SFTMix(), correction=rl.TokenTIS()), buffer=expert_buffer
     ),
     "mixture": language(grpo, train_prompts=mixture),
     "branching": language(
-        partial(grpo, advantage=TreeRLOO(), ppo_epochs=2),
-        agent=lambda: Branching(ThreeCalls(), at=TheseCalls([2])),
+        partial(grpo, advantage=rl.TreeRLOO(), ppo_epochs=2),
+        agent=lambda: rl.Branching(ThreeCalls(), at=TheseCalls([2])),
     ),
     "offline": Case(
         partial(grpo, trust_engine_logprobs=True, ppo_epochs=2, minibatches=2), recorded,
@@ -179,7 +143,7 @@ LANGUAGE = {
 def roles(model):
     return two_roles.roles_module(
         model,
-        first={"lr_scheduler": lambda o: WarmupCosine(o, warmup_steps=1, total_steps=6)},
+        first={"lr_scheduler": lambda o: rl.WarmupCosine(o, warmup_steps=1, total_steps=6)},
         second={"schedule": Periodic(every=2), "ppo_epochs": 2, "minibatches": 2},
     )
 
@@ -218,18 +182,18 @@ def pictures(module, **options):
     return Case(module, made, lambda: [WeightSync()], model="seeing_model")
 
 
-TOWER = {"vision": Vision(train_tower=True, tower_lr=1e-3)}
+TOWER = {"vision": rl.Vision(train_tower=True, tower_lr=1e-3)}
 PICTURES = {
     "pictures": pictures(
-        partial(grpo, correction=TokenTIS()), buffer=lambda: buffer(Mixed(replayed=0.5))
+        partial(grpo, correction=rl.TokenTIS()), buffer=lambda: buffer(Mixed(replayed=0.5))
     ),
     "a tower and a critic": pictures(
         partial(
-            grpo, **TOWER, advantage=GAE(), value_head=SeparateValueHead(), minibatches=2,
+            grpo, **TOWER, advantage=rl.GAE(), value_head=rl.SeparateValueHead(), minibatches=2,
             ppo_epochs=2, max_tokens_per_pack=64, gradient_checkpointing=True,
         )
     ),
-    "adapters of a tower": pictures(partial(grpo, **TOWER, lora=LoRA(rank=2))),
+    "adapters of a tower": pictures(partial(grpo, **TOWER, lora=rl.LoRA(rank=2))),
 }  # fmt: skip
 
 
@@ -238,14 +202,20 @@ PICTURES = {
 
 def played_in(env, **options):
     options = {"num_envs": 2, "frames_per_iteration": 42, "eval_episodes": 2, "seed": 3} | options
-    return EnvDataModule(env, iterations_per_epoch=PER_EPOCH, **options)
+    return envs.EnvDataModule(env, iterations_per_epoch=PER_EPOCH, **options)
 
 
-def off_policy(kind, agent, model):
-    return kind(
-        {"agent": agent()}, buffer=TransitionBuffer(100), warmup_frames=60,
-        updates_per_iteration=2, batch_size=8, seed=3,
-    )  # fmt: skip
+OFF_POLICY = {"warmup_frames": 60, "updates_per_iteration": 2, "batch_size": 8, "seed": 3}
+
+
+def dqn(model):
+    agent = envs.QAgent(envs.MLPBody([16], "relu"))
+    return envs.DQNModule({"agent": agent}, buffer=envs.TransitionBuffer(100), **OFF_POLICY)
+
+
+def sac(model):
+    agent = envs.SACAgent(envs.MLPBody([16], "relu"), critic=envs.ActionCritic(hidden=[16]))
+    return envs.SACModule({"agent": agent}, buffer=envs.TransitionBuffer(100), **OFF_POLICY)
 
 
 def environment(module, env, **options):
@@ -256,28 +226,20 @@ def environment(module, env, **options):
 
 
 def walking():
-    return Gym("tests.support.worlds:Walk-v0")
+    return envs.Gym("tests.support.worlds:Walk-v0")
 
 
 def actor_critic(model, body=None, **options):
-    agent = ActorCritic(body or MLPBody([16], "relu"), share_body=body is not None)
-    return ActorCriticModule({"agent": agent}, seed=3, minibatches=2, **options)
-
-
-def dqn_agent():
-    return QAgent(MLPBody([16], "relu"))
-
-
-def sac_agent():
-    return SACAgent(MLPBody([16], "relu"), critic=ActionCritic(hidden=[16]))
+    agent = envs.ActorCritic(body or envs.MLPBody([16], "relu"), share_body=body is not None)
+    return envs.ActorCriticModule({"agent": agent}, seed=3, minibatches=2, **options)
 
 
 def game(model):
     return GameModule(
-        {name: ActorCritic(body=MLPBody([8])) for name in ("row", "column")},
+        {name: envs.ActorCritic(body=envs.MLPBody([8])) for name in ("row", "column")},
         PSPG(rank=3),
         order=[["row"], ["column"]],
-        advantage=StepGAE(gamma=1.0, normalize=False),
+        advantage=envs.StepGAE(gamma=1.0, normalize=False),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.3),
         epochs=2,
         minibatches=2,
@@ -288,28 +250,28 @@ PENNIES = {"pays": [[[3, -1], [-1, 1]], [[-3, 1], [1, -1]]], "rounds": 2, "num_e
 ENVIRONMENTS = {
     "actor and critic": environment(actor_critic, walking),
     "memory": environment(
-        lambda model: actor_critic(model, GRUBody(hidden=8), clips=Clips(7, 5, num_samples=8)),
+        lambda model: actor_critic(model, envs.GRUBody(hidden=8), clips=Clips(7, 5, num_samples=8)),
         walking,
     ),
     "torchrl": environment(
         actor_critic,
-        lambda: TorchRLEnv(
+        lambda: envs.TorchRLEnv(
             "torchrl.envs.GymEnv",
             {"env_name": "CartPole-v1", "categorical_action_encoding": True},
         ),
     ),
     "workers": environment(
         actor_critic,
-        lambda: GymWorkers(
+        lambda: envs.GymWorkers(
             "tests.support.worlds:Walk-v0", workers=1, sync=FixedSchedule(2), max_staleness=2,
             force_sync=False,
         ),
         eval_episodes=0,
     ),
-    "dqn": environment(partial(off_policy, DQNModule, dqn_agent), lambda: Gym("CartPole-v1")),
-    "sac": environment(partial(off_policy, SACModule, sac_agent), lambda: Gym("Pendulum-v1")),
+    "dqn": environment(dqn, lambda: envs.Gym("CartPole-v1")),
+    "sac": environment(sac, lambda: envs.Gym("Pendulum-v1")),
     "game": environment(
-        game, lambda: TorchRLEnv("recipes.matrix_games.env.MatrixGame", PENNIES),
+        game, lambda: envs.TorchRLEnv("recipes.matrix_games.env.MatrixGame", PENNIES),
         num_envs=32, frames_per_iteration=64, eval_episodes=0,
     ),
 }  # fmt: skip
@@ -325,11 +287,11 @@ def streamed(model, **options):
 
 STREAMED = [
     language(
-        streamed, collector=lambda: StreamedCollector(2),
+        streamed, collector=lambda: rl.StreamedCollector(2),
         engine=lambda: LotEngine(device="cpu", max_batch_size=8),
     ),
     pictures(
-        partial(streamed, **TOWER), collector=lambda: StreamedCollector(1),
+        partial(streamed, **TOWER), collector=lambda: rl.StreamedCollector(1),
         engine=lambda: LotEngine(device="cpu"),
     ),
 ]  # fmt: skip

@@ -20,9 +20,12 @@ from tests.support.tiny_models import chat_tokenizer
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / "build" / "verifiers"
 
-pytestmark = pytest.mark.skipif(
-    not (PYTHON / "made").exists(), reason="`make verifiers` makes the environment"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (PYTHON / "made").exists(), reason="`make verifiers` makes the environment"
+    ),
+]
 TOKENIZER = chat_tokenizer("qwen2_5")
 
 
@@ -147,7 +150,6 @@ def test_what_an_environment_raises_costs_its_rollout_and_its_hang_the_time_limi
     assert run_async(play(guess, tasks[3], in_turn("3"))).environment_reward == 1.5
 
 
-@pytest.mark.slow
 def test_a_dead_workers_rollouts_are_played_again_with_what_was_generated(guess, tasks, tmp_path):
     engine = Says(lambda prompt, seed: "5")
     fatal = str(tmp_path / "dies-always")
@@ -182,7 +184,6 @@ def test_seats_are_roles_and_what_others_wrote_has_no_loss(games):
     ]
 
 
-@pytest.mark.slow
 def test_the_environments_tools_are_called_in_the_models_own_tokens(games):
     prompts = VerifiersPrompts(**settings(games, "vf_lookup"))
     prompts.load(TOKENIZER)
@@ -214,7 +215,6 @@ def test_options_reach_the_environment(games):
     wait_for(lambda: not is_running(pid))
 
 
-@pytest.mark.slow
 def test_what_cannot_be_hosted_is_refused(games):
     with pytest.raises(ConfigError, match=r"taskset 'no_such_game' not found"):
         VerifiersPrompts(**settings(games, "no_such_game")).load(TOKENIZER)
