@@ -11,6 +11,9 @@ import pytest
 from tests.support.packaged import ROOT, data_on_disk, modules_on_disk, recipes_on_disk
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
     """File names in a wheel and an sdist built from a copy of the checkout."""

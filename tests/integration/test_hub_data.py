@@ -162,6 +162,7 @@ def test_a_stream_is_not_kept_on_the_disk(read, hub, folder):
     assert not list((folder / "hf/datasets").glob("us___flow/**/*.arrow"))
 
 
+@pytest.mark.slow
 def test_a_stream_that_breaks_goes_on_where_it_was(read, hub):
     hub.fail("GET /datasets/us/torn/resolve", "cut")
     answer = read("us/torn", kind="HFStreamingPrompts", draw=3000, buffer_size=500)
@@ -216,6 +217,7 @@ def test_what_is_gated_names_the_token_that_is_missing(read, hub):
 # ---------------------------------------------------------------- a hub in trouble
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_", ["HEAD /datasets/us/once", "GET /api/datasets/us/once"])
 @pytest.mark.parametrize("fault", [(429, {"Retry-After": "0"}), 503, "drop"])
 def test_what_passes_is_waited_for(read, hub, request_, fault):
@@ -225,12 +227,14 @@ def test_what_passes_is_waited_for(read, hub, request_, fault):
     assert next(hub.faults[request_], None) is None  # it did fail
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_goes_on(read, hub):
     hub.fail("GET /datasets/us/cut/resolve", "cut", "cut")
     answer = read("us/cut", draw=3000)
     assert answer["prompts"] == [str(n) for n in range(3000)]
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_asked_too_often_is_left_alone_after_a_while(read, hub):
     request = "GET /api/datasets/us/busy"
     hub.fail(request, repeat((429, {"Retry-After": "1"})))
@@ -241,6 +245,7 @@ def test_a_hub_that_is_asked_too_often_is_left_alone_after_a_while(read, hub):
     assert hub.requests[request] == 4
 
 
+@pytest.mark.slow
 def test_who_is_asked_to_wait_for_long_is_told_at_once(read, hub):
     request = "GET /api/datasets/us/later"
     hub.fail(request, repeat((429, {"Retry-After": "3600"})))
@@ -248,6 +253,7 @@ def test_who_is_asked_to_wait_for_long_is_told_at_once(read, hub):
     assert hub.requests[request] == 1
 
 
+@pytest.mark.slow
 def test_a_hub_that_breaks_off_each_time_is_named(read, hub):
     hub.fail("HEAD /datasets/us/gone", repeat("drop"))
     refused(
@@ -259,6 +265,7 @@ def test_a_hub_that_breaks_off_each_time_is_named(read, hub):
 # ---------------------------------------------------------------- without the hub
 
 
+@pytest.mark.slow
 def test_offline_only_what_was_asked_for_is_taken_from_the_cache(read, hub, folder, tiny_model):
     there = hub.repository("us/grown")
     there.commit({"train.jsonl": jsonl(0, 10)}, branch="v1")

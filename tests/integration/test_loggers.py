@@ -174,6 +174,7 @@ def test_wandb_offline(tiny_model, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_mlflow_files(tiny_model, tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="it is tested in build/mlflow")
     from lightning.pytorch.loggers import MLFlowLogger

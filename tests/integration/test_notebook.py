@@ -40,6 +40,7 @@ def printed(cell: dict) -> str:
     return "".join("".join(o["text"]) for o in cell["outputs"] if o["output_type"] == "stream")
 
 
+@pytest.mark.slow
 def test_the_notebook_trains_resumes_and_shows(tmp_path):
     assert KERNEL.exists(), "run install/notebook.sh first, as make test-all does"
     ran = tmp_path / "ran.ipynb"
@@ -65,6 +66,7 @@ def test_the_notebook_trains_resumes_and_shows(tmp_path):
     assert printed(by_id["ask"]).count("=") == 3
 
 
+@pytest.mark.slow
 def test_the_first_cell_installs_a_wheel_that_lies_beside_the_notebook(tmp_path):
     """In an environment without the library, as Colab's is; its packages would be gigabytes."""
     bare = tmp_path / "bare"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 BUILD = "from setuptools import build_meta as b; print(b.build_wheel('.'))"
 METADATA = "from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel('.')"

@@ -11,9 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "build" / "packaging"
-pytestmark = pytest.mark.skipif(
-    not (TOOLS / "made").exists(), reason="install/packaging.sh makes the environment"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (TOOLS / "made").exists(), reason="install/packaging.sh makes the environment"
+    ),
+]
 PERSON = {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
 

@@ -87,7 +87,12 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.engine VLLMLocl": ["engine.class_path", "did you mean VLLMLocal?"],
         "--model.advantage GPRO": ["advantage.class_path", "did you mean GRPO?"],
         "--trainer.callbacks+=Evalute": ["callbacks[2].class_path", "did you mean Evaluate?"],
-        "--data.rewards+=my_rewards.lenght": ["my_rewards has no 'lenght'", "did you mean length?"],
+        "--data.rewards+=my_rewards.lenght": [
+            "rewards[1]",
+            "my_rewards has no 'lenght'",
+            "did you mean length?",
+            "my_rewards.py",
+        ],
         "--data.rewards+=no_rewards.length": ["there is no module 'no_rewards'", "PYTHONPATH"],
     },
     "wrong types": {
@@ -195,7 +200,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "max_gap=0",
             "must be > 0",
         ],
-        "--trainer.accelerator cpuu": ["accelerator='cpuu'"],
+        "--trainer.accelerator cpuu": ["accelerator='cpuu'", "cuda"],
         "--trainer.devices 0": ["devices"],
         "--trainer.max_epochs -2": ["max_epochs"],
     },
@@ -329,18 +334,18 @@ def make_model(directory: Path) -> None:
     save_random_model(directory, make_tokenizer(), vocab_size=16, **sizes)
 
 
-def arguments(case: str) -> list[str]:
+def arguments(case: str, config: str = "good.yaml") -> list[str]:
     """Of the command line."""
-    return ["fit", "--config", "good.yaml", *shlex.split(case)]
+    return ["fit", "--config", config, *shlex.split(case)]
 
 
-def complaint(case: str) -> tuple[int, str]:
+def complaint(case: str, config: str = "good.yaml") -> tuple[int, str]:
     """The exit status, and what is said on stderr from our name on; in the furnished directory."""
     from lightning_rl.cli import main
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        status = main(arguments(case))
+        status = main(arguments(case, config))
     text = said.getvalue()
     begin = text.find("lightning-rl: ")
     return status, text[begin:].strip() if begin >= 0 else f"nothing was refused: {case}"

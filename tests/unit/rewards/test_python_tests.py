@@ -147,20 +147,26 @@ def test_wrong_programs_and_what_cannot_be_compared_score_nothing(python_tests, 
     assert run(python_tests, completions=[program], tests=[tests]) == [0.0]
 
 
+def require_unpaid(judge, names):
+    """None of the programs is paid, and their worker judges the next as if nothing had been."""
+    programs = [FORGERIES[name] for name in names]
+    scores = run(
+        judge,
+        completions=[forgery.program for forgery in programs] + [ADD],
+        tests=[forgery.tests for forgery in programs] + ["assert add(1, 2) == 3"],
+    )
+    assert scores.pop() == 1.0
+    assert {n: s for n, s in zip(names, scores, strict=True) if s != 0.0} == {}
+
+
 def test_no_program_that_answers_nothing_is_paid(python_tests):
-    """And its worker judges the next as if nothing had been."""
+    require_unpaid(python_tests, [name for name in FORGERIES if not name.endswith("hangs")])
+
+
+@pytest.mark.slow
+def test_no_program_that_hangs_is_paid():
     pool = PythonTests(workers=2, timeout_s=4)
-    hangs = [name for name in FORGERIES if name.endswith("hangs")]
-    for names, judge in ((FORGERIES.keys() - set(hangs), python_tests), (hangs, pool)):
-        programs = [FORGERIES[name] for name in names]
-        scores = run(
-            judge,
-            completions=[forgery.program for forgery in programs] + [ADD],
-            tests=[forgery.tests for forgery in programs] + ["assert add(1, 2) == 3"],
-        )
-        assert scores.pop() == 1.0
-        paid = {n: s for n, s in zip(names, scores, strict=True) if s != 0.0}
-        assert paid == {}
+    require_unpaid(pool, [name for name in FORGERIES if name.endswith("hangs")])
     pool.close()
 
 
