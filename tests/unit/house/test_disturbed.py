@@ -131,7 +131,7 @@ def test_another_shape_rounds_otherwise():
 
 def test_gradients_and_16_bits_too():
     weight = numbers(64, 7).requires_grad_()
-    left, right = numbers(50, 64).bfloat16(), numbers(64, 70).bfloat16()
+    left, right = numbers(300, 64).bfloat16(), numbers(64, 300).bfloat16()
 
     def gradient():
         loss = (left[:5].float() @ weight).logsumexp(-1).sum()
@@ -231,7 +231,6 @@ def test_a_tight_bound_is_reported(tmp_path, monkeypatch, capfd):
     # The largest error is about 1.5 units of epsilon times 64 in either round.
     (tmp_path / "test_planted.py").write_text(PLANTED.format(tight=4e-5))
     monkeypatch.setattr(command, "ROUNDS", (command.Round(1), command.Round(2)))
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     assert command.main([str(tmp_path / "test_planted.py"), "-n", "0"]) == 1
     lines = capfd.readouterr().out.rpartition("the smallest margins:")[2].strip().splitlines()
     reported = {
