@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
-from benchmarks.parallel_ranks import FEATURES, OF_MIXTURES
+from benchmarks.parallel_ranks import FEATURES, OF_MIXTURES, measure
 from benchmarks.results import parser_of, report, write_block
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.mixtures import saved_mixture
+from tests.support.ranks import World
 from tests.support.tiny_models import save_random_model
-from tests.support.two_ranks import run_two
 
 PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
 Saved = Callable[[Path], Path]
@@ -96,11 +96,11 @@ def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]
         for layout in KINDS[name].layouts[ranks]
         for what in (*KINDS[name].features, "kept", "peak")
     ]
-    results = run_two("benchmarks.parallel_ranks", model, folder, *wanted, ranks=ranks)
     found = {}
-    for scenario in wanted:
-        rows = results(scenario)
-        found[scenario] = {key: max(row[key] for row in rows) for key in rows[0]}
+    with World(ranks) as world:
+        for scenario in wanted:
+            rows = world(measure, str(model), scenario)
+            found[scenario] = {key: max(row[key] for row in rows) for key in rows[0]}
     return found
 
 

@@ -17,7 +17,9 @@ DEVICE = "PARALLEL_DEVICE"
 
 
 def begin() -> None:
-    """Join the other ranks, each with a device of its own."""
+    """Join the other ranks, each with a device of its own, unless that was done."""
+    if dist.is_initialized():
+        return
     if device().type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -1,17 +1,8 @@
-"""What each process of benchmarks/parallel.py does: it shares packs with the others, and compares.
+"""Processes of benchmarks/parallel.py compute packs together, and compare with one by one."""
 
-    RANK=0 WORLD_SIZE=2 ... python -m benchmarks.parallel_ranks <model> <folder> [<scenario> ...]
-
-The environment is torchrun's. Each scenario leaves ``<scenario>_<rank>.json``.
-"""
-
-import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.parallel_costs import kept, kept_recomputed, peak
-from benchmarks.parallel_layouts import LAYOUTS, begin, device, share
+from benchmarks.parallel_layouts import begin, device, share
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.expert import experts_of
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
@@ -208,35 +199,22 @@ def computed_alone(
     return alone, found
 
 
-def scenarios(model: str) -> dict[str, Callable[[], Any]]:
-    """By name: a layout and a feature."""
-    ranks = dist.get_world_size()
-    everyone = tuple(range(ranks))
-
-    def of(layout: str, feature: str) -> Callable[[], Any]:
-        silent = {"one_silent": everyone[:1], "all_silent": everyone}.get(feature, ())
-        kind = {"one_silent": "shared"}.get(feature, feature if feature in KINDS else "plain")
-        dtype = torch.float32 if feature == "float32" else torch.float64
-        made = brief if feature == "brief" else rollouts
-        return lambda: compare(model, layout, kind, silent, dtype, made, feature == "idle")
-
-    features = dict.fromkeys((*FEATURES, *OF_MIXTURES))
-    found = {f"{name}_{feature}": of(name, feature) for name in LAYOUTS for feature in features}
-    for name in LAYOUTS:
-        found |= {f"{name}_kept": partial(kept, model, name)}
-        found |= {f"{name}_kept_recomputed": partial(kept_recomputed, model, name)}
-        found |= {f"{name}_peak": partial(peak, model, name)}
-    return found
+COSTS: dict[str, Callable[[str, str], Any]] = {
+    "kept": kept,
+    "kept_recomputed": kept_recomputed,
+    "peak": peak,
+}
 
 
-def main() -> None:
-    model, where, *only = sys.argv[1:]
+def measure(model: str, scenario: str) -> dict[str, float]:
+    """The differences or the costs of a layout with a feature, such as ``sequence_plain``."""
     begin()
-    for name, scenario in scenarios(model).items():
-        if not only or name in only:
-            result = json.dumps(scenario())
-            (Path(where) / f"{name}_{dist.get_rank()}.json").write_text(result)
-
-
-if __name__ == "__main__":
-    main()
+    layout, _, feature = scenario.partition("_")
+    if feature in COSTS:
+        return COSTS[feature](model, layout)
+    everyone = tuple(range(dist.get_world_size()))
+    silent = {"one_silent": everyone[:1], "all_silent": everyone}.get(feature, ())
+    kind = {"one_silent": "shared"}.get(feature, feature if feature in KINDS else "plain")
+    dtype = torch.float32 if feature == "float32" else torch.float64
+    made = brief if feature == "brief" else rollouts
+    return compare(model, layout, kind, silent, dtype, made, feature == "idle")

@@ -17,12 +17,13 @@ from benchmarks.gpu.engines import policy_of
 from benchmarks.gpu.made import model_of
 from benchmarks.parallel import KINDS, relative
 from benchmarks.parallel_layouts import DEVICE
+from benchmarks.parallel_ranks import measure
 from lightning_rl import VLLMServer
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.sync.base import push as push_weights
 from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.shared import SharedCollectiveTransport
-from tests.support.two_ranks import run_two
+from tests.support.ranks import World
 
 CLOSE, CLOSE_IN_FLOAT32 = 1e-9, 1e-4
 """Of scores and gradients, against one GPU's: its sums are in another order."""
@@ -35,15 +36,15 @@ def equal(bench: Bench, kind: str) -> None:
     layouts = KINDS[kind].layouts[ranks]
     wanted = [f"{layout}_{feature}" for layout in layouts for feature in features]
     with tempfile.TemporaryDirectory() as name, patch.dict(os.environ, {DEVICE: bench.device}):
-        folder = Path(name)
-        model = KINDS[kind].save(folder / "model")
-        found = run_two("benchmarks.parallel_ranks", model, folder, *wanted, ranks=ranks)
-        for scenario in wanted:
-            close = CLOSE_IN_FLOAT32 if scenario.endswith("float32") else CLOSE
-            scores, gradients = map(max, zip(*map(relative, found(scenario)), strict=True))
-            bench.note({scenario: {"scores": scores, "gradients": gradients}})
-            off = max(scores, gradients)
-            bench.require(off < close, f"{scenario} on {ranks}: {off:.2g} off, above {close:g}")
+        model = KINDS[kind].save(Path(name) / "model")
+        with World(ranks) as world:
+            for scenario in wanted:
+                close = CLOSE_IN_FLOAT32 if scenario.endswith("float32") else CLOSE
+                found = world(measure, str(model), scenario)
+                scores, gradients = map(max, zip(*map(relative, found), strict=True))
+                bench.note({scenario: {"scores": scores, "gradients": gradients}})
+                off = max(scores, gradients)
+                bench.require(off < close, f"{scenario} on {ranks}: {off:.2g} off, above {close:g}")
 
 
 def shared_push(bench: Bench) -> None:

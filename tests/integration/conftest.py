@@ -11,7 +11,10 @@ import pytest
 from lightning_rl.envs.collector import EnvCollector, collector_of
 from lightning_rl.envs.maker import EnvMaker
 from tests.support.bad_configs import furnish
+from tests.support.ranks import Together
+from tests.support.ranks_checks import command
 from tests.support.shared_engines import actors, cluster, servers, transformers, vllm, vllm_in
+from tests.support.signalled import FIT, configure
 
 __all__ = ["actors", "cluster", "servers", "transformers", "vllm", "vllm_in"]
 
@@ -27,10 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the processes of a module's scenarios leave."""
-    return tmp_path_factory.mktemp("ranks")
+@pytest.fixture(scope="session")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    """Runs of several processes, which stay alive, and of this one."""
+    runs = Together(tmp_path_factory.mktemp)
+    yield runs
+    runs.end()
+
+
+@pytest.fixture(scope="session")
+def whole_job(together, tiny_model, tmp_path_factory) -> Path:
+    """The folder of a job of two processes that nothing interrupted: tests/support/signalled.py."""
+    folder = configure(tmp_path_factory.mktemp("whole") / "job", tiny_model)
+    for status, _, errors in together(2, command, *FIT, folders=(folder,)):
+        assert status == 0, errors
+    return folder
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.packaged import ROOT, data_on_disk, modules_on_disk, recipes_on_disk
 
-
 pytestmark = pytest.mark.slow
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.run.machine import usable_cores
-from tests.support.two_ranks import ROOT, SECONDS, TOLERANCE
+from tests.support.two_ranks import ROOT, TOLERANCE
+
+SECONDS = 590
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 
 
 @pytest.fixture
@@ -69,8 +72,6 @@ def fit(tmp_path, model, prompts, *more, **environment) -> list[dict[str, float]
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * SECONDS)
 def test_one_flag_is_enough(tiny_model, tmp_path, prompts):
     """Two processes train as one does: the same rollouts and optimizer steps, by vLLM in each."""
     folders = [tmp_path / "one", tmp_path / "two"]
@@ -94,8 +95,6 @@ def test_one_flag_is_enough(tiny_model, tmp_path, prompts):
         assert two["policy/grad_norm"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * SECONDS)
 def test_the_recipe_on_two_processes_with_one_server(tiny_model, tmp_path, prompts):
     """That works for both while they train."""
     variants = [f"recipes/sort_digits/variants/{name}.yaml" for name in ("server", "ddp")]
@@ -110,8 +109,6 @@ def test_the_recipe_on_two_processes_with_one_server(tiny_model, tmp_path, promp
     assert rows[1]["rollout/logprob_gap_max"] < 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * SECONDS)
 def test_the_bare_loop_on_two_processes(tiny_model, tmp_path, prompts):
     printed = run_to_the_end(
         tmp_path, "recipes.sort_digits.bare_loop",

@@ -2,60 +2,60 @@
 
 import math
 import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
-from multiprocessing import get_context
-from pathlib import Path
 from shutil import copytree
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_rl.collect.ahead import AsyncCollector
-from lightning_rl.errors import CheckpointError, LightningRLError
+from lightning_rl.errors import CheckpointError
 from lightning_rl.run.checkpoint_io import newest_good, require_good
-from tests.support.ranks_resume import StopsWhenCollected, checkpoint_of, gone_on, saved
-from tests.support.ranks_run import GROUP_SIZE, GROUPS, replaying
-from tests.support.two_ranks import SECONDS, TOLERANCE, Results, comparable, run_two
+from tests.support.ranks_run import GROUP_SIZE, GROUPS
+from tests.support.ranks_settings import failing, trained
+from tests.support.two_ranks import (
+    TOLERANCE,
+    checkpoint_of,
+    comparable,
+    require_same_rollouts,
+    require_same_rows,
+)
+
+slow = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def stopped(tiny_model, folder) -> None:
-    """A run on one process that ended with a batch in hand, for two to go on with."""
-    with pytest.raises(LightningRLError, match=r"^stopped$"):
-        saved(str(tiny_model), folder / "alone" / "stopped", "auto", StopsWhenCollected())
+@pytest.fixture(scope="session")
+def one(together, tiny_model):
+    """A run on one process, or the rest of one."""
+    return lambda names, **options: together.alone(trained, str(tiny_model), names, **options)
 
 
-@pytest.fixture(scope="module")
-def results(tiny_model, folder, stopped) -> Results:
-    return run_two("tests.support.ranks_resume", tiny_model, folder)
+@pytest.fixture(scope="session")
+def two(together, tiny_model):
+    """A run on two processes, or the rest of one."""
+    return lambda names, strategy, ranks=2, **options: together(
+        ranks, trained, str(tiny_model), names, strategy, **options
+    )
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_model, folder) -> Callable[[bool], dict[str, Any]]:
-    """The whole run on one process; with a replay buffer if so asked."""
-
-    @cache
-    def run(replays: bool) -> dict[str, Any]:
-        where = folder / "alone" / f"whole_{replays}"
-        return saved(str(tiny_model), where, "auto", **(replaying(where) if replays else {}))
-
-    return run
+def at(run, iteration):
+    return str(checkpoint_of(run, f"iteration_{iteration}.ckpt"))
 
 
 @pytest.mark.parametrize(
-    ("scenario", "trained"),
-    [("resume_ddp", 3), ("resume_8bit", 3), ("resume_fsdp", 3), ("resume_shards", 2)],
+    ("names", "strategy", "done", "layout"),
+    [
+        ("saved", "ddp", 3, {}),
+        pytest.param("saved eight_bits", "ddp", 3, {}, marks=slow),
+        pytest.param("saved", "fsdp", 3, {}, marks=slow),
+        pytest.param("saved", "fsdp", 2, {"save_distributed_checkpoint": True}, marks=slow),
+    ],
 )
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(results, scenario, trained):
-    for rank in results(scenario):
-        whole, rest = rank["whole"], rank["rest"]
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(two, names, strategy, done, layout):
+    ranks = two(names, strategy, **layout)
+    going_on = two(names, strategy, ckpt_path=at(ranks[0], done), **layout)
+    for whole, rest in zip(ranks, going_on, strict=True):
         assert len(whole["rollouts"]) == 4
-        assert rest["rollouts"] == whole["rollouts"][trained:]
-        for expected, row in zip(whole["rows"][trained + 1 :], rest["rows"][1:], strict=True):
+        assert rest["rollouts"] == whole["rollouts"][done:]
+        for expected, row in zip(whole["rows"][done + 1 :], rest["rows"][1:], strict=True):
             assert comparable(row) == comparable(expected)
             assert math.isfinite(row["policy/loss"])
 
@@ -63,79 +63,65 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(results, scenario, t
 # -------------------------------------------------------------------- another number of processes
 
 
-def require_rest(rest, whole, trained, tolerance=TOLERANCE):
-    """What was left of a run after ``trained`` iterations, as if nothing had happened."""
-    batches = zip(*(rank["rollouts"] for rank in rest), strict=True)
-    shares = [[rollout for share in batch for rollout in share] for batch in batches]
-    expected = whole["rollouts"][trained:]
-    for ours, theirs in zip(shares, expected, strict=True):
-        assert sorted(map(list, ours)) == sorted(map(list, theirs))
+def require_rest(rest, whole, done, tolerance=TOLERANCE):
+    """What was left of a run when some iterations were done, as if nothing had happened."""
+    expected = whole["rollouts"][done:]
+    require_same_rollouts(expected, [rank["rollouts"] for rank in rest])
     left = len(expected)  # before these there may be a row of the first sync
-    for ours, theirs in zip(rest[0]["rows"][-left:], whole["rows"][-left:], strict=True):
-        expected = pytest.approx(comparable(theirs), rel=tolerance, abs=tolerance)
-        assert comparable(ours) == expected
-
-
-def test_8_bits_of_shared_weights_are_refused(results):
-    for rank in results("shared_8bit"):
-        assert rank["error"] == "ConfigError"
-        assert rank["message"].startswith("optimizer=AdamW8bit steps whole parameters, of which")
-
-
-@pytest.mark.parametrize("scenario", ["one_to_two", "one_to_shared", "one_to_fsdp"])
-def test_two_processes_go_on_with_what_one_had_collected(results, alone, scenario):
-    two = results(scenario)
-    assert len(two[0]["rollouts"][0]) == len(two[1]["rollouts"][0]) == GROUPS * GROUP_SIZE // 2
-    require_rest(two, alone(False), 2)
+    require_same_rows(whole["rows"][-left:], rest[0]["rows"][-left:], tolerance)
 
 
 @pytest.mark.parametrize(
-    ("scenario", "checkpoint", "strategy"),
+    ("names", "strategy"),
     [
-        ("resume_ddp", "iteration_3.ckpt", "auto"),
-        ("resume_fsdp", "iteration_3.ckpt", "auto"),
-        ("resume_shards", "iteration_2.ckpt", "fsdp"),
-        ("replay_saved", "iteration_2.ckpt", "auto"),
+        ("saved", "ddp"),
+        pytest.param("saved shared", "ddp", marks=slow),
+        pytest.param("saved", "fsdp", marks=slow),
     ],
 )
-def test_one_process_goes_on_where_two_stopped(
-    results, alone, tiny_model, folder, scenario, checkpoint, strategy
+def test_two_processes_go_on_with_what_one_had_collected(
+    one, two, together, tiny_model, names, strategy
 ):
-    results(scenario)
-    replays = scenario == "replay_saved"
-    run = folder / scenario if replays else folder / scenario / "whole"
-    options = replaying(run) if replays else {}
-    path, where = checkpoint_of(run, checkpoint), folder / "alone" / f"{scenario}_rest"
-    go_on = partial(gone_on, str(tiny_model), where, checkpoint=path, processes=1, **options)
-    if strategy == "fsdp":
-        # In a process of its own: it leaves a process group, at which vLLM would stumble in a later
-        # test, and the variables by which others would look for it.
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            rest = pool.submit(go_on, ModelParallelStrategy(1, 1)).result(SECONDS)
-    else:
-        rest = go_on(strategy)
+    stopped = together.alone(failing, str(tiny_model), "saved stops")
+    assert (stopped["error"], stopped["message"]) == ("LightningRLError", "stopped")
+    ranks = two(names, strategy, ckpt_path=at(stopped, 2))
+    assert [len(rank["rollouts"][0]) for rank in ranks] == [GROUPS * GROUP_SIZE // 2] * 2
+    require_rest(ranks, one("saved"), 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "strategy", "done", "layout", "then"),
+    [
+        ("saved", "ddp", 3, {}, "one"),
+        pytest.param("saved replay", "ddp", 2, {}, "one", marks=slow),
+        pytest.param("saved", "fsdp", 3, {}, "one", marks=slow),
+        pytest.param("saved", "fsdp", 2, {"save_distributed_checkpoint": True}, "fsdp", marks=slow),
+    ],
+)
+def test_one_process_goes_on_where_two_stopped(one, two, names, strategy, done, layout, then):
+    run = two(names, strategy, **layout)[0]
+    options = {"ckpt_path": at(run, done)}
+    if "replay" in names:
+        options["where"] = run["where"]  # the buffer is there
+    rest = [one(names, **options)] if then == "one" else two(names, then, 1, **options)
     # Importance weights, of which some are above 6 here, are larger than logprobs, errors too.
-    tolerance = 6 * TOLERANCE if replays else TOLERANCE
-    trained = int(path.stem.removeprefix("iteration_"))
-    require_rest([rest], alone(replays), trained, tolerance)
+    require_rest(rest, one(names), done, 6 * TOLERANCE if "replay" in names else TOLERANCE)
 
 
-def test_one_process_goes_on_with_what_two_were_generating(results, tiny_model, folder):
+@slow
+def test_one_process_goes_on_with_what_two_were_generating(one, two):
     """Working ahead, rollouts depend on time; but no prompt is lost or trained on twice."""
-    two = results("ahead")
-    path = checkpoint_of(folder / "ahead", "iteration_2.ckpt")
-    where = folder / "alone" / "ahead_rest"
-    rest = gone_on(
-        str(tiny_model), where, "auto", path, data={"collector": AsyncCollector(max_staleness=1)}
-    )
-    batches = [*two[0]["rollouts"][:2], *two[1]["rollouts"][:2], *rest["rollouts"]]
-    trained = [rollout[0] for batch in batches for rollout in batch]
-    assert len(set(trained)) == len(trained) == 4 * GROUPS * GROUP_SIZE
+    ranks = two("saved ahead", "ddp")
+    path = at(ranks[0], 2)
+    rest = one("saved stale_ahead", ckpt_path=path)
+    batches = [*ranks[0]["rollouts"][:2], *ranks[1]["rollouts"][:2], *rest["rollouts"]]
+    done = [rollout[0] for batch in batches for rollout in batch]
+    assert len(set(done)) == len(done) == 4 * GROUPS * GROUP_SIZE
     state = torch.load(path, weights_only=True)["RLDataModule"]["loader"]["ranks"]
     waiting = {g[0]["group_id"] for s in state for g in s["source"]["collector"]["groups"]}
     assert waiting  # something was in flight or done
-    assert waiting <= {name.rpartition("/")[0] for name in trained}
-    prompts = [name.split("/")[2] for name in trained[::GROUP_SIZE]]
+    assert waiting <= {name.rpartition("/")[0] for name in done}
+    prompts = [name.split("/")[2] for name in done[::GROUP_SIZE]]
     assert len(set(prompts)) == len(prompts)
     assert all(row["rollout/staleness_max"] <= 1 for row in rest["rows"][1:])
 
@@ -143,26 +129,23 @@ def test_one_process_goes_on_with_what_two_were_generating(results, tiny_model, 
 # ------------------------------------------------------------------------------ folders, by "last"
 
 
-@pytest.fixture(scope="module")
-def stopped_folders(tiny_model, folder) -> Path:
-    """A run of two whose checkpoints are folders, and that failed in its third iteration."""
-    where = folder / "folders"
-    where.mkdir()
-    for rank in run_two("tests.support.ranks_folders", tiny_model, where, "stopped")("stopped"):
-        assert rank == {"error": "LightningRLError", "message": "stopped"}
-    return where
+@pytest.fixture
+def stopped_folders(together, tiny_model, tmp_path):
+    """A copy of a run whose checkpoints are folders, and that failed in its third iteration."""
+    layout = {"save_distributed_checkpoint": True}
+    for run in together(2, failing, str(tiny_model), "saved stops", "fsdp", **layout):
+        assert (run["error"], run["message"]) == ("LightningRLError", "stopped")
+    return {"where": copytree(run["where"], tmp_path / "run", symlinks=True)}
 
 
+@slow
 @pytest.mark.parametrize("ranks", [2, 4, 1])
-def test_last_goes_on_from_a_folder_on_any_number_of_processes(
-    stopped_folders, alone, tiny_model, folder, ranks
-):
-    where = folder / f"folders_on_{ranks}"
-    copytree(stopped_folders, where, symlinks=True)
-    rest = run_two("tests.support.ranks_folders", tiny_model, where, "rest", ranks=ranks)("rest")
+def test_last_goes_on_from_a_folder_on_any_number_of_processes(stopped_folders, one, two, ranks):
+    options = {"where": stopped_folders["where"], "save_distributed_checkpoint": True}
+    rest = two("saved", "fsdp", ranks, ckpt_path="last", **options)
     assert [len(rank["rollouts"]) for rank in rest] == [2] * ranks
-    require_rest(rest, alone(False), 2)
-    saved = checkpoint_of(where, "last.ckpt").parent
+    require_rest(rest, one("saved"), 2)
+    saved = checkpoint_of(stopped_folders, "last.ckpt").parent
     assert {path.name for path in saved.iterdir() if path.is_dir() and not path.is_symlink()} == {
         f"iteration_{n}.ckpt" for n in (1, 2, 3, 4)
     }
@@ -171,9 +154,9 @@ def test_last_goes_on_from_a_folder_on_any_number_of_processes(
     assert shards == ranks
 
 
-def test_last_passes_over_a_folder_that_is_not_whole(stopped_folders, tmp_path):
-    copytree(stopped_folders, tmp_path / "run", symlinks=True)
-    newest = checkpoint_of(tmp_path / "run", "iteration_2.ckpt")
+@slow
+def test_last_passes_over_a_folder_that_is_not_whole(stopped_folders):
+    newest = checkpoint_of(stopped_folders, "iteration_2.ckpt")
     before = newest.with_name("iteration_1.ckpt")
     assert newest_good(newest.parent) == newest
     shard = newest / "__1_0.distcp"
@@ -189,8 +172,8 @@ def test_last_passes_over_a_folder_that_is_not_whole(stopped_folders, tmp_path):
         newest_good(newest.parent)
 
 
-def test_shards_are_for_strategies_that_shard(results, tiny_model, folder):
-    results("resume_shards")
-    path = checkpoint_of(folder / "resume_shards" / "whole", "iteration_2.ckpt")
+@slow
+def test_shards_are_for_strategies_that_shard(stopped_folders, one):
+    path = str(checkpoint_of(stopped_folders, "iteration_2.ckpt"))
     with pytest.raises(CheckpointError, match="folder of shards, which only ModelParallelStrategy"):
-        saved(str(tiny_model), folder / "other", "auto", ckpt_path=str(path))
+        one("saved", ckpt_path=path)

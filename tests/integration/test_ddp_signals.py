@@ -12,9 +12,11 @@ import pytest
 
 from benchmarks import forked
 from lightning_rl.engines.server_process import free_port
-from tests.support.signalled import configure
+from tests.support.ranks_checks import command
+from tests.support.signalled import FIT, configure, require_same_end, saved
 
 pytestmark = pytest.mark.timeout(200)  # a deadlock is a failure
+slow = pytest.mark.slow
 
 SCONTROL = """#!/bin/sh
 echo "$@" >> "$REQUEUED"
@@ -32,7 +34,7 @@ def job_of(rank: int, port: int, folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(folder: Path, *options: str) -> tuple[list[int], list[str]]:
+def run(folder: Path, *words: str) -> tuple[list[int], list[str]]:
     """Statuses and outputs of the two processes of ``lightning-rl fit``."""
     (folder / "scontrol").write_text(SCONTROL)
     (folder / "scontrol").chmod(0o755)
@@ -40,7 +42,7 @@ def run(folder: Path, *options: str) -> tuple[list[int], list[str]]:
     processes = [
         forked.started(
             "lightning_rl",
-            ["fit", "--config", "run.yaml", *options],
+            words or FIT,
             folder / f"said_{rank}",
             job_of(rank, port, folder),
             folder,
@@ -58,29 +60,24 @@ def run(folder: Path, *options: str) -> tuple[list[int], list[str]]:
     return statuses, [(folder / f"said_{rank}").read_text() for rank in (0, 1)]
 
 
-def saved(folder: Path) -> list[str]:
-    directory = folder / "runs" / "one" / "version_0" / "checkpoints"
-    return sorted(path.name for path in directory.glob("iteration_*.ckpt"))
-
-
-LAST = ("--ckpt_path", "last")
-
-
 @pytest.mark.parametrize(
     "at",
     [
-        pytest.param(("0 collect 2 SIGUSR1",), marks=pytest.mark.slow),
-        pytest.param(("1 learn 2 SIGUSR1",), marks=pytest.mark.slow),
-        ("0 collect 2 SIGUSR1", "1 learn 2 SIGUSR1"),
+        pytest.param(("0 collect 2 SIGUSR1",), marks=slow),
+        ("1 learn 2 SIGUSR1",),
+        pytest.param(("0 collect 2 SIGUSR1", "1 learn 2 SIGUSR1"), marks=slow),
         pytest.param(
             ("0 learn 2 SIGUSR1", "1 collect 2 SIGUSR1", "1 learn 2 SIGTERM"),
-            marks=pytest.mark.slow,
+            marks=slow,
         ),
     ],
 )
-def test_a_job_whose_time_is_nearly_over_is_saved_once_and_requeued_once(tiny_model, tmp_path, at):
+def test_a_job_whose_time_is_nearly_over_is_saved_once_and_requeued_once(
+    together, whole_job, tiny_model, tmp_path, at
+):
+    """And goes on as if nothing had come."""
     folder = configure(tmp_path / "job", tiny_model, *at)
-    statuses, said = run(folder, *LAST)
+    statuses, said = run(folder)
     assert statuses == [138, 138], "\n".join(said)
     assert saved(folder) == ["iteration_2.ckpt"]
     for output in said:
@@ -89,17 +86,37 @@ def test_a_job_whose_time_is_nearly_over_is_saved_once_and_requeued_once(tiny_mo
         assert "Traceback" not in output
     assert (folder / "requeued").read_text() == "requeue 17\n"
     assert not list(folder.rglob("hpc_ckpt*"))  # Lightning's own
-    if at == ("1 learn 2 SIGUSR1",):  # one of them is enough to see it go on
+    if at == ("1 learn 2 SIGUSR1",):
         assert "SIGUSR1 to rank 1; saved" in said[0]
-        statuses, said = run(folder, *LAST)
-        assert statuses == [0, 0], "\n".join(said)
-        assert saved(folder)[-1] == "iteration_4.ckpt"
+    require_same_rest(together, folder, whole_job)
 
 
-@pytest.mark.slow
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_processes_that_lightning_started_stop_together(
+    together, whole_job, tiny_model, tmp_path, rank
+):
+    folder = configure(tmp_path / "job", tiny_model, f"{rank} learn 2 SIGTERM")
+    output = folder / "said"
+    assert forked.run("lightning_rl", FIT, output, folder=folder) == 143, output.read_text()
+    said = output.read_text()
+    assert said.count("lightning-rl: run interrupted: SIGTERM") == 2, said
+    assert saved(folder) == ["iteration_2.ckpt"]
+    require_same_rest(together, folder, whole_job)
+
+
+def require_same_rest(together, folder, whole_job):
+    """With the same configuration the job goes on, and ends as one that was not interrupted."""
+    (folder / "run.yaml").write_text((whole_job / "run.yaml").read_text())
+    for status, _, errors in together(2, command, *FIT, folders=(folder,)):
+        assert status == 0, errors
+    require_same_end(folder, whole_job)
+
+
+@slow
 def test_a_job_that_would_begin_anew_is_not_requeued(tiny_model, tmp_path):
     folder = configure(tmp_path / "job", tiny_model, "1 learn 1 SIGUSR1")
-    statuses, said = run(folder)
+    statuses, said = run(folder, *FIT[:3])
     assert statuses == [138, 138], "\n".join(said)
     assert saved(folder) == ["iteration_1.ckpt"]
     assert "job 17 is not put back into the queue: without --ckpt_path last" in said[0]
@@ -107,10 +124,10 @@ def test_a_job_that_would_begin_anew_is_not_requeued(tiny_model, tmp_path):
     assert not (folder / "requeued").exists()
 
 
-@pytest.mark.slow
+@slow
 def test_a_job_that_is_cancelled_is_saved_and_not_requeued(tiny_model, tmp_path):
     folder = configure(tmp_path / "job", tiny_model, "0 collect 2 SIGTERM", "1 collect 2 SIGTERM")
-    statuses, said = run(folder, *LAST)
+    statuses, said = run(folder)
     assert statuses == [143, 143], "\n".join(said)
     assert saved(folder) == ["iteration_2.ckpt"]
     assert not (folder / "requeued").exists()
@@ -118,11 +135,15 @@ def test_a_job_that_is_cancelled_is_saved_and_not_requeued(tiny_model, tmp_path)
 
 @pytest.mark.parametrize(
     "at",
-    [("0 setup 0 SIGUSR1",), ("1 setup 0 SIGTERM",), ("0 setup 0 SIGUSR1", "1 setup 0 SIGUSR1")],
+    [
+        pytest.param(("0 setup 0 SIGUSR1",), marks=slow),
+        ("1 setup 0 SIGTERM",),
+        pytest.param(("0 setup 0 SIGUSR1", "1 setup 0 SIGUSR1"), marks=slow),
+    ],
 )
 def test_a_signal_while_a_run_starts_is_one_message(tiny_model, tmp_path, at):
     folder = configure(tmp_path / "job", tiny_model, *at)
-    statuses, said = run(folder, *LAST)
+    statuses, said = run(folder)
     told = {int(plan.split()[0]): plan.split()[3] for plan in at}
     for rank, output in enumerate(said):
         messages = [line for line in output.splitlines() if line.startswith("lightning-rl: ")]
@@ -138,10 +159,10 @@ def test_a_signal_while_a_run_starts_is_one_message(tiny_model, tmp_path, at):
     assert saved(folder) == []
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=slow), 1])
 def test_a_process_that_is_killed_is_named_with_its_node(tiny_model, tmp_path, killed):
     folder = configure(tmp_path / "job", tiny_model, f"{killed} learn 2 SIGKILL")
-    statuses, said = run(folder, *LAST)
+    statuses, said = run(folder)
     left = 1 - killed
     assert (statuses[killed], statuses[left]) == (-9, 1), "\n".join(said)
     messages = [line for line in said[left].splitlines() if line.startswith("lightning-rl: ")]

@@ -7,24 +7,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from benchmarks import forked
 from lightning_rl.engines.server_process import free_port
-from tests.support.signalled import configure
-from tests.support.two_ranks import ROOT, environment_of
+from tests.support.ranks_checks import command
+from tests.support.signalled import FIT, configure, require_same_end
+from tests.support.two_ranks import ROOT
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = ROOT / "launch" / "torchrun" / "fit.sh"
 
 
-def two_nodes(*folders: Path) -> list[int]:
-    """Statuses of the same command on each node, which have these folders; or this one together."""
+def two_nodes(folder: Path) -> list[int]:
+    """Statuses of the same command on each node, in a folder that both see."""
     port = free_port()
     nodes = []
     for rank in (0, 1):
-        folder = folders[rank % len(folders)]
         environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(rank),
@@ -42,41 +40,18 @@ def two_nodes(*folders: Path) -> list[int]:
             node.wait()
 
 
-def said(*folders: Path) -> str:
-    paths = (path for folder in folders for path in sorted(folder.glob("node_*")))
-    return "\n".join(path.read_text() for path in paths)
+def said(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("node_*")))
 
 
-def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    path = folder / f"runs/one/version_0/checkpoints/iteration_{iteration}.ckpt"
-    return torch.load(path, weights_only=True)["state_dict"]
-
-
-def require_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-@pytest.fixture(scope="module")
-def one_node(tiny_model, tmp_path_factory) -> Path:
-    """What two processes on one machine leave."""
-    folder = configure(tmp_path_factory.mktemp("nodes") / "one", tiny_model)
-    status = forked.run(
-        "lightning_rl", ["fit", "--config", "run.yaml"], folder / "node_0", folder=folder
-    )
-    assert status == 0, said(folder)
-    return folder
-
-
-def test_two_nodes_train_as_two_processes_on_one(one_node, tiny_model, tmp_path):
+def test_two_nodes_train_as_two_processes_on_one(whole_job, tiny_model, tmp_path):
     folder = configure(tmp_path / "job", tiny_model)
     assert two_nodes(folder) == [0, 0], said(folder)
-    require_equal(weights(folder, 4), weights(one_node, 4))
+    require_same_end(folder, whole_job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("signal", ["SIGUSR1", "SIGKILL"])
-def test_two_nodes_go_on_after_one_was_stopped(one_node, tiny_model, tmp_path, signal):
+def test_two_nodes_go_on_after_one_was_stopped(whole_job, tiny_model, tmp_path, signal):
     folder = configure(tmp_path / "job", tiny_model, f"1 learn 3 {signal}")
     path = folder / "run.yaml"
     configuration = yaml.safe_load(path.read_text())
@@ -90,34 +65,20 @@ def test_two_nodes_go_on_after_one_was_stopped(one_node, tiny_model, tmp_path, s
     configuration["trainer"]["callbacks"][0]["init_args"]["at"] = []
     path.write_text(yaml.safe_dump(configuration))
     assert two_nodes(folder) == [0, 0], said(folder)
-    require_equal(weights(folder, 4), weights(one_node, 4))
+    require_same_end(folder, whole_job)
 
 
-def test_nodes_that_do_not_share_the_run_directory_are_told(one_node, tiny_model, tmp_path):
+def test_nodes_that_do_not_share_the_run_directory_are_told(
+    together, whole_job, tiny_model, tmp_path
+):
     """Node 1 finds no checkpoint, and would begin where node 0 goes on."""
-    folders = [configure(tmp_path / f"node_{rank}", tiny_model) for rank in (0, 1)]
-    shutil.copytree(one_node / "runs", folders[0] / "runs", symlinks=True)
-    port = free_port()
-    command = ["fit", "--config", "run.yaml", "--ckpt_path", "last"]
-    processes = [
-        forked.started(
-            "lightning_rl",
-            command,
-            folders[rank] / "node_said",
-            environment_of(rank, 2, port),
-            folders[rank],
-        )
-        for rank in (0, 1)
-    ]
-    for process in processes:
-        process.join(90)
-    assert [process.exitcode for process in processes] == [1, 1], said(*folders)
-    for folder in folders:
-        [message] = [
-            line for line in said(folder).splitlines() if line.startswith("lightning-rl: ")
-        ]
+    folders = tuple(configure(tmp_path / f"node_{rank}", tiny_model) for rank in (0, 1))
+    shutil.copytree(whole_job / "runs", folders[0] / "runs", symlinks=True)
+    for status, _, errors in together(2, command, *FIT, folders=folders):
+        assert status == 1, errors
+        [message] = [line for line in errors.splitlines() if line.startswith("lightning-rl: ")]
         assert "goes on from iteration_4.ckpt, and rank 1 (node " in message
         assert message.endswith(
             "from none: the run's folder must be on a file system that all nodes see"
         )
-        assert "Traceback" not in said(folder)
+        assert "Traceback" not in errors

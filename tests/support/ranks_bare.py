@@ -1,33 +1,28 @@
-"""A scenario of tests/support/ranks_run.py: a loop of one's own with Lightning Fabric."""
+"""A loop of one's own with Lightning Fabric."""
 
 import tempfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import Strategy
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
+from lightning_rl.learn.own_loop import FabricDDP
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from tests.support.lots import LotEngine
+from tests.support.ranks_run import prompts, share_of_even_digits
 
 
-def bare_loop(
-    model: str,
-    rows: Iterable[dict[str, str]],
-    reward: Callable[..., list[float]],
-    strategy: Strategy | str = "auto",
-) -> dict[str, Any]:
+def bare_loop(model: str, devices: int = 1) -> dict[str, Any]:
     """The named steps in a loop of one's own, as in recipes/sort_digits/bare_loop.py."""
-    fabric = Fabric(accelerator="cpu", devices=1 if strategy == "auto" else 2, strategy=strategy)
+    strategy = "auto" if devices == 1 else FabricDDP()
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
     fabric.launch()
     module = PolicyModule(
         model,
@@ -40,15 +35,16 @@ def bare_loop(
     module.configure_model()
     policy = module.policy
     fabric.setup(module, module.configure_optimizers())
-    prompts = IterablePrompts(rows, seed=3)
-    prompts.load(policy.tokenizer)
+    source_of_prompts = prompts()
+    source_of_prompts.load(policy.tokenizer)
     engine, sampling = LotEngine(device="cpu"), Sampling(max_tokens=6)
     with tempfile.TemporaryDirectory() as directory:
         save_skeleton(model, directory)
         engine.start(Path(directory))
-    pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([reward]), policy.tokenizer)
+    rewards = Rewards([share_of_even_digits])
+    pipeline = RolloutPipeline(engine, SingleTurn(), rewards, policy.tokenizer)
     source = GroupSource(
-        prompts, 4 // fabric.world_size, 3, sampling, seed=5,
+        source_of_prompts, 4 // fabric.world_size, 3, sampling, seed=5,
         rank=fabric.global_rank, ranks=fabric.world_size,
     )  # fmt: skip
     told, ids = [], []

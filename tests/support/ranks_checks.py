@@ -1,9 +1,11 @@
-"""Scenarios of tests/support/ranks_run.py: guards that trip on one rank, and a rerun by two."""
+"""Guards that trip on one rank, commands that several processes run, and a rerun by two."""
 
 import contextlib
 import io
 import json
 import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.cli import main
 from lightning_rl.data.batch import token_rows
-from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
@@ -31,6 +32,7 @@ from lightning_rl.errors import GuardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.run import dist
 from lightning_rl.run.digest import digests
+from tests.support.ranks_run import prompts, rows, share_of_even_digits
 from tests.support.small_run import trainer_of
 
 
@@ -66,7 +68,7 @@ class Noted(RLCallback):
         self.rows.append({n: v for n, v in metrics.items() if n.startswith(("guard/", "policy/"))})
 
 
-def guarded(model: str, where: Path, rows: Any, reward: Any) -> dict[str, Any]:
+def guarded(model: str, *, where: Path) -> dict[str, Any]:
     """Skips the first update, masks in the second, and stops after the third."""
     noted = Noted()
     guards = [
@@ -80,7 +82,7 @@ def guarded(model: str, where: Path, rows: Any, reward: Any) -> dict[str, Any]:
         enable_checkpointing=True,
     )  # fmt: skip
     data = RLDataModule(
-        IterablePrompts(rows, seed=3), [reward], TransformersEngine(), sampling=Sampling(6),
+        prompts(), [share_of_even_digits], TransformersEngine(), sampling=Sampling(6),
         group_size=3, groups_per_iteration=4, iterations_per_epoch=5, seed=5,
     )  # fmt: skip
     module = PolicyModule(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=7)
@@ -93,26 +95,35 @@ def guarded(model: str, where: Path, rows: Any, reward: Any) -> dict[str, Any]:
     raise AssertionError("the guard did not stop the run")
 
 
-def rerun(model: str, where: Path, prompts: list[dict[str, str]]) -> dict[str, Any]:
+def rerun(model: str, *, where: Path) -> dict[str, Any]:
     """A run of the command line, an iteration of it done again by as many, and an audit."""
-    where.mkdir(exist_ok=True)
     rank = os.environ["RANK"]
     file = where / f"prompts_{rank}.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     config = where / f"config_{rank}.yaml"
     config.write_text(yaml.safe_dump(_config(model, where, file)))
     run = str(where / "lightning_logs" / "version_0")
-    made = {"fit": _command("fit", "--config", str(config))}
-    made["iteration"] = _command("rerun", run, "--iteration", "4", "--since", "0")
-    made["audit"] = _command("audit", run, "--share", "0.5", "--rollouts", "1", "--seed", "1")
-    return made
+    return {
+        "run": Path(run),
+        "fit": command("fit", "--config", str(config)),
+        "iteration": command("rerun", run, "--iteration", "4", "--since", "0"),
+        "audit": command("audit", run, "--share", "0.5", "--rollouts", "1", "--seed", "1"),
+    }
 
 
-def _command(*arguments: str) -> tuple[int, str]:
+def command(*arguments: str, folders: Sequence[Path] = ()) -> tuple[int, str, str]:
+    """The status of ``lightning-rl`` with these arguments, what it prints, and its errors.
+
+    ``folders`` are the working directories of the ranks.
+    """
+    if folders:
+        os.chdir(folders[int(os.environ["RANK"]) % len(folders)])
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        status = main(list(arguments))
-    return status, said.getvalue()
+    with tempfile.TemporaryFile("w+") as errors:  # processes that are started need a real one
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+            status = main(list(arguments))
+        errors.seek(0)
+        return status, said.getvalue(), errors.read()
 
 
 def _config(model: str, where: Path, prompts: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A scenario of tests/support/ranks_run.py: three policies; of one a rank may have no rows."""
+"""A run of three policies; of one a rank may have no rows."""
 
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from lightning_rl.extend import Agent, Episode, Periodic
 from lightning_rl.games import RolesModule, SharedModelGroup
 from lightning_rl.run.digest import digests
 from tests.support.lots import LotAdapters
+from tests.support.ranks_run import failure, strategy_of
 from tests.support.small_run import data_module, numbers, trainer_of
 
 NAMES = ("first", "second", "rare")
@@ -107,7 +108,7 @@ def three_policies(model: str) -> RolesModule:
 
 
 def fit_roles(
-    model: str, where: Path, strategy: Any = "auto", ckpt_path: str | None = None
+    model: str, strategy: str = "one", *, where: Path, ckpt_path: str | None = None
 ) -> dict[str, Any]:
     """A run of four iterations, saved after each; or the rest of one."""
     watch, module = Watch(), three_policies(model)
@@ -120,7 +121,7 @@ def fit_roles(
         HFExport(merge_adapters=True), IterationCheckpoint(1, 9),
     ]  # fmt: skip
     trainer = trainer_of(
-        where, callbacks, devices=1 if strategy == "auto" else 2, strategy=strategy,
+        where, callbacks, devices=1 if strategy == "one" else 2, strategy=strategy_of(strategy),
         logger=CSVLogger(where), enable_checkpointing=True,
     )  # fmt: skip
     data = data_module(
@@ -135,11 +136,9 @@ def fit_roles(
         "learned": watch.learned,
         "versions": module.role_versions,
         "weights": digests(module.state_dict().items()),
+        "where": where,
     }
 
 
-def roles_and_rest(model: str, where: Path, strategy: Any) -> dict[str, Any]:
-    """The run, and one that goes on from its second iteration."""
-    whole = fit_roles(model, where / "whole", strategy())
-    saved = where / "whole" / "lightning_logs" / "version_0" / "checkpoints" / "iteration_2.ckpt"
-    return {"whole": whole, "rest": fit_roles(model, where / "rest", strategy(), str(saved))}
+def roles_refused(model: str, strategy: str, *, where: Path) -> dict[str, str]:
+    return failure(lambda: fit_roles(model, strategy, where=where))

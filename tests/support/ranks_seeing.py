@@ -1,19 +1,13 @@
-"""What processes do in tests/integration/test_sequence_vision.py: they share packs that see.
+"""Processes share packs with pictures, and compare numbers and gradients with one's."""
 
-RANK=0 WORLD_SIZE=2 ... python -m tests.support.ranks_seeing <folder of models> <folder>
-"""
-
-import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 
+from benchmarks.parallel_layouts import begin
 from benchmarks.parallel_ranks import compare_packs, policy_of
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
@@ -22,7 +16,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.rollout import Picture, Placed, Prompt, Rollout, Row
 from lightning_rl.vision.training import Vision
-from tests.support.tiny_vision import FAMILIES, picture
+from tests.support.tiny_vision import picture
 
 TRAINED = Vision(train_tower=True, train_projector=True)
 WAYS: dict[str, dict[str, Any]] = {
@@ -78,34 +72,9 @@ def rounding_nothing() -> Iterator[None]:
         torch.float32, torch.Tensor.float = single, cast
 
 
-def scenarios(models: Path) -> dict[str, Callable[[], Any]]:
-    """By name: each family in each way, and one where a rank has no pictures."""
-
-    def of(family: str, way: str, *sees: bool) -> Callable[[], Any]:
-        def run() -> dict[str, float]:
-            policy = policy_of(str(models / family), **WAYS[way])
-            with rounding_nothing():
-                return compare_packs(policy, "sequence", packs(policy, sees))
-
-        return run
-
-    found = {f"{family}_{way}": of(family, way, True, True) for family in FAMILIES for way in WAYS}
-    return found | {
-        "one_sees": of("qwen3_vl", "trained", True, False),
-        "none_sees": of("qwen3_vl", "trained", False, False),
-        "four_qwen2_5_vl": of("qwen2_5_vl", "trained", True, False, True, True),
-        "four_qwen3_vl": of("qwen3_vl", "recomputed", True, False, True, True),
-    }
-
-
-def main() -> None:
-    models, where, *only = sys.argv[1:]
-    dist.init_process_group("gloo")
-    for name, scenario in scenarios(Path(models)).items():
-        if not only or name in only:
-            result = json.dumps(scenario())
-            (Path(where) / f"{name}_{dist.get_rank()}.json").write_text(result)
-
-
-if __name__ == "__main__":
-    main()
+def see_together(model: str, way: str, sees: tuple[bool, ...]) -> dict[str, float]:
+    """The differences for a policy; ``sees`` tells which ranks have pictures."""
+    begin()
+    policy = policy_of(model, **WAYS[way])
+    with rounding_nothing():
+        return compare_packs(policy, "sequence", packs(policy, sees))

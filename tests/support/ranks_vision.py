@@ -1,23 +1,20 @@
-"""What two processes do in tests/integration/test_vision_ranks.py: they learn from pictures.
+"""Runs that learn from pictures, which several processes and one make alike.
 
 One group of four has no picture, so that in some packs only one process sees anything.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.sharding import ShardedStrategy
 from lightning_rl.vision.loading import decode
 from lightning_rl.vision.training import Vision
 from tests.support.lots import LotEngine
-from tests.support.ranks_run import fit, run_all
+from tests.support.ranks_run import fit, strategy_of
 from tests.support.tiny_vision import picture
 
 
@@ -49,10 +46,11 @@ class Noting(LotEngine):
         super().load_weights(weights, version)
 
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "ddp": DDPStrategy,
-    "sharded": ShardedStrategy,
-    "sequence": partial(ShardedStrategy, sequence=2),
+LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
+    "ddp": ("ddp", {}),
+    "sharded": ("sharded", {}),
+    "sequence": ("sharded", {"sequence": 2}),
+    "one": ("one", {}),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "frozen": {},
@@ -61,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def see(model: str, where: Path, strategy: Strategy | str = "auto", **options: Any) -> Any:
+def see(model: str, way: str, layout: str = "one", *, where: Path) -> dict[str, Any]:
     """A short run on pictures."""
     engine = Noting()
     data = {
@@ -70,20 +68,7 @@ def see(model: str, where: Path, strategy: Strategy | str = "auto", **options: A
         "eval_prompts": None,
         "rewards": [even_tokens],
     }
-    seen = fit(model, where, strategy, data=data, max_tokens_per_pack=60, **options)
+    kind, options = LAYOUTS[layout]
+    strategy = strategy_of(kind, **options)
+    seen = fit(model, where, strategy, data=data, max_tokens_per_pack=60, **WAYS[way])
     return seen | {"left_out": engine.left_out}
-
-
-def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
-    found: dict[str, Callable[[], Any]] = {}
-    for way, options in WAYS.items():
-        for name, strategy in STRATEGIES.items():
-            scenario = f"{name}_{way}"
-            found[scenario] = lambda s=scenario, k=strategy, o=options: see(
-                model, where / s, k(), **o
-            )
-    return found
-
-
-if __name__ == "__main__":
-    run_all(scenarios)

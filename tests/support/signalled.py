@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from lightning_rl.callbacks.base import RLCallback
 from tests.support.bad_configs import CONFIG, furnish
 
 SIGNALLED = f"{__name__}.Signalled"
+FIT = ("fit", "--config", "run.yaml", "--ckpt_path", "last")
+"""The command, which begins where no checkpoint is."""
 
 
 class Signalled(RLCallback):
@@ -64,3 +67,22 @@ def configure(folder: Path, model: Path, *at: str, iterations: int = 4) -> Path:
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(configuration))
     return folder
+
+
+def checkpoints(folder: Path) -> Path:
+    return folder / "runs" / "one" / "version_0" / "checkpoints"
+
+
+def saved(folder: Path) -> list[str]:
+    """Names of a job's checkpoints."""
+    return sorted(path.name for path in checkpoints(folder).glob("iteration_*.ckpt"))
+
+
+def require_same_end(folder: Path, whole: Path) -> None:
+    """Two jobs have the same weights after their fourth iteration, to the bit."""
+    ours, theirs = (
+        torch.load(checkpoints(job) / "iteration_4.ckpt", weights_only=True)["state_dict"]
+        for job in (folder, whole)
+    )
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

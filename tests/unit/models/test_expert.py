@@ -118,7 +118,7 @@ def test_the_strategy_knows_its_sizes(tmp_path):
 
 
 def test_gradients_are_clipped_as_torch_does():
-    """Those of several meshes: tests/integration/test_expert.py."""
+    """Those of several meshes: tests/integration/test_layouts.py."""
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
