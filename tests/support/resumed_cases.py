@@ -287,8 +287,8 @@ def streamed(model, **options):
 
 STREAMED = [
     language(
-        streamed, collector=lambda: rl.StreamedCollector(2),
-        engine=lambda: LotEngine(device="cpu", max_batch_size=8),
+        streamed, collector=lambda: rl.StreamedCollector(1),
+        engine=lambda: LotEngine(device="cpu"),
     ),
     pictures(
         partial(streamed, **TOWER), collector=lambda: rl.StreamedCollector(1),
