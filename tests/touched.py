@@ -86,7 +86,17 @@ def main(arguments: list[str]) -> int:
     print(*(f"left to make test-all: {file}" for file in left), sep="\n")
     if not run:
         return 0
-    command = [sys.executable, "-m", "pytest", "-m", "slow", "--dist", "loadgroup", *arguments, *run]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "slow",
+        "--dist",
+        "loadgroup",
+        *arguments,
+        *run,
+    ]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     return 0 if status == 5 else status  # 5: none of them is slow
 

@@ -1,39 +1,21 @@
-"""lightning-rl check: the algebra and the memory are right, and nothing is written."""
+"""lightning-rl check: what fit would refuse is refused, and nothing is written."""
 
-import gc
 import os
 import re
 import subprocess
 import sys
-import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from benchmarks.memory import FollowAllocations
-from lightning_rl import LoRA, PolicyModule, SharedValueHead
 from lightning_rl.cli import main
 from lightning_rl.cli.check import layouts, stopwatch
 from lightning_rl.cli.check.activations import measure_activations
-from lightning_rl.cli.check.batches import BatchPlan, cut, largest_rollouts
-from lightning_rl.cli.check.memory import in_units, training_memory
-from lightning_rl.cli.check.mesh import Candidate, configure_without_weights
-from lightning_rl.cli.check.training import training_plan
-from lightning_rl.collect.loader import LazyLoader
-from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.extend import Periodic
-from lightning_rl.models.memory import forward_tokens
-from lightning_rl.models.policy import Policy
-from lightning_rl.rollout import Prompt
+from lightning_rl.cli.check.mesh import Candidate
 from tests.support.bad_configs import CONFIG, files
-from tests.support.followed import kept_for_backward
 from tests.support.mixtures import saved_mixture
-from tests.support.small_run import data_module as small_data, trainer_of
 from tests.support.two_ranks import ROOT
-from tests.support.two_roles import roles_data, roles_module
 
 
 def test_all_is_checked_and_nothing_written(workplace, capsys):
@@ -84,123 +66,11 @@ def test_a_metric_that_no_evaluation_records_is_known_without_one(workplace, cap
     assert main([*command, *samples]) == 0
 
 
-def test_batch_algebra_by_hand():
-    plan = BatchPlan(
-        prompts=100, groups=12, group_size=8, ranks=2, tokens=960, minibatches=3, ppo_epochs=2,
-        packs=2, pack_tokens=200, iterations_per_epoch=10, epochs=4,
-    )  # fmt: skip
-    assert (plan.rollouts, plan.steps, plan.total_steps) == (96, 6, 240)
-    lines = list(plan.lines())
-    # 12 groups in 3 minibatches are 4 each, and one rank may have them all.
-    assert lines[1].startswith("on each of 2 ranks 3 minibatches of 4 groups or fewer, in 2 packs")
-    assert "60 per epoch of 10 iterations" in lines[2]
-    # 12 prompts x 40 iterations = 480 of 100.
-    assert "480 prompts are drawn from 100 (4.8 times each)" in lines[3]
-
-
-def test_packs_are_those_of_the_update():
-    prompts = [Prompt(str(n), "", [3] * n) for n in (2, 5, 3)]
-    rollouts = largest_rollouts(prompts, groups=2, group_size=3, max_tokens=4)
-    assert [len(r.prompt.token_ids) for r in rollouts] == [5, 5, 5, 3, 3, 3]  # the longest two
-    batch = pack_rollouts(rollouts)
-    [[whole]] = cut(batch, 1, 1000)
-    assert forward_tokens(whole) == 5 + 3 * 4 + 3 + 3 * 4
-    # 17 tokens do for the first group; the second's three need 3 + 12 = 15.
-    assert [forward_tokens(pack) for pack in cut(batch, 1, 17)[0]] == [17, 15]
-    assert [len(packs) for packs in cut(batch, 2, 1000)] == [1, 1]
-
-
-def test_memory_by_hand(tiny_model):
-    policy = Policy(str(tiny_model))
-    elements = sum(p.numel() for p in policy.parameters())
-    rollouts = largest_rollouts([Prompt("0", "", [3, 2])], 2, 2, 6)
-    plan = training_memory(policy, [], torch.optim.AdamW, pack_rollouts(rollouts))
-    assert plan.parts["weights"] == plan.parts["gradients"] == 4 * elements
-    assert plan.parts["optimizer (AdamW)"] == 8 * elements  # two moments in float32
-    # The head's gradient, 16 words of 64 numbers, before it is added to its embedding's.
-    assert plan.moment == "the head's backward pass"
-    assert plan.parts["copies of weights"] == 4 * 16 * 64
-    assert plan.total == sum(plan.parts.values())
-    plain = training_memory(policy, [policy], torch.optim.SGD, pack_rollouts(rollouts))
-    assert plain.parts["optimizer (SGD)"] == 0
-    assert plain.parts["other models"] == 4 * elements
-    assert [in_units(3 << 19), in_units(5 << 29)] == ["1.5 MiB", "2.50 GiB"]
-
-
-def test_activations_grow_with_the_tokens(tiny_model):
-    policy = Policy(str(tiny_model))
-
-    def kept(groups: int) -> float:
-        prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(groups)]
-        pack = pack_rollouts(largest_rollouts(prompts, groups, 4, 20))
-        return kept_for_backward(policy, pack).grows / forward_tokens(pack)
-
-    # What one group tells of eight: that is how the estimate is made.
-    assert kept(8) == pytest.approx(kept(1), rel=0.05)
-    # Two layers, each with at least its inputs in float32: 64 numbers to four projections.
-    assert kept(1) > 2 * 4 * 64 * 4
-
-
-def test_a_measured_policy_is_freed(tiny_model):
-    policy = Policy(str(tiny_model))
-    pack = pack_rollouts(largest_rollouts([Prompt("0", "", [3, 2])], 1, 2, 6))
-    kept_for_backward(policy, pack)
-    weight = weakref.ref(next(policy.parameters()))
-    del policy
-    gc.collect()
-    assert weight() is None
-
-
-def test_memory_of_two_policies_is_what_their_updates_take(tiny_model, tmp_path):
-    """Estimated, and followed from allocation to allocation in an update of both."""
-    # The second keeps more of a pass, and the optimizer's state of both stays.
-    second = {"lora": LoRA(rank=8), "ppo_epochs": 2, "schedule": Periodic(every=2)}
-    module, data, follow = (
-        roles_module(tiny_model, second=second),
-        roles_data(),
-        FollowAllocations(),
-    )
-    trainer = trainer_of(tmp_path, [follow])
-    trainer.strategy.connect(module)
-    data.trainer = module.trainer = trainer
-    data.load_prompts("fit")
-    module.configure_model()
-    prompts = data.train_prompts.first()
-    lines, memory = training_plan(module, data, prompts, torch.device("cpu"))
-    assert [line for line in lines if line.startswith("batches of ")] == [
-        "batches of first:", "batches of second:",
-    ]  # fmt: skip
-    assert any("2 optimizer steps per iteration, 4 per epoch of 4 it" in line for line in lines)
-    assert "  it learns in 2 iterations of the first epoch" in lines
-    storages = {p.untyped_storage().data_ptr(): p.numel() * 4 for p in module.parameters()}
-    assert memory.parts["weights"] == sum(storages.values())  # the base once
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    assert memory.stays["gradients"] == 4 * trained
-    assert memory.parts["optimizer (AdamW)"] == 8 * trained
-    rollouts = largest_rollouts(prompts, 4, 4, data.sampling.max_tokens)
-    for rollout in rollouts:
-        rollout.reward = float(rollout.sample_index % 2)
-        [row] = rollout.rows
-        rollout.rows = [replace(row, role="first"), replace(row, role="second")]
-    trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts, roles=[*module.roles]), 1))
-    assert module.role_versions == {"first": 1, "second": 1}
-    assert memory.total == pytest.approx(follow.peak + memory.parts["weights"], rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            ["--trainer.precision", "64-true"],
-            "precision='64-true': 32-true, bf16-mixed and bf16-true work",
-        ),
-        (["--trainer.gradient_clip_val", "1.0"], "gradient_clip_val=1.0: set model.max_grad_norm"),
-        (["--trainer.callbacks+=SpikeDetection"], "SpikeDetection: an iteration has no single"),
-    ],
-)
-def test_lightnings_flags_are_refused_as_by_fit(option, message, workplace, capsys):
+def test_lightnings_flags_are_refused_as_by_fit(workplace, capsys):
+    option = ["--trainer.callbacks+=SpikeDetection", "--trainer.precision", "64-true"]
     for command in (["check", "--no_rollout"], ["fit"]):
         assert main([*command, "--config", "good.yaml", *option]) == 2
+        message = "precision='64-true': 32-true, bf16-mixed and bf16-true work"
         assert message in capsys.readouterr().err
 
 
@@ -277,6 +147,7 @@ def test_a_gpu_that_is_too_small_is_said(workplace, capsys, gib, status, said):
     assert ("would start" in printed.out) == (not status)
 
 
+@pytest.mark.slow
 def test_a_plan_in_bfloat16_for_two_processes(workplace, capsys):
     """What is measured is measured on one; nothing is shared out, and no process started."""
     options = ["--trainer.precision", "bf16-mixed", "--trainer.devices", "2"]
@@ -290,6 +161,7 @@ def test_a_plan_in_bfloat16_for_two_processes(workplace, capsys):
     assert "weights in bfloat16" in said  # the engine's, which follows
 
 
+@pytest.mark.slow
 def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
     command = ["check", "--config", "good.yaml", "--gpus", "2", "--gpu_memory_gb"]
     assert main([*command, "80"]) == 0
@@ -307,6 +179,7 @@ def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
     assert "give --gpu_memory_gb too" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_gpus_than_heads_share_a_rollout_if_it_takes_them(workplace, capsys):
     """The tiny model has two heads. With two GPUs for a pack each needs 37 MiB, with four 21."""
     long = ["--data.sampling.max_tokens", "4000"]
@@ -319,6 +192,7 @@ def test_more_gpus_than_heads_share_a_rollout_if_it_takes_them(workplace, capsys
     assert "take sequence 4 x tensor 1: " in said
 
 
+@pytest.mark.slow
 def test_gpus_share_the_experts_of_a_mixture(workplace, capsys, monkeypatch):
     mixture = saved_mixture("qwen3_moe", workplace / "mixture")
     command = ["check", "--config", "good.yaml", "--gpus", "2", "--gpu_memory_gb", "80"]
@@ -339,6 +213,7 @@ def test_gpus_share_the_experts_of_a_mixture(workplace, capsys, monkeypatch):
     assert "--trainer.strategy.tensor 1 --trainer.strategy.expert 2\n" in said
 
 
+@pytest.mark.slow
 def test_a_strategy_that_shares_experts_is_planned_or_refused(workplace, capsys):
     mixture = str(saved_mixture("qwen3_moe", workplace / "mixture"))
     command = ["check", "--config", "good.yaml", "--no_rollout", "--trainer.devices", "2"]
@@ -353,21 +228,6 @@ def test_a_strategy_that_shares_experts_is_planned_or_refused(workplace, capsys)
     assert gathered[1] < 0.6 * gathered[0]
     assert main([*command, "--trainer.strategy.expert", "2"]) == 2
     assert "has no experts that processes could have together" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_a_plan_without_weights_is_the_one_with_them(tiny_model, tmp_path, precision):
-    plans = []
-    for configure in (PolicyModule.configure_model, configure_without_weights):
-        module, data = PolicyModule(str(tiny_model), value_head=SharedValueHead()), small_data()
-        trainer = trainer_of(tmp_path, [], precision=precision)
-        trainer.strategy.connect(module)
-        data.trainer = module.trainer = trainer
-        data.load_prompts("fit")
-        configure(module)
-        prompts = data.train_prompts.first()
-        plans.append(training_plan(module, data, prompts, torch.device("cpu")))
-    assert plans[0] == plans[1]
 
 
 @pytest.mark.slow
@@ -431,6 +291,7 @@ def test_groups_that_processes_cannot_share_are_refused(workplace, capsys):
     assert "groups_per_iteration=3 cannot be shared by 4 processes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_recomputed_layers_keep_is_planned_once_for_each_tensor(
     workplace, capsys, monkeypatch
 ):

@@ -78,13 +78,6 @@ def of(table: dict[str, Check], *names: str) -> Callable[[Check], Check]:
     return note
 
 
-@of(FLAGS, "accelerator", "strategy", "devices", "num_nodes", "callbacks")
-def where(tiny_model, tmp_path):
-    trainer, seen = small(tiny_model, tmp_path, strategy="auto", num_nodes=1)
-    assert trainer.strategy.root_device.type == "cpu"  # accelerator and devices are always given
-    assert len(seen.prompts) == iterations(trainer) == 2
-
-
 @of(FLAGS, "precision")
 def precision(tiny_model, tmp_path):
     trainer, _ = small(tiny_model, tmp_path, precision="bf16-mixed")
@@ -92,13 +85,11 @@ def precision(tiny_model, tmp_path):
     assert 0 < float(trainer.callback_metrics["sync/probe_gap"]) < 0.25
 
 
-@of(FLAGS, "logger", "default_root_dir")
-def logger(tiny_model, tmp_path):
+@of(FLAGS, "default_root_dir")
+def default_root_dir(tiny_model, tmp_path):
     for number in range(2):
         trainer, _ = small(tiny_model, tmp_path)
         assert run_dir(trainer) == tmp_path / f"lightning_rl_runs/version_{number}"
-    trainer, _ = small(tiny_model, tmp_path, logger=CSVLogger(tmp_path, "csv"))
-    assert run_dir(trainer) == tmp_path / "csv/version_0"
 
 
 @of(FLAGS, "fast_dev_run")
@@ -128,7 +119,8 @@ def max_steps(tiny_model, tmp_path):
     assert iterations(trainer) == 2
 
 
-@of(FLAGS, "max_time")
+@of(FLAGS, "max_time")  # for which Lightning makes a Timer
+@of(THEIRS, "Timer")
 def max_time(tiny_model, tmp_path):
     assert iterations(small(tiny_model, tmp_path, max_time={"seconds": 0})[0]) <= 1
 
@@ -149,39 +141,6 @@ def overfit_batches(tiny_model, tmp_path):
     assert len({seed for seeds in seen.seeds for seed in seeds}) == 6 * 4
 
 
-@of(FLAGS, "num_sanity_val_steps", "enable_progress_bar", "enable_model_summary")
-@of(FLAGS, "use_distributed_sampler", "benchmark", "detect_anomaly", "enable_autolog_hparams")
-def switches(tiny_model, tmp_path):
-    flags = {"num_sanity_val_steps": 0, "use_distributed_sampler": False, "benchmark": True}
-    logger = CSVLogger(tmp_path, "csv")
-    flags |= {"detect_anomaly": True, "enable_autolog_hparams": False, "logger": logger}
-    trainer, _ = small(tiny_model, tmp_path, **flags)
-    assert iterations(trainer) == 2
-    assert logger.experiment.hparams == {}
-
-
-@of(FLAGS, "log_every_n_steps")
-@of(THEIRS, "LearningRateMonitor")
-def log_every_n_steps(tiny_model, tmp_path):
-    for every, times in ((1, 2), (2, 1)):
-        logger = CSVLogger(tmp_path, f"every_{every}")
-        monitor = theirs.LearningRateMonitor("step")
-        flags = {"logger": logger, "log_every_n_steps": every}
-        trainer, _ = small(tiny_model, tmp_path, monitor, **flags)
-        rows = logged(trainer)
-        assert sum(bool(row["lr-AdamW"]) for row in rows) == times
-        assert sum(bool(row["policy/lr"]) for row in rows) == 2
-
-
-@of(FLAGS, "enable_checkpointing")
-@of(THEIRS, "ModelCheckpoint", "Checkpoint")
-def enable_checkpointing(tiny_model, tmp_path):
-    saver = theirs.ModelCheckpoint(tmp_path / "best", monitor="reward/mean", mode="max")
-    small(tiny_model, tmp_path, saver, enable_checkpointing=True)
-    state = torch.load(saver.best_model_path, weights_only=True)
-    assert state["lightning_rl"]["iteration"] == 2
-
-
 @of(FLAGS, "deterministic")
 def deterministic(tiny_model, tmp_path):
     first, second = (small(tiny_model, tmp_path, deterministic=True)[0] for _ in range(2))
@@ -197,28 +156,12 @@ def inference_mode(tiny_model, tmp_path):
         assert 0 <= row["eval/accuracy"] <= 1
 
 
-@of(FLAGS, "profiler")
-def profiler(tiny_model, tmp_path):
-    trainer, _ = small(tiny_model, tmp_path, profiler="simple")
-    assert "run_training_batch" in trainer.profiler.summary()
-
-
 @of(FLAGS, "barebones")
 def barebones(tiny_model, tmp_path):
     options = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
     trainer = Trainer(barebones=True, max_epochs=1, callbacks=[WeightSync()], **options)
     trainer.fit(grpo(tiny_model), small_data())
     assert iterations(trainer) == 2
-
-
-@of(FLAGS, "plugins")
-def plugins(tiny_model, tmp_path):
-    mine = TorchCheckpointIO()
-    saver = IterationCheckpoint()
-    flags = {"plugins": [mine], "enable_checkpointing": True}
-    trainer, _ = small(tiny_model, tmp_path, saver, **flags)
-    assert trainer.strategy.checkpoint_io is not None
-    assert Path(saver.last_model_path).name == "iteration_2.ckpt"
 
 
 @of(THEIRS, "EarlyStopping")
@@ -230,20 +173,13 @@ def early_stopping(tiny_model, tmp_path):
     flags = {"max_epochs": 9, "limit_train_batches": 1.0}
     trainer, _ = small(tiny_model, tmp_path, evaluate, stopper, model=frozen, **flags)
     assert (iterations(trainer), stopper.wait_count) == (4, 2)  # evaluated at 0, 2 and 4
-    # In the middle of an epoch, and only if it is not left to its end.
-    trainer, _ = small(tiny_model, tmp_path, stop_at_once())
-    assert iterations(trainer) == 1
+    # It stops in the middle of an epoch (see ``minima``), unless that is left to the epoch's end.
     late = theirs.EarlyStopping(
         "reward/mean", mode="max", stopping_threshold=-1.0, check_on_train_epoch_end=True
     )
     assert iterations(small(tiny_model, tmp_path, late, max_epochs=2)[0]) == 2
     with pytest.raises(ConfigError, match="did you mean reward/mean"):
         small(tiny_model, tmp_path, theirs.EarlyStopping("reward/meen", mode="max"))
-
-
-@of(THEIRS, "Timer")
-def timer(tiny_model, tmp_path):
-    assert iterations(small(tiny_model, tmp_path, theirs.Timer({"seconds": 0}))[0]) <= 1
 
 
 @of(THEIRS, "WeightAveraging", "EMAWeightAveraging")
@@ -264,34 +200,66 @@ def weight_averaging(tiny_model, tmp_path):
     assert iterations(trainer) == 2
 
 
-@of(THEIRS, "DeviceStatsMonitor", "ThroughputMonitor")
-def monitors(tiny_model, tmp_path):
-    logger = CSVLogger(tmp_path, "csv")
-    devices = theirs.DeviceStatsMonitor(cpu_stats=True)
-    speed = theirs.ThroughputMonitor(lambda batch: len(batch["rollouts"]), window_size=2)
-    trainer, _ = small(tiny_model, tmp_path, devices, speed, logger=logger, log_every_n_steps=1)
-    rows = logged(trainer)
-    assert sum(bool(row["train/device/samples_per_sec"]) for row in rows) == 1  # of two iterations
-    assert any("cpu_percent" in name for name in rows[0])
+@of(THEIRS, "RichProgressBar", "RichModelSummary")
+def rich(tiny_model, tmp_path):
+    callbacks = [theirs.RichProgressBar(), theirs.RichModelSummary()]
+    shown = {"enable_progress_bar": True, "enable_model_summary": True}
+    trainer, _ = small(tiny_model, tmp_path, *callbacks, **shown)
+    assert iterations(trainer) == 2
 
 
-@of(THEIRS, "TQDMProgressBar", "RichProgressBar", "ProgressBar")
-@of(THEIRS, "ModelSummary", "RichModelSummary", "LambdaCallback", "Callback")
-@of(THEIRS, "OnExceptionCheckpoint")
-def shown(tiny_model, tmp_path):
+@of(FLAGS, "accelerator", "strategy", "devices", "num_nodes", "callbacks", "logger", "profiler")
+@of(FLAGS, "num_sanity_val_steps", "enable_progress_bar", "enable_model_summary", "plugins")
+@of(FLAGS, "use_distributed_sampler", "benchmark", "detect_anomaly", "enable_autolog_hparams")
+@of(FLAGS, "enable_checkpointing")
+@of(THEIRS, "LearningRateMonitor", "ModelCheckpoint", "Checkpoint", "LambdaCallback", "Callback")
+@of(THEIRS, "DeviceStatsMonitor", "ThroughputMonitor", "OnExceptionCheckpoint")
+@of(THEIRS, "TQDMProgressBar", "ProgressBar", "ModelSummary")
+def together(tiny_model, tmp_path):
+    """One run with all that leave each other alone."""
     ends: list[int] = []
-    heard = theirs.LambdaCallback(on_train_batch_end=lambda *_: ends.append(1))
-    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False}
-    for bar, summary in (
-        (theirs.TQDMProgressBar(), theirs.ModelSummary()),
-        (theirs.RichProgressBar(), theirs.RichModelSummary()),
-    ):
-        on_error = theirs.OnExceptionCheckpoint(tmp_path, "error")
-        callbacks = [WeightSync(), heard, bar, summary, on_error]
-        trainer = Trainer(callbacks=callbacks, default_root_dir=tmp_path, **options)
-        trainer.fit(grpo(tiny_model), small_data())
-    assert len(ends) == 4
+    best = theirs.ModelCheckpoint(tmp_path / "best", monitor="reward/mean", mode="max")
+    latest = IterationCheckpoint()
+    callbacks = [
+        theirs.LearningRateMonitor("step"),
+        theirs.LambdaCallback(on_train_batch_end=lambda *_: ends.append(1)),
+        theirs.DeviceStatsMonitor(cpu_stats=True),
+        theirs.ThroughputMonitor(lambda batch: len(batch["rollouts"]), window_size=2),
+        theirs.OnExceptionCheckpoint(tmp_path, "error"),
+        theirs.TQDMProgressBar(),
+        theirs.ModelSummary(),
+        best,
+        latest,
+    ]
+    logger = CSVLogger(tmp_path, "csv")
+    flags = {"strategy": "auto", "num_nodes": 1, "logger": logger, "log_every_n_steps": 1}
+    flags |= {"num_sanity_val_steps": 0, "use_distributed_sampler": False, "benchmark": True}
+    flags |= {"detect_anomaly": True, "enable_autolog_hparams": False, "profiler": "simple"}
+    flags |= {"enable_progress_bar": True, "enable_model_summary": True}
+    flags |= {"enable_checkpointing": True, "plugins": [TorchCheckpointIO()]}
+    trainer, seen = small(tiny_model, tmp_path, *callbacks, **flags)
+    assert trainer.strategy.root_device.type == "cpu"  # accelerator and devices are always given
+    assert len(seen.prompts) == iterations(trainer) == len(ends) == 2
+    assert run_dir(trainer) == tmp_path / "csv/version_0"
+    assert logger.experiment.hparams == {}
+    assert "run_training_batch" in trainer.profiler.summary()
     assert not (tmp_path / "error.ckpt").exists()
+    assert Path(latest.last_model_path).name == "iteration_2.ckpt"
+    state = torch.load(best.best_model_path, weights_only=True)
+    assert state["lightning_rl"]["iteration"] == 2
+    rows = logged(trainer)
+    assert any("cpu_percent" in name for name in rows[0])
+    counts = {"lr-AdamW": 2, "policy/lr": 2, "train/device/samples_per_sec": 1}
+    assert {name: sum(bool(row[name]) for row in rows) for name in counts} == counts
+
+
+@of(FLAGS, "log_every_n_steps")
+def every_second_step(tiny_model, tmp_path):
+    logger, monitor = CSVLogger(tmp_path, "csv"), theirs.LearningRateMonitor("step")
+    flags = {"logger": logger, "log_every_n_steps": 2}
+    rows = logged(small(tiny_model, tmp_path, monitor, **flags)[0])
+    assert sum(bool(row["lr-AdamW"]) for row in rows) == 1
+    assert sum(bool(row["policy/lr"]) for row in rows) == 2
 
 
 @of(THEIRS, "BasePredictionWriter")
@@ -308,7 +276,7 @@ def prediction_writer(tiny_model, tmp_path):
     assert writer.sizes == [4, 4]
 
 
-CHECKS = {f"{check.__name__}": check for check in [*FLAGS.values(), *THEIRS.values()]}
+CHECKS = {check.__name__: check for check in [*FLAGS.values(), *THEIRS.values()]}
 
 
 @pytest.mark.parametrize("name", CHECKS)

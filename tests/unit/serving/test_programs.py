@@ -138,13 +138,17 @@ def test_what_a_program_leaves_behind_ends_with_it(launcher, name, mark):
     assert_gone(printed, count, mark)
 
 
-@pytest.mark.parametrize(
-    "shell", ["echo $$; sleep 600", "trap '' TERM; echo $$; while true; do sleep 1; done"]
-)
-def test_one_that_hangs_is_ended(launcher, shell, mark):
-    end, printed = asyncio.run(result_of(launcher, shell, seconds=1.0, env=ENV | {MARK: mark}))
-    assert end is None
-    assert_gone(printed, 1, mark)
+def test_one_that_hangs_is_ended(launcher, mark):
+    async def run():
+        env = ENV | {MARK: mark}
+        shells = ["echo $$; sleep 600", "trap '' TERM; echo $$; while true; do sleep 1; done"]
+        return await asyncio.gather(
+            *(result_of(launcher, shell, seconds=1.0, env=env) for shell in shells)
+        )
+
+    ended = asyncio.run(run())
+    assert [end for end, _ in ended] == [None, None]
+    assert_gone(" ".join(printed for _, printed in ended), 2, mark)
 
 
 def test_a_program_may_tidy_up_when_it_is_told_to_end(launcher, tmp_path):
@@ -216,17 +220,23 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("name", STOPS)
-def test_a_program_alone_cannot_reach_its_keeper(name, mark):
+def test_a_program_alone_cannot_reach_its_keeper(mark):
+    """Nor can any of several at once."""
     launcher = Launcher()
     if not can_be_alone(launcher):
         pytest.skip("no namespaces on this machine")
-    shell = f"setsid sleep 600 & {STOPS[name]}; sleep 0.1; echo on; sleep 600"
-    env = ENV | {MARK: mark}
-    end, printed = asyncio.run(result_of(launcher, shell, seconds=3, env=env))
+
+    async def run():
+        shells = [f"setsid sleep 600 & {s}; sleep 0.1; echo on; sleep 600" for s in STOPS.values()]
+        env = ENV | {MARK: mark}
+        return await asyncio.gather(
+            *(result_of(launcher, shell, seconds=3, env=env) for shell in shells)
+        )
+
+    ended = dict(zip(STOPS, asyncio.run(run()), strict=True))
     launcher.close()
-    assert end is None
-    assert_gone(printed, 1, mark)
+    assert ended == dict.fromkeys(STOPS, (None, "on\n"))
+    assert_gone("", 0, mark)
 
 
 def test_one_that_stops_its_keeper_does_not_live_on(monkeypatch, mark):
