@@ -134,7 +134,9 @@ def place_of_caller() -> str | None:
     frame = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
-        if "@pytest_ar" in frame.f_globals:  # which pytest imports into what it rewrites
+        if (
+            frame.f_globals is not globals() and "@pytest_ar" in frame.f_globals
+        ):  # which pytest imports into what it rewrites
             return f"{os.path.relpath(path, ROOT)}:{frame.f_lineno}"
         if path.startswith(str(ROOT / "lightning_rl")):
             return None

@@ -98,8 +98,7 @@ SUMS: dict[str, Operation] = {
 ELEMENTWISE = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh",
     "tanh", "asin", "acos", "atan", "atan2", "erf", "erfc", "erfinv", "sigmoid", "silu",
-    "softplus", "rsqrt", "lgamma", "digamma", "logaddexp", "hypot", "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor", "pow.Scalar",
+    "softplus", "rsqrt", "lgamma", "digamma", "logaddexp", "hypot", "pow.Tensor_Tensor",
 )  # fmt: skip
 BACKWARD = ("silu", "gelu", "sigmoid", "tanh", "softplus", "log_sigmoid")
 OWN: dict[str, tuple[tuple[str, ...], Callable[[Inputs], int] | None]] = {
@@ -116,6 +115,7 @@ OWN: dict[str, tuple[tuple[str, ...], Callable[[Inputs], int] | None]] = {
         lambda inputs: inputs[0].shape[0] if inputs[0].dim() else 1,
     ),
     **{name: (_variants(name), None) for name in ELEMENTWISE},
+    "pow.Tensor_Scalar": (("pow.Tensor_Scalar", "pow.Tensor_Scalar_out", "pow_.Scalar"), None),
     "log": ((*_variants("log"), "logsumexp", "logsumexp.out"), None),
 }
 ROWS = {
