@@ -37,7 +37,7 @@ from tests.support.engine_checks import (
     train_adapters,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("vllm servers")]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("vllm servers")]
 
 KEY = "LIGHTNING_RL_TEST_KEY"
 
@@ -201,7 +201,7 @@ def test_a_server_started_as_the_page_says_can_be_worked_with(
         "python -m", f"exec {sys.executable} -m"
     )
     server = ServerProcess(["bash", "-c", script], {})
-    options = {"api_key_env": KEY, "dtype": "float32", "start_timeout_s": 200, "health_every_s": 1}
+    options = {"api_key_env": KEY, "dtype": "float32", "start_timeout_s": 400, "health_every_s": 1}
     visitor, another = (VLLMServer(urls=[f"http://127.0.0.1:{port}"], **options) for _ in range(2))
     try:
         visitor.start(skeleton)

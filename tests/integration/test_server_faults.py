@@ -48,7 +48,7 @@ from tests.support.engine_checks import (
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(240),  # a hang is a failure
+    pytest.mark.timeout(500),  # a hang is a failure
     pytest.mark.xdist_group("vllm servers"),
 ]
 
