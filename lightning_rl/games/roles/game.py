@@ -124,9 +124,9 @@ class GameRolesModule(RolesModule):
             )
         if precision != "32-true":
             raise ConfigError(
-                f"trainer.precision={precision}: GameRolesModule learns from what small changes of "
-                "the weights do to log probabilities, as large as float32 tells them best; set "
-                "32-true, or use RolesModule"
+                f"trainer.precision={precision}: GameRolesModule needs float32: it uses finite "
+                "differences of log probabilities; set trainer.precision: 32-true, or use "
+                "RolesModule"
             )
         self._check_parts()
         return super().configure_callbacks()

@@ -1,7 +1,5 @@
 """Packed scoring is the plain Hugging Face forward, rollout by rollout: values and gradients."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -202,9 +200,15 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
         Policy(str(tmp_path / "empty"))
 
 
-def test_threads_stay_at_one():
-    assert os.environ["OMP_NUM_THREADS"] == "1"
-    assert torch.get_num_threads() == 1
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_policy_leaves_the_number_of_threads_as_it_is(tiny_model, random_batch, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        Policy(str(tiny_model)).score(random_batch(0), "logprobs", 1000)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("model", ["runs/no/model", "./nowhere", "made/nowhere"])
