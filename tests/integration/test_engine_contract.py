@@ -1,7 +1,7 @@
 """What every engine does alike: transformers and vLLM in this process, vLLM in servers and in Ray.
 
 What only one of them does is in test_transformers_engine.py, test_vllm_engine.py, test_server.py
-and test_ray.py.
+and test_ray.py. Two servers and two actors start here, which takes most of its minute or more.
 """
 
 import asyncio
