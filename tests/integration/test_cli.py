@@ -41,7 +41,7 @@ def test_what_is_printed_runs_and_what_it_saved_is_validated(workplace, capsys):
     accuracy = float(line.split("│")[2])
     assert accuracy == pytest.approx(summary["accuracy_after"], abs=1e-6)
 
-    output = ["--config", "printed.yaml", "--output", "out.jsonl"]
+    output = ["--config", "good.yaml", ONE_RUN[0], "--output", "out.jsonl"]
     assert main(["rollout", *output, "--iterations", "2"]) == 0
     rows = [json.loads(line) for line in (workplace / "out.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 4 * 2  # iterations x groups x group_size
