@@ -63,6 +63,7 @@ def test_a_full_disk_is_found_before_anything_is_written(checkout: Path):
     assert not (checkout / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_without_a_package_index_it_says_so_and_the_next_run_starts_afresh(checkout: Path):
     closed = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
     first = run_setup(checkout, **closed)
