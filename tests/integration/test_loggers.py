@@ -131,6 +131,7 @@ def wandb_records(file: Path) -> list[Any]:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_wandb_offline(tiny_model, tmp_path, monkeypatch):
     from lightning.pytorch.loggers import WandbLogger
 

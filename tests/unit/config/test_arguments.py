@@ -91,6 +91,7 @@ NO_CONFIGURATION = {
     "Seat",
     "Session",
     "Space",
+    "StagedRun",
     "StagedState",
     "StagedTransport",
     "Steps",
