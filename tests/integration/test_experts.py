@@ -6,6 +6,7 @@ from benchmarks import forked
 from tests.support.mixtures import KINDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_computes_with_pushed_experts(kind, tmp_path):
     """After a first push, and a second: on CPUs vLLM packs experts by itself only at its start."""
