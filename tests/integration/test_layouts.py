@@ -37,17 +37,18 @@ def models(tiny_model, tmp_path_factory) -> dict[str, str]:
 
     ``dense`` has two heads of keys, which two processes can share. Of the mixtures, tokens of
     ``all`` choose all experts, so that rounding chooses none, and those of ``some`` choose some;
-    ``few`` has two experts, and ``deep`` many layers.
+    ``few`` has two experts. ``deep`` and ``deep_experts`` have many layers.
     """
     folder = tmp_path_factory.mktemp("models")
     sizes = {"vocab_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_random_model(
         folder / "dense", make_tokenizer(), Qwen2Config, initializer_range=0.2, **sizes
     )
+    save_random_model(folder / "deep", make_tokenizer(), Qwen2Config, num_hidden_layers=8, **sizes)
     saved_mixture("mixtral", folder / "all", num_experts_per_tok=4)
     saved_mixture("mixtral", folder / "few", num_local_experts=2)
     saved_mixture("qwen3_moe", folder / "some")
-    saved_mixture("qwen3_moe", folder / "deep", num_hidden_layers=16)
+    saved_mixture("qwen3_moe", folder / "deep_experts", num_hidden_layers=16)
     return {path.name: str(path) for path in folder.iterdir()} | {"tiny": str(tiny_model)}
 
 
@@ -153,19 +154,18 @@ def test_a_checkpoint_goes_on_in_another_layout(
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "least", "copies"),
-    [("tiny", {}, 20, 3), ("dense", TENSOR, 20, 8), ("deep", EXPERT, 40, 8)],
+    ("kind", "layout"), [("deep", {}), ("deep", TENSOR), ("deep_experts", EXPERT)]
 )
-def test_a_rank_never_holds_the_whole_model(together, models, kind, layout, least, copies):
+def test_a_rank_never_holds_the_whole_model(together, models, kind, layout):
     """Rank 0 reads it; the other gets its parts of policy and reference, one tensor at a time.
 
     A tensor is scattered over the mesh dimension by dimension, each time with a copy; gloo lets go
-    of these a little sooner or later.
+    of these a little sooner or later, of three or four on a busy machine.
     """
     first, second = together(2, loaded, models[kind], **layout)
-    assert first["whole"] == second["whole"] > least * second["largest"]
+    assert first["whole"] == second["whole"] > 40 * second["largest"]
     assert first["peak"] < 1.5 * first["whole"]
-    assert second["peak"] < second["whole"] / 2 + copies * second["largest"]
+    assert second["peak"] < second["whole"] / 2 + 14 * second["largest"]
 
 
 @pytest.mark.parametrize(

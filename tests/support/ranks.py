@@ -100,21 +100,21 @@ class World:
         said = [output.read_text(errors="replace")[-3000:] for output in self._outputs]
         raise AssertionError("\n\n".join([f"{why}; what all ranks have printed:", *said]))
 
-    def end(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+    def end(self, seconds: float = 0.0) -> None:
+        """End the processes, which have so many seconds to tidy up."""
         for connection in self._connections:
             connection.close()
+        for process in self._processes:
+            process.join(seconds)
+            process.kill()
+            process.join()
         self._processes, self._connections = [], []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self.end(10.0)
         self._folder.cleanup()
 
 
