@@ -132,6 +132,11 @@ class Disturbed:
     def __call__(self, keys: Any, *inputs: Any, **named: Any) -> Any:
         if self.operation.family == "pow.Tensor_Scalar" and inputs[1] in EXACT_POWERS:
             return self.kernel.call_boxed(keys, *inputs, **named)
+        if self.operation.family == "pow.Tensor_Tensor":
+            # A number that PyTorch made a tensor of arrives as a number again.
+            inputs = tuple(
+                torch.as_tensor(x, dtype=getattr(x, "dtype", torch.float64)) for x in inputs
+            )
         shapes = shapes_of(inputs)
         sums, counts = self._terms(keys, inputs, named) if self.plain else (None, True)
         before = absolute(inputs) if self.operation.scale == "input" else inputs

@@ -40,6 +40,7 @@ ROUNDED = {
     "attention": lambda: F.scaled_dot_product_attention(*(numbers(1, 2, 99, 8),) * 3),
     "exp": lambda: numbers(5_000).exp(),
     "log": lambda: numbers(5_000).abs().log(),
+    "power of a number": lambda: 1.7 ** numbers(5_000),
     "silu": lambda: F.silu(numbers(5_000)),
     "gelu": lambda: F.gelu(numbers(5_000)),
     "in place": lambda: numbers(5_000).sigmoid_(),
