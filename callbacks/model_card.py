@@ -60,7 +60,7 @@ class ModelCard:
             [dict(row) for row in reports[0].history] if reports else [],
             policy.model,
             "/".join(directory.parts[-2:]),
-            without_secrets(config.read_text()) if config.is_file() else "",
+            without_secrets(config.read_text(encoding="utf-8")) if config.is_file() else "",
             policy.lora is not None and not merge_adapters,
             Ledger(directory).head if (directory / FILE).is_file() else "",
             policy.reader is not None,
@@ -76,9 +76,9 @@ class ModelCard:
         if self.history:
             plot_curves(self.history, str(folder / "curves.png"), self.name)
         if self.configuration:
-            (folder / "config.yaml").write_text(self.configuration)
+            (folder / "config.yaml").write_text(self.configuration, encoding="utf-8")
         curves = (folder / "curves.png").exists()
-        (folder / "README.md").write_text(self.text(curves))
+        (folder / "README.md").write_text(self.text(curves), encoding="utf-8")
 
     def text(self, curves: bool) -> str:
         """The card in Markdown, after what the hub reads of it in YAML."""

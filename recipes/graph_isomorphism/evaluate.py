@@ -105,7 +105,9 @@ class _Run:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.config: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())
+        self.config: dict[str, Any] = yaml.safe_load(
+            (directory / "config.yaml").read_text(encoding="utf-8")
+        )
         self.arguments: dict[str, Any] = self._part("data", "env")["init_args"]["arguments"]
         checkpoint = directory / "checkpoints" / "last.ckpt"
         loaded = torch.load(checkpoint, weights_only=True, map_location="cpu")

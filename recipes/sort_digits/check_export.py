@@ -34,7 +34,10 @@ def main() -> None:
     parser.add_argument("--heldout", default="runs/sort_digits/heldout.jsonl")
     parser.add_argument("--samples", type=int, default=4)
     arguments = parser.parse_args()
-    rows = [json.loads(line) for line in Path(arguments.heldout).read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in Path(arguments.heldout).read_text(encoding="utf-8").splitlines()
+    ]
     samples = rows * arguments.samples
     accuracy = sampled_accuracy(arguments.model_dir, samples)
     print(f"accuracy {accuracy:.3f} ({len(rows)} prompts x {arguments.samples} samples)")

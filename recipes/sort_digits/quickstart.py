@@ -81,9 +81,9 @@ def newest_run(directory: Path) -> Path:
 
 def report(directory: Path, seconds: float) -> float:
     """Tell before and after, show rollouts, and say where everything lies; returns accuracy."""
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     before, after = summary["accuracy_before"], summary["accuracy_after"]
-    lines = (directory / "rollouts.jsonl").read_text().splitlines()
+    lines = (directory / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
     rollouts = [json.loads(line) for line in lines]
     first, last = (
         [r for r in rollouts if r["iteration"] == rollouts[end]["iteration"]] for end in (0, -1)
