@@ -12,6 +12,7 @@ from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollect
 from lightning_rl.errors import AgentError, RunInterrupted
 from lightning_rl.rollout import Rollout
 from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.tiers import slow
 
 
 class Breaks(SingleTurn):
@@ -45,10 +46,10 @@ def fit(tiny_model, tmp_path, agent, collector=None, **options):
     "collector",
     [
         SyncCollector(),
-        AsyncCollector(1),
-        OneStepOffCollector(),
+        slow(AsyncCollector(1)),
+        slow(OneStepOffCollector()),
         PartialCollector(),
-        TailBatchingCollector(),
+        slow(TailBatchingCollector()),
     ],
     ids=lambda collector: type(collector).__name__,
 )

@@ -92,6 +92,7 @@ def test_rollouts_without_training_need_no_newer_weights(tiny_model, tmp_path):
     assert [len(batch) for batch in batches] == [6] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [SyncCollector, lambda: AsyncCollector(2)])
 def test_greedy_collection(tiny_model, tmp_path, make):
     seen = Trained()
@@ -154,6 +155,7 @@ def test_a_reward_that_breaks_in_the_background_ends_the_run_by_name(tiny_model,
     assert nothing_runs(collector)
 
 
+@pytest.mark.slow
 def test_nothing_goes_on_in_the_background_of_a_failed_run(tiny_model, tmp_path):
     collector = AsyncCollector(3)
     with pytest.raises(RuntimeError, match="power cut"):

@@ -61,6 +61,7 @@ def test_every_iteration_and_a_rollout_of_each_come_out_again(finished, capsys):
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_share_is_drawn_and_can_be_drawn_again(finished, capsys):
     options = ("--share", "0.5", "--rollouts", "0")
     drawn = [audit(finished, capsys, *options, "--seed", str(seed))[1][3:5] for seed in (0, 1, 0)]
@@ -176,6 +177,7 @@ def test_a_ledger_that_was_written_anew_does_not_lead_through_the_head(run, fini
     assert f"does not lead through --head {heads[-1]}" in lines[-1]
 
 
+@pytest.mark.slow
 def test_rewards_that_no_function_paid_are_found_by_grading_again(place, tiny_model, capsys):
     callback = "--trainer.callbacks+=tests.integration.test_audit.RaisesRewards"
     forged = train(place, tiny_model, callback)
@@ -187,6 +189,7 @@ def test_rewards_that_no_function_paid_are_found_by_grading_again(place, tiny_mo
     assert all("DIFFERENT, reward was " in line for line in found)
 
 
+@pytest.mark.slow
 def test_an_iteration_made_twice_after_a_resume_came_out_the_same(run, place, capsys):
     """The run goes on from version 2 and makes versions 3 and 4 once more."""
     checkpoint = run / "checkpoints" / "iteration_2.ckpt"
@@ -198,6 +201,7 @@ def test_an_iteration_made_twice_after_a_resume_came_out_the_same(run, place, ca
     assert lines[1] == "2 iterations were made twice, after a resume: each came out the same"
 
 
+@pytest.mark.slow
 def test_going_on_from_a_changed_checkpoint_is_found(run, capsys):
     change_checkpoint(run)
     assert _go_on(run, run / "checkpoints" / "iteration_2.ckpt") == 0

@@ -78,6 +78,7 @@ def test_a_script_gets_lines_the_outcome_and_the_run_directory(
     assert f"{size} parameters, {size} of them trained; " in told
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar_in_terms_of_rl(tiny_model, tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -95,6 +96,7 @@ def test_on_a_terminal_there_is_a_bar_in_terms_of_rl(tiny_model, tmp_path, monke
     assert "accuracy" not in bar  # which no rollout can reach here
 
 
+@pytest.mark.slow
 def test_what_a_script_chose_itself_stays(tiny_model, tmp_path):
     chosen = [RunReport(), LearningAlarms(window=2), RichProgressBar(leave=True)]
     own = script(tmp_path, *chosen, logger=False)
@@ -148,10 +150,12 @@ def alarms_of(tiny_model, tmp_path, caplog, module=None, **options) -> list[str]
     return said
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_is_left_alone(tiny_model, tmp_path, caplog):
     assert alarms_of(tiny_model, tmp_path, caplog) == []
 
 
+@pytest.mark.slow
 def test_a_policy_that_gets_worse_is_told_of_by_value_bound_and_what_to_try(
     tiny_model, tmp_path, caplog
 ):
@@ -177,6 +181,7 @@ def test_a_policy_that_gets_worse_is_told_of_by_value_bound_and_what_to_try(
         assert "lower the learning rate" in text
 
 
+@pytest.mark.slow
 def test_a_policy_that_only_repeats_itself_is_told_of(tiny_model, tmp_path, caplog):
     # What is learned pays little, and some prompts show that there is more to be had.
     def trap(prompts, completions, **columns):
@@ -188,6 +193,7 @@ def test_a_policy_that_only_repeats_itself_is_told_of(tiny_model, tmp_path, capl
     assert any("(entropy)" in text and "model.entropy" in text for text in said), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["policy/loss", "policy/nonfinite_skipped"])
 def test_numbers_that_are_none_are_told_of(tiny_model, tmp_path, caplog, metric):
     class Spoil(RunReport):

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from importlib import metadata
 
+import pytest
+
 HEAVY = ("vllm", "ray", "torchrl", "gymnasium", "openai")
 
 
+@pytest.mark.slow
 def test_vllm_version_is_read_without_importing_it_or_what_else_is_heavy():
     command = (
         "import sys, lightning_rl;"

@@ -9,6 +9,8 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import ConfigError
 from tests.support.env_agents import agent_for
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pool(started):

@@ -28,10 +28,11 @@ from tests.support.engine_checks import is_running
 from tests.support.env_agents import agent_for, collected
 from tests.support.small_run import trainer_of
 
+pytestmark = pytest.mark.slow
+
 RAISES = r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how", "words"),
     [
@@ -48,7 +49,6 @@ def test_what_goes_wrong_in_a_process_says_where(started, kind, how, words):
         collected(made, agent_for(made), 0, 10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "gone", "words"), [(PooledGym, 0, "0, 2, 4"), (GymWorkers, 1, "3, 4")]
 )
@@ -63,7 +63,6 @@ def test_a_process_that_is_gone_is_told(started, kind, gone, words):
         made.collect(agents, 1, 30)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PooledGym, GymWorkers])
 def test_a_greedy_collector_takes_the_best_action(started, kind):
     made = started(kind("tests.support.worlds:Walk-v0", workers=2))
@@ -109,7 +108,6 @@ def test_a_signal_ends_a_run_and_its_processes_while_one_hangs(tmp_path, kind):
     assert not any(map(is_running, terminated.pids))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 def test_an_environment_of_torchrls_that_hangs_is_told(parallel):
     arguments = {"env_name": "tests.support.rude_worlds:Rude-v0", "how": "sleeps", "device": "cpu"}

@@ -186,6 +186,7 @@ def released():
             thread.join(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "arguments", "words"),
     [
@@ -212,6 +213,7 @@ def test_what_an_environment_does_wrong_is_one_line(
     assert words in summary["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [

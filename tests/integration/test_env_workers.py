@@ -15,6 +15,8 @@ from lightning_rl.extend import CollectorSchedule, TrainerSchedule
 from tests.support.env_agents import agent_for
 from tests.support.small_run import trainer_of
 
+pytestmark = pytest.mark.slow
+
 WALK = "tests.support.worlds:Walk-v0"
 
 
@@ -84,8 +86,8 @@ def fit(tmp_path, sync, max_staleness, force_sync=True):
     ("sync", "max_staleness", "force_sync", "versions"),
     [
         (FixedSchedule(2), 2, False, [0, 0, 0, 2, 2, 4]),
-        pytest.param(CollectorSchedule(), 1, True, [0, 0, 2, 2, 4, 4], marks=pytest.mark.slow),
-        pytest.param(TrainerSchedule(3), 3, False, [0, 0, 0, 0, 3, 3], marks=pytest.mark.slow),
+        (CollectorSchedule(), 1, True, [0, 0, 2, 2, 4, 4]),
+        (TrainerSchedule(3), 3, False, [0, 0, 0, 0, 3, 3]),
     ],
 )
 def test_schedules_say_who_plays(tmp_path, sync, max_staleness, force_sync, versions):

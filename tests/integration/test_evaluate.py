@@ -71,6 +71,7 @@ def test_they_come_when_due_though_weights_are_pushed_rarely(tiny_model, tmp_pat
     assert summary["reward_after"] == rows[10]["eval/reward_mean"] > summary["reward_before"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_that_of_a_run_that_pushes_all_the_time(tiny_model, tmp_path):
     # A learning rate of 0 in the first three iterations: rollouts, and so the weights, are the same
     # whether the engine has version 0 or 3. Then one step, and the fourth is evaluated.
@@ -88,6 +89,7 @@ def test_an_evaluation_is_that_of_a_run_that_pushes_all_the_time(tiny_model, tmp
     assert often["eval/reward_mean"] != results[0][0]["eval/reward_mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stops", "options"), [([Stop(3)], {}), ([], {"max_steps": 3, "max_epochs": -1})]
 )
@@ -110,6 +112,7 @@ def test_what_was_not_evaluated_has_no_accuracy_after(tiny_model, tmp_path):
     assert [*after, summary["reward_after"]] == [None, None, None]
 
 
+@pytest.mark.slow
 def test_they_come_while_rollouts_are_made_ahead_and_no_token_is_too_old(tiny_model, tmp_path):
     rows, summary, _ = run(
         tiny_model, tmp_path, [WeightSync(schedule=CollectorSchedule()), Evaluate(4)],

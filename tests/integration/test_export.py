@@ -64,6 +64,7 @@ def test_exports_on_the_way_are_of_their_iterations(tiny_model, tmp_path):
     assert AutoTokenizer.from_pretrained(there / "iteration_3").eos_token_id == 1
 
 
+@pytest.mark.slow
 def test_the_best_stays_and_is_linked(tiny_model, tmp_path):
     class Told(RLCallback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -98,6 +99,7 @@ def test_an_adapter_is_exported_by_itself(tiny_model, tmp_path):
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_on_request(tiny_model, tmp_path):
     export = HFExport(str(tmp_path / "model"), merge_adapters=True)
     module, _ = fitted(tiny_model, tmp_path, export, lora=LoRA(rank=4))
@@ -110,6 +112,7 @@ def test_adapters_that_are_not_all_are_refused_before_training(tiny_model, tmp_p
         fitted(tiny_model, tmp_path, HFExport(), lora=lora)
 
 
+@pytest.mark.slow
 def test_the_card_tells_the_run(tiny_model, tmp_path):
     _, trainer = fitted(tiny_model, tmp_path, HFExport(str(tmp_path / "model")), RerunRecorder())
     text = (tmp_path / "model/README.md").read_text()
@@ -125,6 +128,7 @@ def test_the_card_tells_the_run(tiny_model, tmp_path):
     assert (tmp_path / "model/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_best_of_before(tiny_model, tmp_path):
     class Told(RLCallback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -63,6 +63,7 @@ def test_weights_of_a_fast_dev_run_are_not_kept(tmp_path):
     assert transport.directory == tmp_path
 
 
+@pytest.mark.slow
 def test_without_a_logger_each_run_has_a_directory(configuration, workplace):
     command = configuration(logger=False, default_root_dir="root")
     command += ["--trainer.callbacks.dirpath", "null"]  # of the last one, IterationCheckpoint

@@ -90,6 +90,7 @@ def far(path):
     return max(abs(p - 1 / 3) for both in path[-len(path) // 3 :] for p in both)
 
 
+@pytest.mark.slow
 def test_players_that_see_each_other_come_to_rest():
     blind = far(trained(made(GameModule, update=Simultaneous()), 36)[1])
     seeing = far(trained(made(GameModule, update=LOLA(rate=1.0)), 36)[1])

@@ -29,6 +29,7 @@ from lightning_rl.run.loop import require_awaited, run_async, runtime
 from lightning_rl.run.threads import hanging_threads
 from tests.support.bad_configs import CONFIG
 from tests.support.small_run import data_module, grpo, share_of_sevens, trainer_of
+from tests.support.tiers import slow
 
 GROUPS, GROUP_SIZE = 2, 4
 
@@ -137,8 +138,8 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("hang", "kind"),
-    [(sleeps, Hangs), (deadlocks, Hangs), (spins, Hangs), (catches_everything, Hangs),
-     (joins_a_pool, Hangs), (deadlocks, BlocksTheLoop)],
+    [(sleeps, Hangs), slow(deadlocks, Hangs), slow(spins, Hangs), slow(catches_everything, Hangs),
+     slow(joins_a_pool, Hangs), slow(deadlocks, BlocksTheLoop)],
 )  # fmt: skip
 def test_a_signal_ends_and_saves_a_run_whose_reward_hangs(
     tiny_model, tmp_path, whole, release, hang, kind

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import kill, kill_engines
+from tests.support.tiers import slow
 
 
 def killed(capsys, *arguments: str, benchmark=kill) -> dict:
@@ -16,7 +17,7 @@ def killed(capsys, *arguments: str, benchmark=kill) -> dict:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("points", "seed"), [(1, 1), pytest.param(3, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("points", "seed"), [(1, 1), slow(3, 4)])
 def test_a_killed_run_equals_the_uninterrupted_one(capsys, points, seed):
     options = "--points", str(points), "--engine", "TransformersEngine"
     result = killed(capsys, *options, "--seed", str(seed))

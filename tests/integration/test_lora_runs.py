@@ -49,6 +49,7 @@ def test_what_is_exported_is_what_was_sampled(tiny_model, tmp_path):
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_done_again(tiny_model, tmp_path, monkeypatch):
     place = make_place(tmp_path)
     options = ["--trainer.precision", "bf16-mixed", "--model.lora", "LoRA", "--model.kl", "null"]

@@ -45,6 +45,7 @@ def graded(reward, make_rollout, texts):
     return group
 
 
+@pytest.mark.slow
 def test_what_never_ends_costs_its_completion_the_score_and_is_counted(reward, make_rollout):
     group = graded(reward, make_rollout, list(TEXTS))
     assert [r.extra["math"] for r in group] == list(TEXTS.values())
@@ -61,6 +62,7 @@ def test_a_hostile_text_scores_nothing_and_fails_nothing(reward, make_rollout, t
     assert good.reward == 1.0
 
 
+@pytest.mark.slow
 def test_it_grades_in_a_thread_where_no_signal_can_be_set(reward, make_rollout):
     found = []
     texts = ["\\boxed{42}", "\\boxed{9^{9^{9^9}}}"]

@@ -12,6 +12,7 @@ from lightning_rl.learn.sft import SFTModule
 from lightning_rl.run.seeding import gather_random_states
 from tests.support.resumed import Trace
 from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.tiers import slow
 from tests.support.two_roles import roles_data, roles_module
 
 
@@ -31,7 +32,7 @@ def trained(module, data, tmp_path):
     return trace.rows, weights
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["grpo", slow("roles")])
 def test_a_run_after_a_look_is_the_same_to_the_bit(tiny_model, tmp_path, kind):
     make, data = KINDS[kind]
     torch.manual_seed(0)  # adapters begin with drawn weights

@@ -102,6 +102,7 @@ def test_the_first_other_token_is_named(run, capsys):
     assert f"again {was} " in last
 
 
+@pytest.mark.slow
 def test_a_rollout_of_two_versions_is_scored_with_each(run):
     """Its first token by version 1, the others by version 3: each scored by the right weights."""
     rollouts = run.log.rollouts(4)
@@ -149,6 +150,7 @@ def test_exported_models_are_told_from_runs(run, tiny_model, tmp_path, capsys):
         rerun_iteration(again, 4)
 
 
+@pytest.mark.slow
 def test_a_model_that_changed_since_is_found(run, tiny_model, tmp_path):
     policy = Policy(str(tiny_model))
     next(policy.parameters()).data.add_(0.01)

@@ -30,8 +30,9 @@ from tests.support.resumed import (
     resume,
     run_case,
 )
-from tests.support.resumed_cases import CASES, PER_EPOCH, SMALL, STREAMED, ahead
+from tests.support.resumed_cases import CASES, PER_EPOCH, SLOW, SMALL, STREAMED, ahead
 from tests.support.small_run import numbers
+from tests.support.tiers import slow
 from tests.support.tiny_vision import save_vision_model
 from tests.support.tolerances import rounding
 
@@ -55,7 +56,12 @@ def whole(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [(name, place) for name, case in CASES.items() for place in case.places]
+    ("name", "place"),
+    [
+        slow(name, place) if name in SLOW else (name, place)
+        for name, case in CASES.items()
+        for place in case.places
+    ],
 )
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(request, whole, tmp_path, name, place):
     case, expected = CASES[name], whole(name)
@@ -118,9 +124,10 @@ def test_a_streamed_run_ends_the_same_but_for_rounding(request, tmp_path, case):
 @pytest.mark.parametrize(
     "make",
     [
-        SyncCollector, lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector,
-        lambda: PartialTailCollector(trigger_size=1), TailBatchingCollector,
-        lambda: TailBatchingCollector(trigger_size=1, candidate_step=2),
+        slow(SyncCollector), lambda: AsyncCollector(2), slow(OneStepOffCollector),
+        PartialCollector, slow(lambda: PartialTailCollector(trigger_size=1)),
+        TailBatchingCollector,
+        slow(lambda: TailBatchingCollector(trigger_size=1, candidate_step=2)),
     ],
 )  # fmt: skip
 def test_a_resumed_run_trains_on_no_prompt_twice_and_skips_none(tiny_model, tmp_path, make):

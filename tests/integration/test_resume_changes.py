@@ -21,6 +21,7 @@ from lightning_rl.run.checkpoint_io import newest_good, write_checkpoint
 from lightning_rl.sync.schedule import FixedSchedule
 from tests.support.bad_configs import CONFIG
 from tests.support.small_run import adamw, data_module, grpo, trainer_of
+from tests.support.tiers import slow
 
 RUN = Path("runs", "one", "version_0")
 
@@ -47,16 +48,18 @@ MORE = ("--trainer.max_epochs", "2")
     ("options", "words"),
     [
         (["--model.lora", "LoRA"], ["model.lora: none then, {'rank': 16", "set it back"]),
-        (["--model.kl", "K3Penalty"], ["model.kl: none then, K3Penalty now"]),
+        slow(["--model.kl", "K3Penalty"], ["model.kl: none then, K3Penalty now"]),
         (
             ["--model.optimizer.lr", "0.5", "--data.group_size", "4"],
             ["model.optimizer.lr: 0.001 then, 0.5 now", "data.group_size: 2 then, 4 now"],
         ),
-        (
+        slow(
             ["--data.rewards", "[my_rewards.needs_solution]"],
             ["data.rewards: ['my_rewards.length']"],
         ),
-        (["--data.sampling.temperature", "0.5"], ["data.sampling.temperature: 1.0 then, 0.5 now"]),
+        slow(
+            ["--data.sampling.temperature", "0.5"], ["data.sampling.temperature: 1.0 then, 0.5 now"]
+        ),
     ],
 )
 def test_what_would_alter_the_run_is_refused_by_name(run, capsys, options, words):
@@ -70,6 +73,7 @@ def test_what_would_alter_the_run_is_refused_by_name(run, capsys, options, words
     assert not list(run.glob("config_*.yaml"))
 
 
+@pytest.mark.slow
 def test_other_rows_of_the_same_number_are_refused(run, workplace, capsys):
     lines = (workplace / "train.jsonl").read_text().splitlines()
     shutil.copy("train.jsonl", "same.jsonl")
@@ -79,6 +83,7 @@ def test_other_rows_of_the_same_number_are_refused(run, workplace, capsys):
     assert go_on(*MORE, "--data.train_prompts.path", "same.jsonl") == 0
 
 
+@pytest.mark.slow
 def test_what_is_allowed_holds_and_both_configurations_are_kept(run, capsys, caplog):
     before = (run / "config.yaml").read_text()
     changed = ("--model.optimizer.lr", "0.5", "--data.group_size", "4")
@@ -120,6 +125,7 @@ def test_a_new_schedule_is_where_it_would_have_been(tiny_model, tmp_path):
     assert fit(0.8, 2, allow=["model.optimizer"]) == [pytest.approx(0.2)]  # 0.8 / 2 / 2
 
 
+@pytest.mark.slow
 def test_last_begins_the_same_run_under_another_name_and_names_the_one_beside_it(run):
     """As of a job script that is submitted twice."""
     told = (
@@ -137,6 +143,7 @@ def test_last_begins_the_same_run_under_another_name_and_names_the_one_beside_it
         assert (there / "checkpoints" / "iteration_1.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_the_same_value_as_text_and_as_a_number_is_no_change(run, caplog):
     """``--trainer.devices 1`` on a command line is text, ``devices: 1`` of a file is a number."""
     configuration = yaml.safe_load(Path("run.yaml").read_text())
@@ -172,6 +179,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_in_a_run_directory_is_refused(run, capsys):
     before = sorted(path.name for path in run.iterdir())
     with subprocess.Popen(

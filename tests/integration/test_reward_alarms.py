@@ -100,6 +100,7 @@ def run(tiny_model, tmp_path, rewards, weights, callbacks, iterations):
     return [row for row in report.history if "alarm/length" in row]
 
 
+@pytest.mark.slow
 def test_a_policy_that_games_its_reward_sets_off_the_alarms(tiny_model, tmp_path, caplog):
     alarms = RewardAlarms(window=2, length_ratio=1.3)
     with caplog.at_level(logging.WARNING, "lightning_rl"):

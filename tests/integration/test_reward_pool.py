@@ -150,6 +150,7 @@ def test_each_fault_fails_its_completion_and_no_other():
 HANGING = ["stubborn_loop", "many_children", "stopped", "floods_result"]
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended_and_its_worker_serves_on():
     pool = Isolated(faulty, workers=2, timeout_s=0.4)
     run(pool, completions=["raises"] * 4)
@@ -166,6 +167,7 @@ def test_what_is_not_tried_here_is_in_the_benchmark():
     assert rest == {"not_a_number", "endless_loop", "stack_overflow"}
 
 
+@pytest.mark.slow
 def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
     """In a session of its own, and asleep for a day."""
     (tmp_path / "leaving.py").write_text(
@@ -183,6 +185,7 @@ def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_sandbox_keeps_from_network_files_processes_and_secrets(sandboxed):
     reasons = [
         "No such process", "Read-only file system", "Network is unreachable", "Permission denied",
@@ -194,6 +197,7 @@ def test_a_sandbox_keeps_from_network_files_processes_and_secrets(sandboxed):
         assert reason in score.reason
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_the_machine_forbids_is_refused_at_once(sandboxed):
     """In a user namespace that may have no other; nothing runs unprotected instead."""
     script = (
@@ -213,6 +217,7 @@ def test_a_sandbox_that_the_machine_forbids_is_refused_at_once(sandboxed):
     assert "unshare" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_sandbox_hides_the_environment(sandboxed, helpers, monkeypatch):
     monkeypatch.setenv("SECRET", "x")
     found = {}
@@ -223,6 +228,7 @@ def test_a_sandbox_hides_the_environment(sandboxed, helpers, monkeypatch):
     assert found == {False: [1.0], True: [0.0]}
 
 
+@pytest.mark.slow
 def test_every_completion_starts_afresh_and_gets_its_own_columns(helpers):
     pool = Isolated(helpers.state, workers=1)
     # One call, one file in the directory, and the row's n.
@@ -230,6 +236,7 @@ def test_every_completion_starts_afresh_and_gets_its_own_columns(helpers):
     pool.close()
 
 
+@pytest.mark.slow
 def test_in_rewards_only_what_failed_is_failed(helpers, make_rollout):
     pool = Isolated(helpers.mixed, workers=1)
     texts = ["0.5", "nan", "none", "x", "2"]
@@ -249,6 +256,7 @@ def test_in_rewards_only_what_failed_is_failed(helpers, make_rollout):
     ]
 
 
+@pytest.mark.slow
 def test_what_a_completion_logs_comes_back_from_its_process(helpers, make_rollout):
     pool = Isolated(helpers.logs, workers=1)
     texts = ["a", "long", "four4"]
@@ -265,6 +273,7 @@ def test_what_a_completion_logs_comes_back_from_its_process(helpers, make_rollou
     assert [r.logged.get("length") for r in group] == [3.0, None, 3.0]
 
 
+@pytest.mark.slow
 def test_a_forged_log_fails_its_completion_and_no_other(helpers, make_rollout):
     pool = Isolated(helpers.forges, workers=1)
     group = [
@@ -276,6 +285,7 @@ def test_a_forged_log_fails_its_completion_and_no_other(helpers, make_rollout):
     assert [r.reward for r in group] == [1.0, None, 1.0]
 
 
+@pytest.mark.slow
 def test_an_object_with_settings_keeps_them_and_its_name(helpers):
     pool = Isolated(helpers.Scaled(3), workers=1)
     assert run(pool, completions=["ab", ""]) == [6, 0]
@@ -283,6 +293,7 @@ def test_an_object_with_settings_keeps_them_and_its_name(helpers):
     pool.close()
 
 
+@pytest.mark.slow
 def test_closing_ends_the_workers_and_grading_starts_new_ones(helpers):
     pool = Isolated(helpers.pids, workers=1)
     first = run(pool, completions=["x", "y"])
@@ -294,6 +305,7 @@ def test_closing_ends_the_workers_and_grading_starts_new_ones(helpers):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_no_process_and_no_directory(helpers, tmp_path):
     script = (
         "import asyncio, pool_helpers\n"
@@ -330,6 +342,7 @@ def test_what_cannot_be_isolated_is_refused(helpers):
         Isolated(helpers.mixed, timeout_s=0)
 
 
+@pytest.mark.slow
 def test_a_function_that_only_the_trainer_can_import_says_so(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("def one(completions): return [1.0]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -342,6 +355,7 @@ def test_a_function_that_only_the_trainer_can_import_says_so(tmp_path, monkeypat
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_worker_whose_trainer_is_gone_as_it_starts_ends_without_a_word(tmp_path):
     script = (
         "import os, pickle, sys\nfrom multiprocessing import Pipe\n"

@@ -63,6 +63,7 @@ def fit(tiny_model, tmp_path, functions, fates, **options):
     return report.history[-1]
 
 
+@pytest.mark.slow
 def test_a_crashing_reward_costs_its_group_and_the_share_is_recorded(
     tiny_model, tmp_path, run_rewards
 ):

@@ -91,12 +91,14 @@ def test_each_is_exported_by_itself(run):
             torch.testing.assert_close(plain[key], weight, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_is_as_stale_as_it_may_be_and_no_more(tiny_model, tmp_path):
     module, watch, _ = fitted(tiny_model, tmp_path, collector=AsyncCollector(1))
     assert max(row.get("rollout/staleness_max", 0) for row in watch.rows) == 1
     assert module.role_versions == {"first": 6, "second": 3}
 
 
+@pytest.mark.slow
 def test_a_full_model_of_another_kind_learns_beside_an_adapter(tiny_model, tmp_path):
     save_llama(tiny_model, tmp_path / "llama")
     own = {"model": str(tmp_path / "llama"), "lora": None}

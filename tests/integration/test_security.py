@@ -251,6 +251,7 @@ def installed(tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_a_strangers_folder_runs_nothing_however_we_are_installed(installed, workplace, kind):
     data = CONFIG["data"] | {"init_args": CONFIG["data"]["init_args"] | {"rewards": [OWN]}}
@@ -325,6 +326,7 @@ class Echo(BaseHTTPRequestHandler):
         """Silent."""
 
 
+@pytest.mark.slow
 def test_a_key_is_in_no_file_of_a_run(workplace, monkeypatch, capsys):
     monkeypatch.setenv("MY_JUDGE_KEY", SECRET)
     server = HTTPServer(("127.0.0.1", 0), Echo)

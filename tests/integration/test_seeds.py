@@ -11,6 +11,8 @@ from lightning_rl.cli import main
 from lightning_rl.run.seeding import drawn_seed
 from tests.support.bad_configs import CONFIG, furnish
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def workplace(tiny_model, tmp_path, monkeypatch):

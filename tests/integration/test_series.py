@@ -47,6 +47,7 @@ def test_each_has_what_its_own_evaluation_found(tiny_model, tmp_path, starts):
         assert {k: v for k, v in row.items() if k.startswith("eval/")} == wanted[row["iteration"]]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(workplace, capsys, starts):
     options = ["--config", "good.yaml", "--trainer.enable_checkpointing", "true"]
     options += ["--trainer.max_epochs", "2", "--trainer.callbacks+=IterationCheckpoint"]
@@ -71,6 +72,7 @@ def test_from_the_command_line(workplace, capsys, starts):
     assert f"{folder / 'last.ckpt'} " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "message"),
     [

@@ -37,6 +37,7 @@ from tests.support.lots import LotEngine
 from tests.support.resumed import is_time, state_of
 from tests.support.resumed_cases import everything
 from tests.support.small_run import data_module, share_of_sevens, trainer_of
+from tests.support.tiers import slow
 
 ITERATIONS = 4  # two epochs of two
 GROUPS, GROUP_SIZE = 2, 4
@@ -158,11 +159,11 @@ class SignalWhileCollecting(SingleTurn):
 @pytest.mark.parametrize(
     ("after", "done", "number", "status"),
     [
-        (2 + 3, 0, signal.SIGTERM, 143),
+        slow(2 + 3, 0, signal.SIGTERM, 143),
         (2 + 8 + 5, 1, signal.SIGUSR1, 138),
         (2 + 16 + 1, 2, signal.SIGTERM, 143),  # in the evaluation at an epoch's end
-        (2 + 16 + 2 + 4, 2, signal.SIGINT, 130),  # in the first batch of an epoch
-        (2 + 16 + 2 + 8 + 7, 3, signal.SIGTERM, 143),
+        slow(2 + 16 + 2 + 4, 2, signal.SIGINT, 130),  # in the first batch of an epoch
+        slow(2 + 16 + 2 + 8 + 7, 3, signal.SIGTERM, 143),
     ],
 )
 def test_a_signal_while_collecting_saves_at_once_and_loses_nothing(
@@ -193,7 +194,7 @@ class SignalInUpdate(RLCallback):
                 os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("iteration", [0, 1, 2, 3])
+@pytest.mark.parametrize("iteration", [slow(0), 1, slow(2), slow(3)])
 def test_a_signal_in_an_update_stops_after_the_iteration(tiny_model, tmp_path, whole, iteration):
     with pytest.raises(RunInterrupted, match=rf"SIGTERM; saved .*iteration_{iteration + 1}.ckpt"):
         fit(tiny_model, tmp_path, SignalInUpdate(iteration, signal.SIGTERM))
@@ -277,6 +278,7 @@ def test_a_half_done_update_is_not_saved(tiny_model, tmp_path, whole):
     assert_same_run(version(tmp_path), whole)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_save_is_waited_for(tiny_model, tmp_path, whole):
     saver = IterationCheckpoint(1, keep_last=ITERATIONS, asynchronous=True)
     with pytest.raises(RunInterrupted):
@@ -298,7 +300,7 @@ class FullDisk(RLCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, slow(True)])
 def test_a_run_stops_when_the_disk_is_full(tiny_model, tmp_path, whole, asynchronous):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     saver = IterationCheckpoint(1, keep_last=1, asynchronous=asynchronous)

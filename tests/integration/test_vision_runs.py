@@ -117,6 +117,7 @@ def test_a_tower_is_trained_at_its_own_rate(qwen, rows, tmp_path):
     assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [3e-3, 1e-4]
 
 
+@pytest.mark.slow
 def test_a_projector_alone(qwen, rows, tmp_path):
     module, _ = run(qwen, rows, tmp_path, vision=Vision(train_projector=True))
     assert changed(module, qwen) == {"language_model", "lm_head.weight", "visual.merger"}
@@ -243,6 +244,7 @@ def test_records_hold_a_picture_once(qwen, rows, tmp_path):
     assert Rollout.from_dict(old).rows[0].pictures == []
 
 
+@pytest.mark.slow
 def test_an_export_is_loaded_by_transformers(model, rows, tmp_path):
     module, _ = run(model, rows, tmp_path, vision=Vision(train_projector=True), lora=LoRA(rank=2))
     module.policy.save_pretrained(tmp_path / "export")
@@ -285,6 +287,7 @@ def test_old_groups_are_replayed_with_their_pictures(qwen, rows, tmp_path):
     assert torch.isfinite(module.policy(batch).logprobs).all()
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_done_again_bit_by_bit(qwen, rows, tmp_path, monkeypatch):
     place = make_place(tmp_path)
     stand_in(place, monkeypatch)
@@ -332,6 +335,7 @@ def test_answers_are_imitated_by_the_tower_too(qwen, rows, tmp_path):
     assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [3e-3, 1e-3]
 
 
+@pytest.mark.slow
 def test_a_reference_must_read_pictures_alike(qwen, rows, tmp_path):
     other = save_vision_model(tmp_path / "other", "qwen2_5_vl", num_hidden_layers=1)
     _, trainer = run(qwen, rows, tmp_path, kl=K3Penalty(), reference=FrozenReference(str(other)))

@@ -17,6 +17,7 @@ from lightning_rl.run.loop import run_async, runtime
 from lightning_rl.run.stacks import where_tasks_wait
 from tests.support.lots import LotEngine
 from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.tiers import slow
 
 HEALTHY = 10**9
 
@@ -87,9 +88,9 @@ def whole(tiny_model, tmp_path_factory):
         (NeverAnswers, StalledError, r"timeout_s=1 seconds: generation hangs and waits at "
          r".*test_watchdog.py:\d+ in NeverAnswers.generate \(called by agents/base.py:\d+ in "
          r"completion_of\); all stacks are in .*_0.txt. If a"),
-        (BlocksTheLoop, StalledError, r"hangs and blocks the event loop at .*test_watchdog.py:"
+        slow(BlocksTheLoop, StalledError, r"hangs and blocks the event loop at .*test_watchdog.py:"
          r"\d+ in _step \(called by engines/transformers.py:\d+ in _advance\)"),
-        (Raises, EngineError, "transformers failed while generating: the device fell off the bus"),
+        slow(Raises, EngineError, "failed while generating: the device fell off the bus"),
     ],
 )  # fmt: skip
 def test_the_run_stops_is_saved_and_ends_as_if_nothing_had_been(

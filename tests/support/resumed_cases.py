@@ -277,6 +277,11 @@ ENVIRONMENTS = {
 }  # fmt: skip
 
 CASES = LANGUAGE | ROLES | PICTURES | ENVIRONMENTS
+SLOW = {
+    "a model object", "bfloat16", "int8", "game of roles", "a tower and a critic",
+    "adapters of a tower", "memory", "torchrl", "workers", "sac",
+}  # fmt: skip
+"""Cases of ``make test-all`` alone."""
 
 # ---------------------------------------------------------------- not to the bit
 
