@@ -101,10 +101,11 @@ def move(
         return
     drawn = samples.of(family, name, shapes, result)
     moved = result + drawn * (scale * torch.finfo(result.dtype).eps)
+    finite = moved.isfinite()  # before a bound makes infinity a number
     bounds = WITHIN.get(family.partition(" of ")[0].partition(",")[0])
     if bounds:
         moved = moved.clamp(*bounds)
-    changed = _has_many_digits(result) & moved.isfinite() & where
+    changed = _has_many_digits(result) & finite & where
     result.copy_(torch.where(changed, moved, result))
 
 

@@ -178,10 +178,9 @@ def scale_of(how: str, result: Tensor, inputs: Inputs, sums: Tensor | None) -> T
     """The scale of each element of a result; ``sums`` are those of absolute values."""
     if how == "input":
         return inputs[0].abs()
-    if how == "whole":
-        return result.abs().amax()
-    if how == "row" and result.dim():
-        return result.abs().amax(-1, keepdim=True)
+    if how in ("whole", "row") and result.dim():
+        sizes = result.abs().nan_to_num(0, 0)  # what is masked says nothing about the others
+        return sizes.amax() if how == "whole" else sizes.amax(-1, keepdim=True)
     if how == "terms" and sums is not None and result.element_size() > 2:
         return sums
     return result.abs()

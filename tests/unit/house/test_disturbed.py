@@ -111,6 +111,17 @@ def test_products_move_by_samples_of_the_measured_spread(cancelling):
     assert moved.max() < expected[1.0] + 1
 
 
+def test_a_masked_element_neither_moves_nor_keeps_others_from_it():
+    x = numbers(500, 64)
+    x[:, 5] = -torch.inf
+    plain = x.log_softmax(-1)
+    with disturbed(1):
+        moved = x.log_softmax(-1)
+    assert not torch.equal(moved, plain)
+    unit = plain[plain.isfinite()].abs().max() * torch.finfo().eps * SPREAD["log_softmax"][-1]
+    torch.testing.assert_close(moved, plain, rtol=0, atol=2 * float(unit))
+
+
 def test_functions_move_by_units_in_the_last_place():
     x = numbers(50_000)
     plain = x.exp()
