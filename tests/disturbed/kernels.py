@@ -158,20 +158,23 @@ class Disturbed:
 
         None stands for nowhere.
         """
+        factors = ("alpha", "beta", "value")
+        named = {k: abs(v) if k in factors else v for k, v in named.items() if k != "out"}
+        run = partial(self.plain.call_boxed, keys)
+        if self.operation.length is None:
+            return run(*absolute(inputs), **named), True
         given = [x for x in inputs if isinstance(x, Tensor)]
         floats = [x for x in given if x.is_floating_point()]
-        count = self.operation.length(inputs) if self.operation.length else 0
+        count = self.operation.length(inputs)
         product = self.operation.family == "product"
         if not floats or not all(x.numel() for x in given):
             return None, None
         if not product and _exact(floats[-1], max(count, floats[-1].numel())):
             return None, None
-        named = {k: abs(v) if k in ("alpha", "beta") else v for k, v in named.items() if k != "out"}
-        run = partial(self.plain.call_boxed, keys)
         sums = run(*absolute(inputs), **named)
         if product and all(bool((x != 0).all()) for x in floats) and count > 1:
             return sums, True
-        named |= {k: 1 for k in named if k in ("alpha", "beta")}
+        named |= {k: 1 for k in named if k in factors}
         ones = (
             (x != 0).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
             for x in inputs

@@ -95,6 +95,12 @@ SUMS: dict[str, Operation] = {
         for variant in _variants(name)
     },
 }
+# Chains of a product and a sum, which some instruction sets round once and others twice.
+SUMS |= {
+    variant: Operation(name.partition(".")[0], "terms", name)
+    for name in ("addcmul", "addcdiv", "lerp.Scalar", "lerp.Tensor")
+    for variant in _variants(name)
+}
 ELEMENTWISE = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh",
     "tanh", "asin", "acos", "atan", "atan2", "erf", "erfc", "erfinv", "sigmoid", "silu",
@@ -127,12 +133,8 @@ ROWS = {
     "solve": ("_linalg_solve_ex", "_linalg_solve_ex.result", "linalg_inv_ex"),
     "product_row": ("_addmm_activation", "convolution_backward"),
     "normal": ("normal_",),
-    # Chains of a product and a sum, which some instruction sets round once and others twice.
     **{f"{n}_backward": (f"{n}_backward", f"{n}_backward.grad_input") for n in BACKWARD},
     "log_sigmoid": ("log_sigmoid_forward", "log_sigmoid_forward.output"),
-    "addcmul": _variants("addcmul"),
-    "addcdiv": _variants("addcdiv"),
-    "lerp": _variants("lerp.Scalar") + _variants("lerp.Tensor"),
 }
 WHOLE = {
     "layer_norm_backward": ("native_layer_norm_backward", "native_group_norm_backward"),

@@ -40,6 +40,7 @@ ROUNDED = {
     "attention": lambda: F.scaled_dot_product_attention(*(numbers(1, 2, 99, 8),) * 3),
     "exp": lambda: numbers(5_000).exp(),
     "log": lambda: numbers(5_000).abs().log(),
+    "product and sum": lambda: torch.addcmul(numbers(5_000), numbers(5_000).sin(), numbers(5_000)),
     "power of a number": lambda: 1.7 ** numbers(5_000),
     "silu": lambda: F.silu(numbers(5_000)),
     "gelu": lambda: F.gelu(numbers(5_000)),
@@ -120,6 +121,14 @@ def test_a_masked_element_neither_moves_nor_keeps_others_from_it():
     assert not torch.equal(moved, plain)
     unit = plain[plain.isfinite()].abs().max() * torch.finfo().eps * SPREAD["log_softmax"][-1]
     torch.testing.assert_close(moved, plain, rtol=0, atol=2 * float(unit))
+
+
+def test_second_moments_stay_positive():
+    """Adam takes their square root; a unit of the largest one would make the others negative."""
+    gradient = numbers(5_000) * torch.logspace(-9, 0, 5_000)
+    with disturbed(1):
+        moments = torch.zeros(5_000).addcmul_(gradient, gradient, value=0.001)
+    assert (moments >= 0).all()
 
 
 def test_functions_move_by_units_in_the_last_place():
