@@ -106,12 +106,12 @@ class Desk:
             model="policy", messages=messages, **options
         )
 
-    async def post(self, path, timeout=None, headers=None, **body):
+    async def post(self, path, headers=None, **body):
         """Without a library in between; a connection of its own."""
         headers = {"authorization": f"Bearer {self.session.api_key}"} | (headers or {})
         async with httpx.AsyncClient(verify=False) as client:
             url = self.session.base_url + path
-            return await client.post(url, json=body, headers=headers, timeout=timeout)
+            return await client.post(url, json=body, headers=headers, timeout=None)
 
     @property
     def written(self):

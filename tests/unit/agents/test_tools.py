@@ -192,10 +192,10 @@ def test_tools_that_hang_hold_nobody_up():
         return "too late"
 
     replies = answer(
-        [hang, sleep, add], ("hang", {}), ("sleep", {}), ("add", {"a": 1}), timeout=0.1
+        [hang, sleep, add], ("hang", {}), ("sleep", {}), ("add", {"a": 1}), timeout=1.0
     )
     assert [reply.get("error") for reply in replies] == ["timeout", "timeout", None]
-    assert "hang took longer than 0.1 s" in replies[0]["content"]
+    assert "hang took longer than 1 s" in replies[0]["content"]
     assert cancelled == [True]
     released.set()  # what comes late, after the loop is closed, disturbs nobody
 

@@ -2,6 +2,7 @@
 
 import subprocess
 from importlib import import_module
+from shlex import quote
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_the_end_of_what_it_printed_is_kept():
 @pytest.mark.parametrize("hinders", ["", "kill -STOP $PPID; ", "trap '' TERM HUP; "])
 def test_a_kill_leaves_nothing_even_where_its_keeper_was_stopped(hinders, tmp_path):
     there = tmp_path / "pid"
-    child = shell(f"setsid sleep 600 & echo $! > {there}; {hinders}sleep 600")
+    child = shell(f"setsid sleep 600 & echo $! > {quote(str(there))}; {hinders}sleep 600")
     wait_for(lambda: there.exists() and there.read_text())
     assert not child.ended_within(0)
     child.kill()

@@ -152,8 +152,14 @@ def test_one_that_hangs_is_ended(launcher, mark):
 
 
 def test_a_program_may_tidy_up_when_it_is_told_to_end(launcher, tmp_path):
-    shell = f"trap 'echo tidy > {tmp_path}/said; exit' TERM; echo $$; sleep 600 & wait"
-    asyncio.run(result_of(launcher, shell, seconds=1.0))
+    async def ended():
+        shell = "trap 'echo tidy > \"$SAID\"; exit' TERM; echo $$; sleep 600 & wait"
+        asked = ProgramRequest(ENV | {"SAID": str(tmp_path / "said")}, ["/bin/sh", "-c", shell])
+        async with launcher.running(asked, b"", 100) as program:
+            while not program.stdout:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(ended())
     assert (tmp_path / "said").read_text() == "tidy\n"
 
 
