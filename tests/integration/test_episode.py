@@ -106,7 +106,7 @@ def answered_again(engine, rollout, sampling) -> list[tuple[Completion, Completi
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # for each test anew: a run of another test ends with no version in the engine
 def pipeline(vllm, tiny_model, weights):
     vllm.load_weights(weights.items(), 9)
     return RolloutPipeline(vllm, ThreeCalls(), Rewards([sevens]), load_tokenizer(str(tiny_model)))

@@ -44,7 +44,8 @@ def test_python_compiles(block):
     compile(block.text, block.place, "exec")
 
 
-@per_block(blocks_in("yaml"))
+# The package of docs/extend/package.md is installed in tests/integration/test_packages.py.
+@per_block([block for block in blocks_in("yaml") if block.page.name != "package.md"])
 def test_yaml_is_read(block, tiny_model, tmp_path, monkeypatch):
     visit(block.page, tiny_model, tmp_path, monkeypatch)
     configs = configs_of(block)
