@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_rl.algos.kl import EntropyBonus
 from lightning_rl.algos.schedules import LinearSchedule
 from lightning_rl.module import PolicyModule
+from tests.support.tolerances import gradient_rounding
 
 
 def test_the_linear_schedule():
@@ -58,7 +59,8 @@ def test_the_gradient_is_minus_coef_times_that_of_the_mean_entropy(
     expected = torch.autograd.grad(-coef * before, parameters)
     train_on(module, [batch])
     gap = sum(float((p.grad - g).norm() ** 2) for p, g in zip(parameters, expected, strict=True))
-    assert (gap / sum(float(g.norm() ** 2) for g in expected)) ** 0.5 < 1e-5
+    size = sum(float(g.norm() ** 2) for g in expected)
+    assert (gap / size) ** 0.5 < gradient_rounding(tiny_model, len(batch["tokens"]))
     # A step along it: more entropy with a bonus, less with a malus.
     after = entropy_of(module, batch)
     assert float((after - before).detach()) * coef > 0

@@ -20,6 +20,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.reference import PeriodicReference
 from lightning_rl.module import PolicyModule
+from tests.support.tolerances import gradient_rounding
 
 
 def test_estimators_by_hand():
@@ -157,7 +158,7 @@ def test_the_gradient_in_the_loss(tiny_model, train_on, random_batch, penalty):
     train_on(module, [batch])
     gap = sum(float((p.grad - g).norm() ** 2) for p, g in zip(parameters, gradients, strict=True))
     size = sum(float(g.norm() ** 2) for g in gradients)
-    assert (gap / size) ** 0.5 < 2e-5
+    assert (gap / size) ** 0.5 < gradient_rounding(tiny_model, len(batch["tokens"]))
     measured = float(module.trainer.callback_metrics["policy/kl_ref"])
     assert measured == pytest.approx(float(expected.detach()), rel=1e-4, abs=1e-6)
 
