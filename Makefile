@@ -28,7 +28,7 @@ quickstart: setup  ## train the small model of recipes/sort_digits and show its 
 	@$(PY) -m lightning_rl quickstart
 
 UNIT := tests/unit $(TWO)
-ENGINES := tests/integration $(TWO) --dist loadgroup  # files that share engines share a worker
+ENGINES := tests/integration $(TWO) --dist loadfile  # files that share engines share a worker
 NOTED := --durations-to .ci/durations.txt
 
 test: setup  ## what the README promises: unit tests, then real vLLM engines (ten minutes)

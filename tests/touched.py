@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
         "-m",
         "slow",
         "--dist",
-        "loadgroup",
+        "loadfile",
         *arguments,
         *run,
     ]

@@ -21,7 +21,7 @@ from tests.disturbed.margins import FOLDER, read
 
 TIERS = (
     ["tests/unit", "-m", "not slow"],
-    ["tests/integration", "-m", "not slow", "--dist", "loadgroup"],
+    ["tests/integration", "-m", "not slow", "--dist", "loadfile"],
 )
 NEEDS = {"default": ("DEFAULT", "AVX2", "AVX512"), "avx2": ("AVX2", "AVX512")}
 """What PyTorch calls a CPU that has the instructions of a cap."""

@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from lightning_rl.envs.collector import EnvCollector, collector_of
 from lightning_rl.envs.maker import EnvMaker
@@ -18,16 +20,27 @@ from tests.support.signalled import FIT, configure
 
 __all__ = ["actors", "cluster", "servers", "transformers", "vllm", "vllm_in"]
 
-HERE = Path(__file__).parent
 Fault = Callable[..., AbstractContextManager[None]]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``, a file's tests share a worker, as do files that share servers."""
-    for item in items:
-        if item.path.is_relative_to(HERE) and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+SERVED = {"test_digests", "test_engine_contract", "test_server", "test_server_faults"}
+"""The files whose tests share the session's vLLM servers, which take half a minute to start."""
+
+
+class ServersOnce(LoadFileScheduling):
+    """A file's tests share a worker of pytest-xdist, as do all files that share the servers.
+
+    ``--dist loadgroup`` is meant for that, but pytest-xdist 3.8 sets an attribute for it that
+    pytest 9.2 does not read, and then spreads a file's tests over the workers.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "servers" if Path(file).stem in SERVED else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return ServersOnce(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

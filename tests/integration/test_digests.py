@@ -17,7 +17,7 @@ from lightning_rl.sync.sent import SentWeights
 from tests.support.engine_checks import train_adapters
 from tests.support.shared_engines import SIZES
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("vllm servers")]
+pytestmark = [pytest.mark.timeout(500)]
 
 FORMATS = {
     "float32": {"dtype": "float32"},

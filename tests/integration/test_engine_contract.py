@@ -34,7 +34,7 @@ from tests.support.engine_checks import (
 )
 
 # A hang is a failure; servers and actors take their time to start.
-pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("vllm servers")]
+pytestmark = [pytest.mark.timeout(500)]
 
 
 @pytest.fixture(

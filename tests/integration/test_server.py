@@ -37,7 +37,7 @@ from tests.support.engine_checks import (
     train_adapters,
 )
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("vllm servers")]
+pytestmark = [pytest.mark.timeout(500)]
 
 KEY = "LIGHTNING_RL_TEST_KEY"
 

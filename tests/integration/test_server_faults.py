@@ -49,7 +49,6 @@ from tests.support.engine_checks import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(500),  # a hang is a failure
-    pytest.mark.xdist_group("vllm servers"),
 ]
 
 KEY = "LIGHTNING_RL_TEST_KEY"
