@@ -249,37 +249,31 @@ class Margin:
         return f"{self.margin:10.3g}  {self.place}  {sides}  {self.test}"
 
 
-def read(folders: list[Path], drawn_otherwise: list[Path]) -> list[Margin]:
-    """Margins by place, largest first, of what several rounds recorded.
-
-    Rounds that drew other numbers tell what is rounding's, and how large, but not what it moves.
-    """
-    found: dict[tuple[str, str, int], list[list[tuple[float, float]]]] = {}
-    for kind, several in enumerate((folders, drawn_otherwise)):
-        for path in (path for folder in several for path in folder.glob("*.jsonl")):
-            for line in path.read_text().splitlines():
-                test, place, count, measured, bound = json.loads(line)
-                found.setdefault((test, place, count), [[], []])[kind].append((measured, bound))
+def read(folders: list[Path]) -> list[Margin]:
+    """Margins by place, largest first, of what several rounds recorded."""
+    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for path in (path for folder in folders for path in folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            test, place, count, measured, bound = json.loads(line)
+            found.setdefault((test, place, count), []).append((measured, bound))
     smallest: dict[str, Margin] = {}
-    for (test, place, _), (same, others) in found.items():
-        if len(same) > 1:
-            closest = min(same, key=lambda pair: abs(pair[1] - pair[0]))
-            margin = Margin(margin_of(same, others), place, test, *closest)
+    for (test, place, _), pairs in found.items():
+        if len(pairs) > 1:
+            closest = min(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+            margin = Margin(margin_of(pairs), place, test, *closest)
             smallest[place] = min(margin, smallest.get(place, margin))
     return sorted(smallest.values(), reverse=True)
 
 
-def margin_of(pairs: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+def margin_of(pairs: list[tuple[float, float]]) -> float:
     """The margin of one comparison from both sides in each round."""
-    rounding = [
-        max(side) - min(side) > OWN * max(map(abs, side))
-        for side in zip(*pairs, *others, strict=True)
-    ]
+    movements = [max(side) - min(side) for side in zip(*pairs, strict=True)]
+    largest = [max(map(abs, side)) for side in zip(*pairs, strict=True)]
+    rounding = [moved > OWN * size for moved, size in zip(movements, largest, strict=True)]
     if rounding[0] != rounding[1]:
-        return min(ratio(*map(abs, pair)) for pair in pairs + others)
-    movement = sum(max(side) - min(side) for side in zip(*pairs, strict=True))
+        return min(ratio(*map(abs, pair)) for pair in pairs)
     gap = min(abs(one - other) for one, other in pairs)
-    return gap / movement if movement else math.inf
+    return gap / sum(movements) if any(movements) else math.inf
 
 
 def ratio(one: float, other: float) -> float:

@@ -226,7 +226,7 @@ def test_rounds_that_a_cpu_cannot_do_are_left_out(monkeypatch):
     ],
 )
 def test_margins_by_hand(rounds, margin):
-    assert margin_of(rounds, []) == pytest.approx(margin)
+    assert margin_of(rounds) == pytest.approx(margin)
 
 
 PLANTED = """
