@@ -7,8 +7,9 @@ every allocation of torch. The last line is JSON.
 """
 
 import argparse
+import gc
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class FollowAllocations(Callback):
         self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def on_train_batch_start(self, *_: object) -> None:
+        gc.collect()
         self.profiler.start()
 
     def on_train_batch_end(self, *_: object) -> None:
@@ -55,6 +57,15 @@ class FollowAllocations(Callback):
     @property
     def peak(self) -> int:
         return peak_of(self.profiler)
+
+
+def peak_while(call: Callable[[], Any]) -> int:
+    """Return the most bytes that a call has allocated at one time, its result included."""
+    gc.collect()  # garbage that is freed meanwhile would be taken off
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = call()
+    del kept
+    return peak_of(profiler)
 
 
 def peak_of(profiler: profile) -> int:

@@ -19,9 +19,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.memory import peak_of
+from benchmarks.memory import peak_while
 from benchmarks.results import parser_of, report, write_block
 from lightning_rl import Recompute
 from lightning_rl.cli.check.batches import largest_rollouts
@@ -86,12 +85,11 @@ def measure(model: str, setting: bool | Recompute, pack: TensorDict) -> dict[str
 
     with uncounted_host():
         seconds = min(passes() for _ in range(TIMES))
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            passes()
+        peak = peak_while(passes)
     before = plan.sum_of("weights", "gradients", "optimizer")
     return {
         "planned": plan.total,
-        "measured": peak_of(profiler) + before,
+        "measured": peak + before,
         "host": sum(plan.host.values()),
         "seconds": round(seconds, 3),
     }

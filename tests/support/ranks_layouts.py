@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import RLCallback
@@ -52,12 +51,6 @@ def loaded(model: str, *, where: Path, **layout: Any) -> dict[str, int]:
     module.trainer = trainer
     trainer.strategy.connect(module)
     strategy.setup_environment()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        module.configure_model()
-    used = peak = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            used += event.nbytes()
-            peak = max(peak, used)
+    peak = peak_while(module.configure_model)
     sizes = [p.numel() * 4 for p in module.parameters()]
     return {"peak": peak, "whole": sum(sizes), "largest": max(sizes)}

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.memory import peak_while
 from lightning_rl.models import heads
 from lightning_rl.models.attention import build_layout
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
 from lightning_rl.models.policy import Policy
-from tests.support.followed import peak_while
 from tests.support.tolerances import norm_rounding, rounding
 
 

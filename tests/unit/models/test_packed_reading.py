@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.memory import peak_while
 from lightning_rl import NF4, Int8
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import PLAIN, load_lm
 from lightning_rl.models.quantized_layers import quantize, quantized_layers
-from tests.support.followed import peak_while
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 FORMS = [NF4(), Int8()]
