@@ -8,6 +8,7 @@ from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.actor_critic import joint_log_prob
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.threads import hanging_threads
 from tests.support import worlds  # registers the environments
 from tests.support.env_agents import agent_for, collected
 
@@ -168,6 +169,8 @@ def test_what_goes_wrong_says_where(how, words):
     with pytest.raises(EnvError, match=words):
         collected(made, agent_for(made), 0, 10)
     worlds.released.set()
+    for thread in hanging_threads():  # it draws from the generator that other tests seed
+        thread.join(60)
 
 
 def test_an_environment_that_forgets_is_found_out_when_a_run_goes_on():
