@@ -50,8 +50,10 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Until it has ended, by itself or by us."""
-        return self._reading is not None and not self._reading.done()
+        """Whether it takes orders and has not ended, by itself or by us."""
+        if self._process is None or self._process.stdin is None or self._reading is None:
+            return False
+        return not (self._reading.done() or self._process.stdin.is_closing())
 
     async def start(self) -> None:
         """Start it, and wait until the environment is loaded.
@@ -118,8 +120,7 @@ class Worker:
         except asyncio.CancelledError:
             self._cancelled.add(number)  # its answer may be on its way
             if self.alive:
-                with suppress(WorkerDied):
-                    self._send({"id": number, "cancel": True})
+                self._send({"id": number, "cancel": True})
             raise
         finally:
             self.load -= 1
@@ -147,8 +148,6 @@ class Worker:
 
     def _send(self, order: Mapping[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
-        if self._process.stdin.is_closing():
-            raise WorkerDied("the worker reads no orders any more")
         self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
 
     async def _read(self, answers: asyncio.StreamReader) -> None:

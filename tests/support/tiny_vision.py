@@ -199,6 +199,6 @@ def save_picture_rows(folder: Path) -> Path:
     return path
 
 
-def share_of_even(completion_ids, **columns):
+def share_of_even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """The share of tokens with even numbers, in [0, 1]."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
