@@ -176,7 +176,14 @@ class SFTDataModule(LightningDataModule):
                 dataset.load(self._tokenizer)
 
     def train_dataloader(self) -> DataLoader[Rollout]:
-        order = derived_generator(self.seed)
+        order, places = derived_generator(self.seed), range(len(self.train))
+        orders: Any = DataLoader(places, self.batch_size, shuffle=True, generator=order)  # type: ignore[arg-type]
+        # A resumed run draws the orders of the epochs before it once more, to go on with the next.
+        # Saved at an epoch's end, the epoch is processed and not yet completed.
+        progress: Any = self.trainer.fit_loop.epoch_progress.current if self.trainer else None
+        for _ in range(progress.processed if progress else 0):
+            for _ in zip(range(len(orders)), orders, strict=False):  # Lightning asks for no more
+                pass
         return self._loader(self.train, shuffle=True, generator=order)
 
     def val_dataloader(self) -> Any:

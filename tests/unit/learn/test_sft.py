@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoModelForCausalLM
 
@@ -58,6 +58,24 @@ def test_training_lowers_the_loss(tiny_model, tmp_path):
     assert losses[0] > math.log(16)  # worse than guessing
     assert losses[-1] < 0.5 * losses[0]
     assert float(trainer.callback_metrics["sft/val_loss"]) < losses[0]
+
+
+def test_a_run_resumed_after_an_epoch_trains_in_the_order_of_the_whole_one(tiny_model, tmp_path):
+    def train(epochs, ckpt_path=None):
+        module = SFTModule(str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+        losses, saver = Losses(), ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        trainer = trainer_of(
+            tmp_path, [losses, saver], logger=False, max_epochs=epochs, enable_checkpointing=True
+        )
+        data = SFTDataModule(IterablePrompts(ROWS[:22]), batch_size=8, seed=3)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+        return losses.seen, module.state_dict()
+
+    whole, expected = train(3)
+    resumed, weights = train(3, tmp_path / "epoch=0.ckpt")
+    assert len(whole) == 9
+    assert resumed == whole[3:]
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_completion_tokens(tiny_model, tmp_path):
