@@ -119,7 +119,7 @@ def test_equal_losses_of_a_replica_are_told_once_and_then_counted(engine, weight
     ]
     assert "lost a replica of the engine: replica 0: no route to host" in caplog.text
     doomed.starts = True
-    wait_for(lambda: doomed.version == 0)
+    wait_for(lambda: doomed.version == 0 and "replica 0 is back" in caplog.text)
     # Those, and as many attempts to start it as there was time for.
     meanwhile = re.search(r"replica 0 is back \(failures meanwhile: (\d+)\)", caplog.text)
     assert int(meanwhile[1]) >= 293
