@@ -38,7 +38,8 @@ def test_every_key_and_class_exists(path):
 @pytest.mark.parametrize(
     "names", [["qwen3_600m"], ["qwen3_1700m", "lora"], ["lora", "cpu"]], ids=lambda n: "+".join(n)
 )
-def test_variants_of_math_are_merged(names):
+def test_variants_of_math_are_merged(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the checkout may belong to somebody else
     recipe = ROOT / "recipes" / "math"
     files = [recipe / "grpo.yaml", *(recipe / "variants" / f"{name}.yaml" for name in names)]
     cli = Built(["fit", *(word for file in files for word in ("--config", str(file)))])
