@@ -79,7 +79,8 @@ def assert_same(logged: Rows, wanted: Rows, rel: float = 0.0) -> None:
         assert logged[step] == pytest.approx(row, rel=rel, abs=0.0, nan_ok=True)
 
 
-def test_csv_and_tensorboard(tiny_model, tmp_path):
+def test_csv_and_tensorboard(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     wanted = fit(tiny_model, CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb"))
