@@ -118,22 +118,26 @@ def test_memory_is_bounded(launcher):
 
 
 LEAVERS = {
-    "children": ("sleep 600 & echo $!; sleep 600 & echo $!", 2),
-    "sessions": ("for i in 1 2 3; do setsid sh -c 'echo $$; exec sleep 600' & done; sleep 0.2", 3),
-    "deaf": ("trap '' TERM; setsid sh -c 'trap \"\" TERM; echo $$; sleep 600' & sleep 0.2", 1),
+    "children": ("sleep 600 & echo $! >> said; sleep 600 & echo $! >> said", 2),
+    "sessions": ("for i in 1 2 3; do setsid sh -c 'echo $$ >> said; exec sleep 600' & done", 3),
+    "deaf": ("trap '' TERM; setsid sh -c 'trap \"\" TERM; echo $$ >> said; sleep 600' &", 1),
     # The child of a child whose parent is gone, in a session of its own: what a daemon does.
-    "daemons": ("(setsid sh -c '(echo $$; exec sleep 600) &' &); sleep 0.2", 1),
+    "daemons": ("(setsid sh -c '(echo $$ >> said; exec sleep 600) &' &)", 1),
     "forks": (
-        "for i in $(seq 40); do (setsid sh -c 'echo $$; exec sleep 600' &); done; sleep 1",
+        "for i in $(seq 40); do (setsid sh -c 'echo $$ >> said; exec sleep 600' &); done",
         40,
     ),
 }
 
 
 @pytest.mark.parametrize("name", LEAVERS)
-def test_what_a_program_leaves_behind_ends_with_it(launcher, name, mark):
+def test_what_a_program_leaves_behind_ends_with_it(launcher, name, mark, tmp_path):
     shell, count = LEAVERS[name]
-    end, printed = asyncio.run(result_of(launcher, shell, env=ENV | {MARK: mark}))
+    shell = (
+        f"touch said\n{shell}\nwhile [ $(wc -l < said) -lt {count} ]; do sleep 0.02; done; cat said"
+    )
+    place = {"env": ENV | {MARK: mark}, "cwd": str(tmp_path)}
+    end, printed = asyncio.run(result_of(launcher, shell, **place))
     assert end == Ending("done")
     assert_gone(printed, count, mark)
 
