@@ -140,7 +140,9 @@ def skeleton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[StagedTransport]]:
     """The class of docs/extend/transport.md, where processes that are started find it, too."""
     page = Path(__file__).parents[1] / "docs" / "extend" / "transport.md"
-    found = re.search(r'```python title="my_transport\.py"\n(.*?)```', page.read_text(), re.DOTALL)
+    found = re.search(
+        r'```python title="my_transport\.py"\n(.*?)```', page.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert found is not None
     place = tmp_path_factory.mktemp("own_transport")
     (place / "my_transport.py").write_text(found[1])

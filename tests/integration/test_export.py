@@ -115,7 +115,7 @@ def test_adapters_that_are_not_all_are_refused_before_training(tiny_model, tmp_p
 @pytest.mark.slow
 def test_the_card_tells_the_run(tiny_model, tmp_path):
     _, trainer = fitted(tiny_model, tmp_path, HFExport(str(tmp_path / "model")), RerunRecorder())
-    text = (tmp_path / "model/README.md").read_text()
+    text = (tmp_path / "model/README.md").read_text(encoding="utf-8")
     heads = [entry["hash"] for entry in Ledger(run_dir(trainer)).entries()]
     assert re.search("--head (.*)", text)[1] in heads
     [report] = [c for c in trainer.callbacks if isinstance(c, RunReport)]

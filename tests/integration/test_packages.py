@@ -38,7 +38,10 @@ def succeeded(done):
 def installed(tmp_path_factory):
     """The package of docs/extend/package.md, built as a wheel and installed by pip."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
-    text = "".join((ROOT / f"docs/extend/{page}.md").read_text() for page in ("filter", "package"))
+    text = "".join(
+        (ROOT / f"docs/extend/{page}.md").read_text(encoding="utf-8")
+        for page in ("filter", "package")
+    )
     files = re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
     assert {name for name, _ in files} == {"my_filter.py", "my_count.py", "pyproject.toml"}
     for name, text in files:

@@ -84,7 +84,7 @@ def front_table(result):
 )
 def test_a_page_shows_what_was_saved(page, block, table):
     saved = json.loads((SAVED / f"{block}-cpu.json").read_text())
-    text = (SAVED.parents[1] / f"{page}.md").read_text()
+    text = (SAVED.parents[1] / f"{page}.md").read_text(encoding="utf-8")
     shown = text.partition(f"<!-- {block} -->\n")[2].partition(f"\n<!-- /{block} -->")[0]
     assert shown.splitlines() == table(saved.get("result", saved))
 

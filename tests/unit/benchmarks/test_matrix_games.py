@@ -50,7 +50,7 @@ def test_the_dilemmas_losses_by_hand():
 
 def test_the_page_has_the_saved_table_and_the_command_says_json_last(monkeypatch, capsys):
     saved = json.loads((RESULTS / "matrix-games-cpu.json").read_text())["result"]
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     assert "\n".join(table(saved)) in page
     monkeypatch.setattr("sys.argv", ["matrix_games", "--steps", "0.01"])
     benchmark.main()

@@ -71,7 +71,9 @@ def test_every_field_of_grpo_config_has_a_row():
 
 @pytest.mark.parametrize("name", counterpart_tables.LIBRARIES)
 def test_the_pages_show_the_tables(name):
-    page = (Path(__file__).parents[3] / "docs" / "convert" / f"{name}.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "convert" / f"{name}.md").read_text(
+        encoding="utf-8"
+    )
     # If not: python -m tests.unit.convert.counterpart_tables
     assert counterpart_tables.page(page, name) == page
 

@@ -104,7 +104,8 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path, tokenizer):
 
 def test_lines_are_found_again_in_another_process(tmp_path, monkeypatch):
     path = written(tmp_path, "jsonl")
-    path.write_text("\n\u2003\n" + path.read_text() + "{]")  # blank, also beyond ASCII
+    rows = path.read_text(encoding="utf-8")
+    path.write_text(f"\n\u2003\n{rows}{{]", encoding="utf-8")  # blank, also beyond ASCII
     monkeypatch.chdir(tmp_path)
     table = JSONLTable("rows.jsonl")
     monkeypatch.chdir("/")

@@ -86,7 +86,7 @@ def test_every_test_that_a_page_names_is_there():
     there = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")
-        for name in (*re.findall(r"def (test_\w+)", path.read_text()), path.stem)
+        for name in (*re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8")), path.stem)
     }
     for name in ("README.md", "docs/api/faults.md", "docs/resume.md", "docs/sync.md"):
         for test, cut in re.findall(r"`(test_\w+?)(_?\.\.\.)?(?:\[.*?\]|\.py)?`", page(name)):

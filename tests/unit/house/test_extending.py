@@ -19,7 +19,9 @@ from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 PAGES = sorted((Path(__file__).parents[3] / "docs" / "extend").glob("*.md"))
 FILE = re.compile(r'```python title="(\w+)\.py"\n(.*?)```', re.DOTALL)
-FILES = {name: code for page in PAGES for name, code in FILE.findall(page.read_text())}
+FILES = {
+    name: code for page in PAGES for name, code in FILE.findall(page.read_text(encoding="utf-8"))
+}
 
 
 @pytest.fixture(scope="module")

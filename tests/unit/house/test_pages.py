@@ -132,7 +132,9 @@ def slug(heading: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_paths_lead_somewhere(page):
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("https://"):
             continue
@@ -140,13 +142,13 @@ def test_links_and_paths_lead_somewhere(page):
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), f"{page.name} links to {target}"
         if anchor:
-            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in map(slug, headings), f"{page.name} links to {target}"
     for path in re.findall(r"`((?:recipes|docs|install|benchmarks|tests)/[\w./]+)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
 def test_every_page_is_in_the_navigation():
-    config = (ROOT / "mkdocs.yml").read_text()
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if not re.search(rf"[:-] {page}$", config, re.MULTILINE)] == []

@@ -358,7 +358,7 @@ def test_bytes_of_a_known_file(tmp_path):
 
 def test_the_pair_table_is_what_the_classes_say():
     """And each pair that it denies is refused by ``connect``."""
-    page = (Path(__file__).parents[3] / "docs" / "sync.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "sync.md").read_text(encoding="utf-8")
     table = page.partition("<!-- pairs -->\n")[2].partition("\n\n")[0]
     head, _, *rows = (
         [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()

@@ -112,7 +112,9 @@ def test_both_are_found_by_their_names_and_check_their_arguments():
 
 
 def test_the_page_makes_an_environment_as_the_message_says():
-    page = (Path(__file__).parents[3] / "docs" / "verifiers" / "index.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "verifiers" / "index.md").read_text(
+        encoding="utf-8"
+    )
     made = re.search(r"^uv venv (\S+)\n(uv pip install .*) my-wordle$", page, re.MULTILINE)
     place = Path(made[1]).absolute()
     told = f"`uv venv {place} && {made[2].replace(made[1], str(place))} PACKAGE`"
