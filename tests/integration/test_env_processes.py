@@ -114,8 +114,9 @@ def test_an_environment_of_torchrls_that_hangs_is_told(parallel):
     env = TorchRLEnv("torchrl.envs.GymEnv", arguments, parallel=parallel)
     made = collector_of(env, None, 2.0)
     watch = Watch(made, env.name)
+    before = set(multiprocessing.active_children())  # worlds of other tests
     watch.start(0, 0, 2)
     with pytest.raises(EnvError, match=r"max_step_seconds=2; .*in step 3 after a reset with seed"):
         watch(lambda: made.collect(agent_for(made), 0, 10))
     watch.close()
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
