@@ -1,4 +1,7 @@
-"""lightning-rl check: what fit would refuse is refused, and nothing is written."""
+"""lightning-rl check: what fit would refuse is refused, and nothing is written.
+
+Slow: `check --run` makes the first iteration of several configurations.
+"""
 
 import os
 import re

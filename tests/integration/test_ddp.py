@@ -1,4 +1,7 @@
-"""Two processes, and one for comparison: the same rollouts, the same losses, the same errors."""
+"""Two processes, and one for comparison: the same rollouts, the same losses, the same errors.
+
+Slow: every scenario trains in two processes, and in one for comparison.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""Digests of what vLLM holds, against what it was sent: in this process, quantized, in servers."""
+"""Digests of what vLLM holds, against what it was sent: in this process, quantized, in servers.
+
+Slow: every format of weights has a vLLM of its own, and the first servers start here.
+"""
 
 import random
 

@@ -1,6 +1,8 @@
 """What the documentation shows builds and runs; that it can be read is a unit test (test_pages.py).
 
 Blocks of the README and the quickstart are tried by ``make test``, all others by ``make test-all``.
+
+Slow: the scripts that pages show run as they stand, each in a process of its own.
 """
 
 import json

@@ -2,6 +2,8 @@
 
 What only one of them does is in test_transformers_engine.py, test_vllm_engine.py, test_server.py
 and test_ray.py. Two servers and two actors start here, which takes most of its minute or more.
+
+Slow: it runs against each engine, and the first of its tests of servers may have to start them.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Environments in processes: what goes wrong there is told here, whoever chooses the actions."""
+"""Environments in processes: what goes wrong there is told here, whoever chooses the actions.
+
+Slow: each case starts environments in processes of their own, and some are waited for.
+"""
 
 import multiprocessing
 import os

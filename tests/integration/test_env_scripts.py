@@ -1,4 +1,7 @@
-"""Scripts that start environments in processes, as a newcomer writes them."""
+"""Scripts that start environments in processes, as a newcomer writes them.
+
+Slow: each script is a process that imports everything, as a newcomer's is.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""HFExport pushes to a hub on the loopback, with the real client; no token is written anywhere."""
+"""HFExport pushes to a hub on the loopback, with the real client; no token is written anywhere.
+
+Slow: each case trains, exports and pushes in a process of its own.
+"""
 
 import json
 import os

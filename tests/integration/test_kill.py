@@ -1,4 +1,7 @@
-"""A run that is killed with SIGKILL goes on exactly: some points of ``benchmarks.kill``."""
+"""A run that is killed with SIGKILL goes on exactly: some points of ``benchmarks.kill``.
+
+Slow: each case runs a command to the end three times: whole, until it is killed, and resumed.
+"""
 
 import json
 

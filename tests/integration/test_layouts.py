@@ -2,6 +2,8 @@
 
 It takes minutes, as a run of each layout is compared with one of one process, and every kind of
 checkpoint is read by another layout.
+
+Slow: about sixty layouts and features each train a run in two or four processes.
 """
 
 from typing import Any

@@ -1,6 +1,8 @@
 """Whatever a run started is gone when it ends, also when it is killed: for every kind of worker.
 
 What workers start here is the hardest to find: asleep, in a session of its own, its parent gone.
+
+Slow: each kind of worker is started by a run of its own, which then ends or is killed.
 """
 
 import json

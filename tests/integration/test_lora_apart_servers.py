@@ -1,6 +1,8 @@
 """One LoRA policy whose engine keeps base and adapters apart, in servers and in Ray.
 
 It takes minutes: three servers and an actor start, and one of them anew.
+
+Slow: these servers and actors are started with adapters, so they cannot be shared.
 """
 
 import pytest

@@ -3,6 +3,8 @@
 Every test pushes first, so each finds the engine as it wants it, whatever the one before did.
 What it does as every engine does is in test_engine_contract.py. It takes minutes: a cluster, its
 actors and a whole run start, and actors and nodes that were killed start anew.
+
+Slow: Ray's nodes and vLLM's actors are processes that import everything anew.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Recipes are built as configured, and some train; that all can be read is a unit test."""
+"""Recipes are built as configured, and some train; that all can be read is a unit test.
+
+Slow: recipes train until they have learned something.
+"""
 
 import json
 from pathlib import Path

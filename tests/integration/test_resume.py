@@ -3,6 +3,8 @@
 Each kind of run is made once without interruption, leaves checkpoints on its way, and is resumed
 from them. How a run is stopped (signals, full disks, SIGKILL) is for test_stops.py and
 test_kill.py; runs on several processes are for test_ddp_resume.py.
+
+Slow: every kind of run trains once whole, and once more from each checkpoint.
 """
 
 import json

@@ -3,6 +3,8 @@
 Every test pushes first, so each finds the engine as it wants it, whatever the one before did.
 What it does as every engine does is in test_engine_contract.py, and its faults are
 in test_server_faults.py.
+
+Slow: two of its tests start servers of their own, one of them as the documentation says.
 """
 
 import asyncio

@@ -2,6 +2,8 @@
 
 A line of docs/sync.md is a ``with fault(...)`` block here (``python -m benchmarks.faults``). Every
 test pushes first. It takes minutes: servers that were killed start anew, and others are waited for.
+
+Slow: most faults end a vLLM server, and each takes half a minute to start anew.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Staged runs in processes that are killed, with jobs that train."""
+"""Staged runs in processes that are killed, with jobs that train.
+
+Slow: a staged run is killed at every request that it makes, and each time resumed.
+"""
 
 import asyncio
 import json

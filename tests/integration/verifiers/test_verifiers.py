@@ -1,4 +1,7 @@
-"""VerifiersAgent with the real library (make verifiers), its workers and our endpoint."""
+"""VerifiersAgent with the real library (make verifiers), its workers and our endpoint.
+
+Slow: each worker imports verifiers, which takes seven seconds.
+"""
 
 import asyncio
 from collections.abc import Callable
