@@ -130,7 +130,7 @@ def weights(tiny_model: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def skeleton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an engine needs of the tiny model to start: all but its weights."""
+    """The files that an engine needs to start with the tiny model: all but its weights."""
     directory = tmp_path_factory.mktemp("skeleton")
     save_skeleton(str(tiny_model), directory)
     return directory

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.house import arrows, modules_of
-from tests.support.reports import DURATIONS, ROOT, read_durations
+from tests.support.reports import DURATIONS, ROOT, git, read_durations
 
 BUDGET = float(os.environ.get("BUDGET", 600))
 """Worker seconds; two workers take half as long."""
@@ -60,19 +60,8 @@ def changed_since_the_last_whole_run() -> list[Path] | None:
     """Files that differ from the commit in the table; None where that is unknown."""
     head = DURATIONS.read_text("utf-8").splitlines()[0] if DURATIONS.exists() else ""
     found = re.search(r"of commit (\w+)", head)
-    command = [
-        "git",
-        "-c",
-        "safe.directory=*",
-        "diff",
-        "--name-only",
-        "-z",
-        found[1] if found else "",
-    ]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    if found is None or done.returncode:
-        return None
-    return [ROOT / name for name in done.stdout.split("\0") if name]
+    names = git("diff", "--name-only", "-z", found[1]) if found else None
+    return None if names is None else [ROOT / name for name in names.split("\0") if name]
 
 
 def main(arguments: list[str]) -> int:
@@ -86,17 +75,8 @@ def main(arguments: list[str]) -> int:
     print(*(f"left to make test-all: {file}" for file in left), sep="\n")
     if not run:
         return 0
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "slow",
-        "--dist",
-        "loadfile",
-        *arguments,
-        *run,
-    ]
+    options = ["-m", "slow", "--dist", "loadfile"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments, *run]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     return 0 if status == 5 else status  # 5: none of them is slow
 

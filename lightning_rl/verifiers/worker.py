@@ -50,7 +50,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes orders and has not ended, by itself or by us."""
+        """Whether the worker takes orders and has not ended, by itself or by us."""
         if self._process is None or self._process.stdin is None or self._reading is None:
             return False
         return not (self._reading.done() or self._process.stdin.is_closing())

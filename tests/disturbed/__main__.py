@@ -24,7 +24,7 @@ TIERS = (
     ["tests/integration", "-m", "not slow", "--dist", "loadfile"],
 )
 NEEDS = {"default": ("DEFAULT", "AVX2", "AVX512"), "avx2": ("AVX2", "AVX512")}
-"""What PyTorch calls a CPU that has the instructions of a cap."""
+"""PyTorch's names of the CPUs that have the instructions of a cap."""
 LEAST = 4.0
 
 

@@ -1,4 +1,4 @@
-"""What integration tests share: engines that are started once, and the fault table."""
+"""Fixtures that integration tests share: engines that are started once, and the fault table."""
 
 import json
 import time

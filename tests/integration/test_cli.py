@@ -21,7 +21,7 @@ ONE_RUN = [
 
 
 def test_what_is_printed_runs_and_what_it_saved_is_validated(workplace, capsys):
-    """What fit saved gives validate the accuracy that fit ended with."""
+    """`validate` finds the accuracy that `fit` ended with in the checkpoint that it saved."""
     (workplace / "cli_rewards.py").write_text(REWARDS)
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--config", "good.yaml", *ONE_RUN, "--print_config"])

@@ -64,7 +64,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(two, names, strategy
 
 
 def require_rest(rest, whole, done, tolerance=TOLERANCE):
-    """What was left of a run when some iterations were done, as if nothing had happened."""
+    """Require that a resumed run did after ``done`` iterations what the whole run did then."""
     expected = whole["rollouts"][done:]
     require_same_rollouts(expected, [rank["rollouts"] for rank in rest])
     left = len(expected)  # before these there may be a row of the first sync

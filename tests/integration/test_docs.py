@@ -1,4 +1,4 @@
-"""What the documentation shows builds and runs; that it can be read is a unit test (test_pages.py).
+"""Examples of the documentation build and run; that they can be read is for test_pages.py.
 
 Blocks of the README and the quickstart are tried by ``make test``, all others by ``make test-all``.
 
@@ -57,7 +57,7 @@ def test_yaml_builds_what_it_names(block, tiny_model, tmp_path, monkeypatch):
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """Those of a block that build parts of a run and do not print and end."""
+    """Return the commands of a block that build parts of a run, and do not print and end."""
     given = [cli_arguments(words) for at, words in command_lines() if at is block]
     found = [fit_arguments(arguments) for arguments in given if arguments]
     ends = ("--help", "--print_config")

@@ -43,7 +43,8 @@ class FileDurations:
     def pytest_sessionfinish(self) -> None:
         rows = read_durations(self.path) | self.seconds
         rows = {file: seconds for file, seconds in rows.items() if (ROOT / file).exists()}
-        self.path.write_text(durations_text(_commit(), rows), encoding="utf-8")
+        commit = (git("rev-parse", "--short=12", "HEAD") or "unknown").strip()
+        self.path.write_text(durations_text(commit, rows), encoding="utf-8")
 
 
 def durations_text(commit: str, rows: dict[str, float]) -> str:
@@ -62,7 +63,8 @@ def read_durations(path: Path = DURATIONS) -> dict[str, float]:
     return {file: float(seconds) for seconds, file in lines}
 
 
-def _commit() -> str:
-    command = ["git", "-c", "safe.directory=*", "describe", "--always", "--abbrev=12", "--dirty"]
+def git(*words: str) -> str | None:
+    """Return what a git command prints of this checkout; None if it fails."""
+    command = ["git", "-c", "safe.directory=*", *words]  # the checkout may be somebody else's
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    return None if done.returncode else done.stdout

@@ -3,7 +3,6 @@
 import configparser
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tests.support.packaged import (
     modules_on_disk,
     recipes_on_disk,
 )
+from tests.support.reports import git
 
 RECIPES = "lightning_rl.recipes"
 """Where a wheel has recipes/: files to copy, of which nothing is imported there."""
@@ -129,12 +129,9 @@ LARGEST = 1_000_000
 
 
 def test_the_repository_holds_no_binaries_but_the_pictures_of_the_docs():
-    if not (ROOT / ".git").exists():
+    listed = git("ls-files", "-z")
+    if listed is None:
         pytest.skip("not a git checkout: nothing says which files belong to it")
-    listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "-z"], cwd=ROOT, check=True,
-        capture_output=True, text=True,
-    ).stdout  # fmt: skip
     files = [ROOT / name for name in listed.split("\0") if name]
     files = [file for file in files if file.is_file() and not file.is_symlink()]
     assert ROOT / "setup.cfg" in files
