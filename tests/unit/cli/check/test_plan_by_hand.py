@@ -21,6 +21,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
 from tests.support.followed import kept_for_backward
 from tests.support.small_run import data_module as small_data, trainer_of
+from tests.support.tiers import follows_memory
 from tests.support.two_roles import roles_data, roles_module
 
 
@@ -91,6 +92,7 @@ def test_a_measured_policy_is_freed(tiny_model):
     assert weight() is None
 
 
+@follows_memory
 def test_memory_of_two_policies_is_what_their_updates_take(tiny_model, tmp_path):
     """Estimated, and followed from allocation to allocation in an update of both."""
     # The second keeps more of a pass, and the optimizer's state of both stays.

@@ -14,6 +14,7 @@ from lightning_rl.cli.check.optimizer_state import state_bytes, step_bytes
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.models.policy import Policy
 from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.tiers import follows_memory
 from tests.support.tiny_models import save_random_model
 
 
@@ -29,6 +30,7 @@ def pack():
     return pack_of(200)
 
 
+@follows_memory
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_is_kept_is_planned(model, pack, setting):
     found = measure(model, SETTINGS[setting], pack)
