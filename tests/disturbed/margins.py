@@ -59,7 +59,7 @@ class Recorder:
         count = self._counts[test, place]
         if test and count < MOST and math.isfinite(measured) and math.isfinite(bound):
             self._counts[test, place] += 1
-            self._file.write(json.dumps([test, place, count, measured, bound]) + "\n")
+            self._file.write(json.dumps([test, place, count, float(measured), float(bound)]) + "\n")
             self._file.flush()
 
     def note(self, place: str, ascending: bool, index: int, value: Any) -> Any:

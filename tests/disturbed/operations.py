@@ -61,8 +61,9 @@ def _normed(inputs: Inputs) -> int:
 
 
 def _along(inputs: Inputs) -> int:
-    """The length of the dimension that the second argument names."""
-    return inputs[0].shape[inputs[1]] if inputs[0].dim() else 1
+    """The length of the dimension that the second argument names, or of all of them."""
+    x = inputs[0]
+    return x.shape[inputs[1]] if len(inputs) > 1 and x.dim() else x.numel()
 
 
 def _added(inputs: Inputs) -> int:
@@ -141,8 +142,9 @@ WHOLE = {
     "attention_backward": ("_scaled_dot_product_flash_attention_for_cpu_backward",),
 }
 INPUT = {"gelu": ("gelu", "gelu.out", "gelu_")}
-FIRST_ONLY = ("native_layer_norm", "native_group_norm")
-"""Operations of whose results only the first is moved: the others are means, which may cancel."""
+FIRST_ONLY = ("native_layer_norm", "native_group_norm", *ROWS["log_sigmoid"])
+"""Operations of whose results only the first is moved: the others are means, which may cancel, or
+what the backward pass reads, which is not in the range of the result."""
 VLLM = {
     # By vLLM's names of its kernels for CPUs: the family, and the arguments that hold results.
     "onednn_mm": ("product_row", (0,)),

@@ -44,6 +44,8 @@ ROUNDED = {
     "power of a number": lambda: 1.7 ** numbers(5_000),
     "silu": lambda: F.silu(numbers(5_000)),
     "gelu": lambda: F.gelu(numbers(5_000)),
+    "products of all": lambda: torch.stack([row.prod() for row in numbers(200, 64)]),
+    "a gradient": lambda: torch.func.grad(lambda x: F.logsigmoid(x).sum())(numbers(5_000)),
     "in place": lambda: numbers(5_000).sigmoid_(),
     "drawn": lambda: numbers(5_000),
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.baselines import (
@@ -53,8 +53,12 @@ def doubled(batch: TensorDict) -> TensorDict:
 
 @pytest.fixture
 def in_double(monkeypatch):
-    """Streamed groups, like the batches of these tests, in float64; norms too, else in float32."""
+    """Streamed groups, like the batches of these tests, in float64.
+
+    Norms and positions too, which transformers computes in float32 whatever the weights are.
+    """
     monkeypatch.setattr(Qwen2RMSNorm, "forward", norm)
+    monkeypatch.setattr(Qwen2RotaryEmbedding, "forward", rotation)
     monkeypatch.setattr(
         "lightning_rl.learn.streamed.pack_rollouts",
         lambda rollouts: doubled(pack_rollouts(rollouts)),
@@ -63,6 +67,12 @@ def in_double(monkeypatch):
 
 def norm(self, hidden):
     return self.weight * hidden * (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def rotation(self, hidden, position_ids):
+    angles = position_ids[..., None] * self.inv_freq.double()
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
 
 
 def sgd(parameters):

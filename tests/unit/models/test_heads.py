@@ -10,6 +10,7 @@ from lightning_rl.models import heads
 from lightning_rl.models.attention import build_layout
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
 from lightning_rl.models.policy import Policy
+from tests.support.tiers import follows_memory
 from tests.support.tolerances import norm_rounding, rounding
 
 
@@ -68,6 +69,7 @@ def test_a_loss_of_one_output_alone_has_its_own_gradient(monkeypatch, used):
         assert (a.double() - b).norm() <= 3e-6 * b.norm()
 
 
+@follows_memory
 @pytest.mark.parametrize("outputs", [(0,), (0, 1)])
 def test_of_many_chunks_as_much_is_there_as_of_one(monkeypatch, outputs):
     """Logits and their exponentials, or a gradient and what it is made of; no earlier chunk's."""

@@ -13,6 +13,7 @@ from lightning_rl import NF4, Int8
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import PLAIN, load_lm
 from lightning_rl.models.quantized_layers import quantize, quantized_layers
+from tests.support.tiers import follows_memory
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 FORMS = [NF4(), Int8()]
@@ -61,6 +62,7 @@ def test_it_is_the_model_that_was_whole_before(tiny_model, tmp_path, form):
     }
 
 
+@follows_memory
 def test_it_is_never_whole_in_memory(tmp_path, form, monkeypatch):
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the profiler sees one thread
     save_random_model(
