@@ -10,6 +10,7 @@ What is at fault in this library when a result differs (a wrong mask, temperatur
 off by far more; each test that takes its bound from here plants such a fault too.
 """
 
+import math
 from pathlib import Path
 from typing import TypeAlias
 
@@ -55,17 +56,23 @@ def forward_additions(model: Model) -> int:
 
 
 def scores_rounding(model: Model, *scores: Tensor) -> float:
-    """Bound for logprobs, entropies or values, of which the largest is their magnitude."""
+    """Bound for logprobs, entropies or values, of which the largest is their magnitude.
+
+    A logprob is a logit less the logarithm of a sum over all logits, and both are off by as much.
+    """
     magnitude = max(1.0, *(float(part.detach().abs().max()) for part in scores))
-    return rounding(forward_additions(model), magnitude)
+    return 2 * rounding(forward_additions(model), magnitude)
 
 
 def gradient_rounding(model: Model, tokens: int) -> float:
     """Relative bound for the norm of a gradient: there, back twice as far, and summed over tokens.
 
-    For weights after one plain gradient step too, of which the gradient is a part.
+    A gradient is made of probabilities, and a probability is off, relatively, by what its logprob
+    is off absolutely, which grows with the logprob; that of a guess is its magnitude here. The
+    bound is for weights after one plain gradient step too, of which the gradient is a part.
     """
-    return norm_rounding(3 * forward_additions(model) + tokens)
+    config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
+    return math.log(config.vocab_size) * norm_rounding(3 * forward_additions(config) + tokens)
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:

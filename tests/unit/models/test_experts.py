@@ -121,7 +121,7 @@ def test_scores_do_not_depend_on_order_or_packs(mixture, random_rollouts):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engine_and_trainer_agree_on_the_same_weights(mixture, dtype, make_rollout):
-    """In bfloat16 a router may choose otherwise, so the mean is compared, and loosely."""
+    """In bfloat16 a router may choose otherwise; of other weights the mean gap is above 2."""
     engine = TransformersEngine(device="cpu", dtype=dtype)
     engine.start(mixture)
     policy = Policy(str(mixture))
@@ -135,5 +135,5 @@ def test_engine_and_trainer_agree_on_the_same_weights(mixture, dtype, make_rollo
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         scored = policy.score(batch, "ours", 10_000)["tokens"]
     gap = (scored["ours"] - scored["rollout_logprobs"])[scored["loss_mask"]].abs()
-    assert float(gap.mean()) < (1e-4 if dtype == "float32" else 0.3)
+    assert float(gap.mean()) < (1e-4 if dtype == "float32" else 0.5)
     engine.close()
