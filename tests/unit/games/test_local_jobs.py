@@ -144,6 +144,7 @@ def test_it_outlives_who_asked_for_it(tmp_path):
 def test_one_whose_processes_were_killed_is_started_again(tmp_path):
     jobs = Quick(GATED, tmp_path)
     create(jobs)
+    wait_for(tmp_path / "jobs/k/starts")
     os.killpg(int(wait_for(tmp_path / "jobs/k/pid")), signal.SIGKILL)
     (tmp_path / "gate").touch()
     assert end_of(jobs).status is JobStatus.SUCCEEDED
