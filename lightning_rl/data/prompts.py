@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.chats import render
 from lightning_rl.data.pictured import PictureSource
 from lightning_rl.data.shaping import Row, ShapedRows, Shaping
 from lightning_rl.data.tables import ListTable, Table
@@ -381,11 +382,13 @@ class PromptDataset(ABC):
                 f"{where()}: the prompt is a chat, but the tokenizer has no chat template; use "
                 "plain text prompts, or set tokenizer.chat_template and save the tokenizer"
             )
-        return list(
-            self._tokenizer.apply_chat_template(
-                chats, tokenize=False, add_generation_prompt=True, **self._chat_options
-            )
-        )
+        try:
+            return render(self._tokenizer, chats, self._chat_options)
+        except Exception as error:  # a template may raise anything
+            raise DataError(
+                f"{where()}: the chat template cannot render the prompt: {error}; correct its "
+                "messages, or use a model whose template knows such"
+            ) from error
 
     def _where(self, index: int) -> str:
         return self._loaded().where(index)

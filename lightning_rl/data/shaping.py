@@ -10,6 +10,7 @@ import numpy as np
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lightning_rl.data.chats import as_chat
 from lightning_rl.data.tables import Table
 from lightning_rl.errors import ConfigError, DataError
 
@@ -18,6 +19,8 @@ Where = Callable[[], str]
 """Tells the place of a row, for an error message."""
 KEPT_FROM = 10_000
 """Rows from which on it is kept beside the data what they are found to be; fewer are soon read."""
+_FORM = 2
+"""Goes up with each change in what rows become: what was kept on the disk is of another form."""
 _JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
@@ -47,7 +50,7 @@ class Shaping:
         self.chat = chat or system is not None
         self.map = map
         self._template = None if template is None else _JINJA.from_string(_sound(template))
-        self.told = [prompt_column, id_column, self.columns, template, system, chat]
+        self.told = [_FORM, prompt_column, id_column, self.columns, template, system, chat]
         """What the rows are shaped by, but for code; primitives."""
 
     def __call__(self, where: Where, row: Any) -> Any:
@@ -70,8 +73,9 @@ class Shaping:
         prompt = shaped.get(self.prompt_column)
         if self.chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        if self.system is not None and isinstance(prompt, list):
-            prompt = [{"role": "system", "content": self.system}, *prompt]
+        if isinstance(prompt, list):
+            begin = [] if self.system is None else [{"role": "system", "content": self.system}]
+            prompt = begin + as_chat(prompt)
         if prompt is not None:
             shaped[self.prompt_column] = prompt
         return shaped

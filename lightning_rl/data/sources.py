@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 from jsonargparse.typing import register_type
 from transformers import PreTrainedTokenizerBase
 
@@ -293,7 +294,16 @@ def _rows_of_table(value: Any) -> Any:
         if hasattr(value, method):
             return getattr(value, method)()
     is_frame = hasattr(value, "iloc") and hasattr(value, "to_dict")  # of pandas
-    return value.to_dict("records") if is_frame else value
+    return [_listed(row) for row in value.to_dict("records")] if is_frame else value
+
+
+def _listed(value: Any) -> Any:
+    """With lists where pandas, reading Parquet, has arrays."""
+    if isinstance(value, np.ndarray):
+        return [_listed(inner) for inner in value.tolist()]
+    if isinstance(value, dict):
+        return {name: _listed(inner) for name, inner in value.items()}
+    return value
 
 
 _KINDS: dict[str, type[JSONLPrompts | ParquetPrompts | HFDatasetPrompts]] = {

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_rl.data.chats import arguments_of
 from lightning_rl.rollout import Message, Picture
-from lightning_rl.run.strict_json import loads
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
 from lightning_rl.vision.messages import IMAGE_KINDS, is_picture, pictures_of
@@ -102,22 +102,12 @@ def read_message(number: int, given: Any) -> Message:
 
 def _call(fields: Fields) -> Message:
     function = Fields(fields.need("function", dict), fields.path + "function.")
-    arguments = function.body.get("arguments") or "{}"
+    arguments = arguments_of(function.body.get("arguments"))
     return {
         "id": fields.need("id", str),
         "type": "function",
-        "function": {"name": function.need("name", str), "arguments": _object(arguments)},
+        "function": {"name": function.need("name", str), "arguments": arguments},
     }
-
-
-def _object(arguments: Any) -> Any:
-    """Arguments as templates take them; anything but JSON stays text."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return loads(arguments)
-    except ValueError:
-        return arguments
 
 
 def text_of(content: Any, where: str) -> str:

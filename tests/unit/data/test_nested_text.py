@@ -1,24 +1,30 @@
 """Text in lists in dictionaries survives: files of every kind, prompts, and TensorDicts."""
 
 import json
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import datasets
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
 
-from lightning_rl import JSONLPrompts, ParquetPrompts, Prompt, Rollout
+from lightning_rl import IterablePrompts, JSONLPrompts, ParquetPrompts, Prompt, Rollout
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.rollouts.files import open_rollouts
+from lightning_rl.data.sources import prompts_of
 from lightning_rl.data.views import as_torchrl
+from lightning_rl.errors import DataError
 from lightning_rl.extend import RolloutStatus, Row
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.log import as_plain
+from tests.support.tiny_models import chat_tokenizer
 
 SUFFIXES = ("jsonl", "parquet", "sqlite")
 ODD = ["\ud83d", "\u2028", "\x85", "\x00", "\r\n", '"', "\\u00e4", "e\u0301", "👩‍👩‍👧", "ﷺ", ""]
@@ -133,3 +139,139 @@ def test_nested_text_goes_through_torchrls_buffers(storage):
     for place, rollout in enumerate(rollouts):
         assert buffer[place]["columns"] == rollout.prompt.columns
         assert buffer[place]["extra"] == rollout.extra
+
+
+# ---------------------------------------------------------------- chats, from every kind of table
+
+PLACES = ("JSONL", "Parquet", "list", "dataset", "pandas")
+ITEMS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% for k, v in c.function.arguments|items %}{{ k }}={{ v }};{% endfor %}{% endfor %}\n"
+    "{% endfor %}"
+)
+"""As Qwen3-Coder's does, it goes through the arguments one by one."""
+
+
+def from_all_places(rows, tokenizer):
+    """The prompts of these rows, by where they were kept."""
+    table = pyarrow.Table.from_pylist(rows)
+    with TemporaryDirectory() as folder:
+        lines, parquet = Path(folder, "a.jsonl"), Path(folder, "a.parquet")
+        lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        pyarrow.parquet.write_table(table, parquet)
+        frame = pandas.read_parquet(parquet)
+        found = {}
+        sources = (lines, parquet, rows, datasets.Dataset(table), frame)
+        for place, source in zip(PLACES, sources, strict=True):
+            prompts = prompts_of(source)
+            prompts.load(tokenizer)
+            found[place] = prompts.first()
+    return found
+
+
+def called(arguments, **others):
+    function = {"name": "find", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": function}],
+    } | others
+
+
+QUERY, WHERE = {"q": "ä"}, {"where": {"city": "Köln", "zip": "5"}, "tags": ["a", ""]}
+WHOLE = [
+    {"role": "user", "content": "Hi", "name": "x"},
+    called(QUERY | WHERE, content="I look."),
+    {"role": "tool", "content": "1"},
+]
+"""Has every key, so a table of Arrow gives them to all messages."""
+OPTIONAL = {
+    "q": texts.filter(lambda text: "\ud83d" not in text),
+    "where": st.sampled_from([{}, {"zip": "1"}, {"city": "Ulm", "zip": "1"}]),
+    "tags": st.lists(st.sampled_from(["a", "b"]), max_size=2),
+}
+arguments = st.fixed_dictionaries({}, optional=OPTIONAL).map(
+    lambda some: {key: some[key] for key in OPTIONAL if key in some}  # Arrow has one order of keys
+)
+calls = arguments.map(called) | st.tuples(arguments, st.none() | st.just("So.")).map(
+    lambda pair: called(pair[0], content=pair[1])
+)
+saids = st.sampled_from(
+    [
+        {"role": "assistant", "content": "3", "tool_calls": []},
+        {"role": "assistant", "content": "3", "tool_calls": None},
+        {"role": "tool", "content": "4", "name": None},
+    ]
+)
+
+
+def in_text(message):
+    if not message.get("tool_calls"):
+        return message
+    [call] = message["tool_calls"]
+    text = json.dumps(call["function"]["arguments"] or "")
+    function = call["function"] | {"arguments": "" if text == '""' else text}
+    return message | {"tool_calls": [call | {"function": function}]}
+
+
+@pytest.mark.parametrize("template", ["llama3_1", "qwen2_5", "qwen3", ITEMS])
+@settings(max_examples=3, deadline=None, phases=[Phase.generate])
+@given(chats=st.lists(st.lists(calls | saids, max_size=3), min_size=1, max_size=3))
+def test_a_chat_has_the_same_tokens_wherever_it_was_kept(template, chats):
+    known = template != ITEMS
+    tokenizer = chat_tokenizer(template) if known else chat_tokenizer("qwen3", template=template)
+    rows = [{"prompt": WHOLE + chat} for chat in ([], *chats)]
+    texts = [{"prompt": [*map(in_text, row["prompt"])]} for row in rows]
+    found = from_all_places(rows, tokenizer)
+    expected = found["list"]
+    for prompts in (*found.values(), *from_all_places(texts, tokenizer).values()):
+        assert [p.token_ids for p in prompts] == [p.token_ids for p in expected]
+        assert [p.prompt for p in prompts] == [p.prompt for p in expected]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_calls_read_as_the_template_writes_them(as_text):
+    chat = [{"role": "user", "content": "Hi"}, called(QUERY, content=None), called({}), *WHOLE]
+    if as_text:
+        chat = [*map(in_text, chat)]
+    tokenizer = chat_tokenizer("qwen2_5")
+    told = (
+        '{"q": "ä"}',
+        "{}",
+        '{"q": "ä", "where": {"city": "Köln", "zip": "5"}, "tags": ["a", ""]}',
+    )
+    for [prompt] in from_all_places([{"prompt": chat}], tokenizer).values():
+        text = tokenizer.decode(prompt.token_ids)
+        calls = re.findall(
+            r'<tool_call>\n\{"name": "find", "arguments": (.*)\}\n</tool_call>', text
+        )
+        assert calls == [*told]
+
+
+def test_deepseeks_template_is_given_arguments_as_text_and_no_content():
+    tokenizer = chat_tokenizer("deepseek_r1_distill")
+    prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "Hi"}, called(QUERY)]}])
+    prompts.load(tokenizer)
+    text = tokenizer.decode(prompts[0].token_ids)
+    assert '<｜tool▁sep｜>find\n```json\n{"q": "ä"}\n```<｜tool▁call▁end｜>' in text
+
+
+def test_arguments_that_are_no_json_stay_as_they_are():
+    prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "Hi"}, called('{"q": ')]}])
+    prompts.load(chat_tokenizer("qwen3"))
+    assert '"arguments": {"q": }\n' in chat_tokenizer("qwen3").decode(prompts[0].token_ids)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_only_a_turn_that_calls_may_be_without_content(content):
+    prompts = IterablePrompts([{"prompt": [{"role": "assistant", **content}]}])
+    with pytest.raises(DataError, match="row 0: 'prompt' must be a non-empty string or a list of"):
+        prompts.load(chat_tokenizer("qwen3"))
+
+
+def test_a_chat_that_a_template_cannot_render_is_named():
+    two = called(QUERY)
+    two["tool_calls"] *= 2
+    prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "1"}, two]}])
+    prompts.load(chat_tokenizer("llama3_1"))
+    with pytest.raises(DataError, match=r"row 0: the chat template cannot render .* single tool"):
+        prompts[0]

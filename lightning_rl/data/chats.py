@@ -1,0 +1,122 @@
+"""Chats of data sets: the one form of their messages, and their text by a tokenizer's template."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.rollout import Message
+from lightning_rl.run.strict_json import loads
+
+_SIGN = "sign3f9a"
+_CALL = {"name": "look_up", "arguments": {"what": _SIGN}}
+_CALLED: list[Message] = [  # Mistral's templates want ids of nine characters
+    {"role": "user", "content": "Question?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": _CALL}],
+    },
+    {"role": "tool", "tool_call_id": "call00001", "name": "look_up", "content": "A result."},
+]
+
+
+def as_chat(messages: Sequence[Any]) -> list[Any]:
+    """Messages in the form that chat templates take, whatever kind of table kept them.
+
+    Tables of Arrow give each message all keys that any message has, None where it had none of its
+    own: keys with None are left out, at any depth, and so are ``tool_calls`` without a call. The
+    arguments of a call are an object (:func:`arguments_of`), and a turn that only calls has the
+    content ``""``. What is no message stays as it is.
+    """
+    return [_message(message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def arguments_of(given: Any) -> Any:
+    """The arguments of a call as an object: ``{}`` for none; text that is no JSON stays text."""
+    if not isinstance(given, str):
+        return given or {}
+    try:
+        return loads(given) if given.strip() else {}
+    except ValueError:
+        return given
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]], options: Mapping[str, Any]
+) -> list[str]:
+    """The texts of chats by the tokenizer's template, each with the opening of the model's turn.
+
+    A template that writes arguments as they are (DeepSeek-V3's, say) is given them as text, and one
+    that takes a turn for a call only without content is given None.
+
+    Raises:
+        Exception: whatever the template raises.
+    """
+
+    def written(some: Sequence[list[Message]]) -> list[str]:
+        return list(
+            tokenizer.apply_chat_template(
+                list(some), tokenize=False, add_generation_prompt=True, **options
+            )
+        )
+
+    def shows(form: tuple[str | None, bool]) -> bool:
+        try:
+            return _SIGN in written([_in_form(_CALLED, *form)])[0]
+        except Exception:  # it takes another form, or no calls at all
+            return False
+
+    if not any("tool_calls" in message for chat in chats for message in chat):
+        return written(chats)
+    forms = [(content, as_text) for as_text in (False, True) for content in ("", None)]
+    form = next(filter(shows, forms), forms[0])
+    return written([_in_form(chat, *form) for chat in chats])
+
+
+def _message(given: Mapping[str, Any]) -> Message:
+    message: Message = _without_none(given)
+    calls = message.get("tool_calls")
+    if calls == []:
+        del message["tool_calls"]
+    elif isinstance(calls, list):
+        message["tool_calls"] = [_each_function(call, arguments_of) for call in calls]
+        message.setdefault("content", "")
+    return message
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _in_form(chat: list[Message], content: str | None, as_text: bool) -> list[Message]:
+    """The chat with this content where a turn only calls, and arguments maybe as text."""
+    return [
+        message
+        | {
+            "content": message["content"] or content,
+            "tool_calls": [
+                _each_function(call, _text_of) if as_text else call
+                for call in message["tool_calls"]
+            ],
+        }
+        if "tool_calls" in message
+        else message
+        for message in chat
+    ]
+
+
+def _text_of(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _each_function(call: Any, change: Any) -> Any:
+    """A call with its arguments changed; its function may stand in it or be the call itself."""
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _each_function(call["function"], change)}
+    if isinstance(call, Mapping) and "name" in call:
+        return {**call, "arguments": change(call.get("arguments"))}
+    return call
