@@ -436,6 +436,16 @@ def last_text(completion: str | Sequence[Message]) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
+def answer_in(completion: str | Sequence[Message], opened_thought: bool = False) -> str | None:
+    """The last message's text after its thought; None if the thought did not end.
+
+    A thought stands before ``</think>``. It begins with ``<think>``, or before the text, if the
+    chat template has opened it (``opened_thought``).
+    """
+    _, ended, said = last_text(completion).rpartition("</think>")
+    return None if not ended and (opened_thought or "<think>" in said) else said
+
+
 def as_text(content: str | Sequence[Message]) -> str:
     """Text as it is; chat messages as ``role: content`` lines."""
     if isinstance(content, str):

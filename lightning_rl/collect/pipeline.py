@@ -160,6 +160,9 @@ class RolloutPipeline:
     clock: StageClock = field(default_factory=StageClock)
     tasks: Mapping[str, Task] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.rewards.configure(self.tokenizer)
+
     def run(
         self,
         prompts: Sequence[Prompt],

@@ -16,7 +16,7 @@ from lightning_rl.data.hub import is_dataset, load_files, load_rows
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.tables import DatasetTable, JSONLTable, Table
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, last_text
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, answer_in
 from lightning_rl.run import dist
 from lightning_rl.vision.limits import OWN, PictureAccess
 
@@ -367,15 +367,22 @@ def supervised_rollout(
 
 
 def reasoning_gym_score(
-    completions: list[Any], entry: list[dict[str, Any]], task: list[str], **columns: Any
+    completions: list[Any],
+    entry: list[dict[str, Any]],
+    task: list[str],
+    opened_thoughts: list[bool] | None = None,
+    **columns: Any,
 ) -> list[float]:
     """The task's own verifier on each answer, in [0, 1].
 
-    The answer is what stands between the last ``<answer>`` and ``</answer>``, else the whole text.
+    The answer is what stands between the last ``<answer>`` and ``</answer>``, else the whole text;
+    of a thought only what follows its ``</think>`` counts, and one that did not end scores 0.
     """
+    opened = opened_thoughts or [False] * len(completions)
     scores = []
-    for completion, item, name in zip(completions, entry, task, strict=True):
-        scores.append(float(_scorer(name)(_answer(last_text(completion)), item)))
+    for completion, item, name, in_thought in zip(completions, entry, task, opened, strict=True):
+        said = answer_in(completion, in_thought)
+        scores.append(0.0 if said is None else float(_scorer(name)(_answer(said), item)))
     return scores
 
 

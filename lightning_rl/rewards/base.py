@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
 from lightning_rl.rewards.calling import (
@@ -71,6 +73,11 @@ class Rewards:
         self.state = TrainerState()
         """Progress of training, which whoever trains keeps up to date."""
         self._calls = RewardCaller()
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Get the tokenizer of what is graded, to look where its prompts end."""
+        self._tokenizer = tokenizer
 
     @property
     def of_batch(self) -> list[str]:
@@ -200,6 +207,7 @@ class Rewards:
             "completions": [_own(r.completion) for r in rollouts],
             "completion_ids": [_own(r.token_ids) for r in rollouts],
             "finish_reasons": [r.finish_reason for r in rollouts],
+            "opened_thoughts": [self._opens_thought(r) for r in rollouts],
             "environment_rewards": [r.environment_reward for r in rollouts],
             "extras": [_own(r.extra) for r in rollouts],
             "group_ids": [r.group_id for r in rollouts],
@@ -221,6 +229,18 @@ class Rewards:
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             return available
         return {name: value for name, value in available.items() if name in names}
+
+    def _opens_thought(self, rollout: Rollout) -> bool:
+        """Whether what the model was last asked to continue ends with ``<think>``."""
+        calls = rollout.model_calls()
+        if self._tokenizer is None or not calls:
+            return False
+        end = self._tokenizer.decode(rollout.prompt_of(calls[-1])[-_TAIL:])
+        return str(end).rstrip().endswith("<think>")
+
+
+_TAIL = 16
+"""Tokens from the end of a prompt that hold ``<think>`` and a line's end, even as bytes."""
 
 
 def _own(value: Any) -> Any:

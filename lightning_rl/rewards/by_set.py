@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from transformers import PreTrainedTokenizerBase
+
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout
@@ -25,6 +27,11 @@ class RewardsBySet:
     def of_batch(self) -> list[str]:
         """Names of those that look at a whole batch."""
         return list(dict.fromkeys(n for rewards in self.by_set.values() for n in rewards.of_batch))
+
+    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Do what :meth:`Rewards.configure` does."""
+        for rewards in self.by_set.values():
+            rewards.configure(tokenizer)
 
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Do what :meth:`Rewards.grade` does."""

@@ -79,6 +79,7 @@ RewardFunction = Callable[..., list[Any]]
 
 It gets one group at a time, unless :func:`batch_reward` marks it. Besides the dataset's columns it
 may ask by name for ``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]),
+``opened_thoughts`` (list[bool]: the prompt ends with ``<think>``, so the text begins in a thought),
 ``environment_rewards`` (list[float | None]), ``group_ids`` (list[str]), ``pictures`` (a sequence of
 PIL images for each completion) and, as in TRL, for ``images`` (of the prompt alone),
 ``trainer_state`` (a :class:`~.log.TrainerState`), ``log_extra(column, values)`` and

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.pool import Isolated
-from lightning_rl.rollout import Message, last_text
+from lightning_rl.rollout import Message, answer_in
 
 REASONS = ("wrong", "no_answer", "unreadable", "unfinished_thought", "fault")
 """Why a completion scored 0.0; each is logged as a share of the completions."""
@@ -32,7 +33,8 @@ class MathVerify(Isolated):
     ``42`` and ``42 apples``. The final answer is the last ``\\boxed{...}``,
     ``<answer>...</answer>`` or ``#### ...``; without any of them, what math-verify finds itself,
     the last number at the latest. The row's answer is found in the same way, so a whole solution
-    such as GSM8K's may stand in its column. Of a thought only what follows its ``</think>`` counts.
+    such as GSM8K's may stand in its column. Of a thought only what follows its ``</think>`` counts,
+    also if the chat template has opened it.
 
     Each completion is graded in a process of its own, with limits: see :class:`Isolated`. What
     cannot be read, takes too long or too much memory scores 0.0. Shares of completions by reason
@@ -88,14 +90,18 @@ class Compare:
         completions: list[str | list[Message]],
         log_extra: Any,
         log_metric: Any,
+        opened_thoughts: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[Score]:
         if self.column not in columns:
             raise KeyError(f"the data has no column {self.column!r}; it has {sorted(columns)}")
         log = {"log_extra": log_extra, "log_metric": log_metric}
         scores: list[Score] = []
-        for completion, answer in zip(completions, columns[self.column], strict=True):
-            reason = reason_of(last_text(completion), str(answer))
+        opened = opened_thoughts or [False] * len(completions)
+        for completion, answer, in_thought in zip(
+            completions, columns[self.column], opened, strict=True
+        ):
+            reason = reason_of(answer_in(completion, in_thought), str(answer))
             if reason is None:
                 what = f"column {self.column!r} holds {answer!r:.80}, which is no answer"
                 scores.append(RewardFailure(what))
@@ -113,8 +119,11 @@ def _log(arguments: dict[str, Any], reason: str) -> None:
         log.log_metric(f"math/{name}", float(name == reason))
 
 
-def reason_of(text: str, answer: str) -> str | None:
-    """``RIGHT``, or why a text is not; None if the answer itself cannot be read."""
+def reason_of(said: str | None, answer: str) -> str | None:
+    """``RIGHT``, or why what is said is not; None if the answer itself cannot be read.
+
+    ``said`` is what :func:`~lightning_rl.rollout.answer_in` finds.
+    """
     from math_verify import verify
 
     # A row's answer stands alone, unless it has words: then it is the end of a solution.
@@ -122,8 +131,7 @@ def reason_of(text: str, answer: str) -> str | None:
     gold = _parsed(f"\\boxed{{{answer}}}" if stands_alone else answer)
     if not _is_read(gold):
         return None
-    _, thought, said = text.rpartition("</think>")
-    if not thought and "<think>" in text:
+    if said is None:
         return "unfinished_thought"
     found = _parsed(said)
     if not _is_read(found):

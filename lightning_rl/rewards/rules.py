@@ -1,6 +1,7 @@
 """Ready-made rewards: length, an environment's pay, tests of the program that a model wrote."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
@@ -8,7 +9,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rewards.program_tests import BadTestsError, passes
-from lightning_rl.rollout import Message, last_text
+from lightning_rl.rollout import Message, answer_in
 
 _FENCE = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -66,11 +67,12 @@ class PythonTests(Isolated):
     """1.0 for a completion whose Python program passes all tests of its row, else 0.0.
 
     The program is the completion's last fenced block (marked python or not at all), or all of the
-    completion. Tests are Python, such as ``assert add(1, 2) == 3``. They run in a process that the
-    program cannot reach: names that they neither define nor import, and Python has not, are the
-    program's, and what those return is compared as plain data. Tests that no program could fail, as
-    they ask it nothing, make a rollout FAILED. All is in a sandbox; see :class:`Isolated` for the
-    limits, and docs/rewards.md for what can be tested, and what a sandbox does not prevent.
+    completion; of a thought only what follows its ``</think>`` counts. Tests are Python, such as
+    ``assert add(1, 2) == 3``. They run in a process that the program cannot reach: names that they
+    neither define nor import, and Python has not, are the program's, and what those return is
+    compared as plain data. Tests that no program could fail, as they ask it nothing, make a rollout
+    FAILED. All is in a sandbox; see :class:`Isolated` for the limits, and docs/rewards.md for what
+    can be tested, and what a sandbox does not prevent.
 
     Args:
         column: the data set's column of tests: a text, or a list of texts to run one after another.
@@ -110,18 +112,26 @@ class RunTests:
         self.column = column
         self.__name__ = "python_tests"
 
-    def __call__(self, completions: list[str | list[Message]], **columns: Any) -> list[Any]:
+    def __call__(
+        self,
+        completions: list[str | list[Message]],
+        opened_thoughts: Sequence[bool] | None = None,
+        **columns: Any,
+    ) -> list[Any]:
         if self.column not in columns:
             raise KeyError(f"the data has no column {self.column!r}; it has {sorted(columns)}")
+        opened = opened_thoughts or [False] * len(completions)
         return [
-            _score(program_in(completion), tests)
-            for completion, tests in zip(completions, columns[self.column], strict=True)
+            _score(program_in(completion, in_thought), tests)
+            for completion, in_thought, tests in zip(
+                completions, opened, columns[self.column], strict=True
+            )
         ]
 
 
-def program_in(completion: str | list[Message]) -> str:
-    """The last fenced block of a completion, or all of it."""
-    text = last_text(completion)
+def program_in(completion: str | list[Message], opened_thought: bool = False) -> str:
+    """The last fenced block after a completion's thought, or all of that; "" in a thought."""
+    text = answer_in(completion, opened_thought) or ""
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text
 

@@ -43,6 +43,9 @@ def test_the_score_is_the_tasks_own(tiny_model):
     scores = reasoning_gym_score(completions, [entry] * 4, ["chain_sum"] * 4)
     assert scores[:3] == [1.0, 1.0, 1.0]
     assert scores[3] < 1.0
+    thoughts = [f"It is {answer}", f"0?</think>{answer}"]
+    row = {"entry": [entry] * 2, "task": ["chain_sum"] * 2}
+    assert reasoning_gym_score(thoughts, opened_thoughts=[True, True], **row) == [0.0, 1.0]
 
 
 def test_an_unknown_task_or_option_is_named(tiny_model):

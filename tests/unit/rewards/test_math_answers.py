@@ -10,6 +10,7 @@ from lightning_rl.rewards import math_answers
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.math_answers import REASONS, Compare, MathVerify, marked_answer, reason_of
+from lightning_rl.rollout import answer_in
 from recipes.math.data import problems, short_answer
 
 pytest.importorskip("math_verify")
@@ -66,7 +67,17 @@ HANDMADE = {
     [(reason, *case) for reason, cases in HANDMADE.items() for case in cases],
 )
 def test_answers_by_hand(reason, answer, text):
-    assert reason_of(text, answer) == reason
+    assert reason_of(answer_in(text), answer) == reason
+
+
+def test_a_thought_that_the_template_opened_must_end_before_the_answer_counts():
+    texts = ["So \\boxed{42}", "So \\boxed{41}</think>\\boxed{42}", "\\boxed{42}</think> It is 41."]
+    log = RewardLog(3)
+    scores = Compare("answer")(
+        texts, opened_thoughts=[True] * 3, answer=["42"] * 3, **log.arguments()
+    )
+    assert scores == [0.0, 1.0, 0.0]
+    assert log.extra == {"math": ["unfinished_thought", "right", "wrong"]}
 
 
 def test_the_last_mark_counts_and_braces_are_balanced():

@@ -216,3 +216,5 @@ def test_the_program_is_the_last_block_or_everything():
     assert program_in("a = 1") == "a = 1"
     assert program_in("```\nold\n```\nbetter:\n```py\nnew\n```") == "new\n"
     assert program_in([{"role": "assistant", "content": "```python\nx\n```"}]) == "x\n"
+    assert program_in("```\nold\n```</think>\n```\nnew\n```") == "new\n"
+    assert program_in("<think>\n```\nold\n```") == program_in("a = 1", opened_thought=True) == ""

@@ -11,11 +11,15 @@ import time
 
 import pytest
 
+from lightning_rl.agents.base import SingleTurn
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, StalledError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run.loop import run_async, runtime
+from tests.support.tiny_models import chat_tokenizer
 
 
 @pytest.fixture
@@ -45,6 +49,19 @@ def grade(groups, *functions, **options):
     return [[r.reward for r in group] for group in groups]
 
 
+@pytest.mark.parametrize(("template", "opened"), [("deepseek_r1_distill", True), ("qwen3", False)])
+def test_a_reward_learns_whether_the_template_has_opened_a_thought(make_rollout, template, opened):
+    tokenizer = chat_tokenizer(template)
+    asked = "Begin with <think>"  # said by a user, it opens none
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": asked}], tokenize=False, add_generation_prompt=True
+    )
+    rollout = make_rollout(tokenizer(text)["input_ids"], [40, 41], completion="4", reward=None)
+    rewards = Rewards([lambda opened_thoughts, **_: [float(*opened_thoughts)]])
+    RolloutPipeline(TransformersEngine(), SingleTurn(), rewards, tokenizer).grade([[rollout]])
+    assert rollout.reward == float(opened)
+
+
 def last_digit(prompts, completions, **columns):
     return [float(text[-1]) for text in completions]
 
@@ -55,6 +72,7 @@ def test_a_plain_function_gets_columns_by_name(groups):
         assert set(kwargs) == {
             "completion_ids",
             "finish_reasons",
+            "opened_thoughts",
             "environment_rewards",
             "group_ids",
             "trainer_state",
