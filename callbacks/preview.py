@@ -14,11 +14,11 @@ from lightning_rl.callbacks.recorder import RolloutSelection
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows
 from lightning_rl.data.rollouts.pictures import pictures_in
-from lightning_rl.data.rollouts.pieces import mark_of
+from lightning_rl.data.rollouts.pieces import mark_of, text_with_marks
 from lightning_rl.data.rollouts.rows import calls_as_text
 from lightning_rl.data.rollouts.turns import turns_as_text, turns_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Picture, Rollout, as_text
+from lightning_rl.rollout import Picture, Prompt, Rollout, as_text
 from lightning_rl.vision.loading import decode
 
 Row = tuple[Any, ...]
@@ -165,13 +165,14 @@ def _shown(value: Any) -> Any:
 
 
 def preview_table(
-    rollouts: Sequence[Rollout], decode: Callable[[list[int]], str] = str
+    rollouts: Sequence[Rollout], decode: Callable[[list[int]], str] | None = None
 ) -> tuple[list[str], list[Row]]:
     """Columns, and a row per rollout; columns that rewards logged come after the parts.
 
     Of an interaction by a protocol each turn is told; of another rollout of several rows each call,
     with the end of its prompt. Where there are several prompt sets, their names come first; where
-    there are pictures, those of each rollout follow its prompt.
+    there are pictures, those of each rollout follow its prompt. With ``decode``, a chat is told as
+    the model reads it: with what its template adds, such as a system message of its own.
     """
     several = any(r.prompt.set for r in rollouts)
     seen = [tuple(pictures_in([rollout])) for rollout in rollouts]
@@ -183,14 +184,21 @@ def preview_table(
         end += f" in {len(packed_rows([r]))} rows" if len(r.rows) > 1 and not r.error else ""
         end += f", branched off after {r.fork.calls} calls" if r.fork and not r.error else ""
         logged = [_shown(r.extra.get(column)) for column in extra]
-        said = _told(r, decode)
+        said = _told(r, decode or str)
         name = [r.prompt.set] if several else []
         shown = [Shown(pictures) if pictures else None] if any(seen) else []
-        text = as_text(r.prompt.prompt)
+        text = _read(r.prompt, decode)
         rows.append((*name, text, *shown, said, r.reward, parts, *logged, end))
     first = ["set"] if several else []
     second = ["pictures"] if any(seen) else []
     return [*first, "prompt", *second, "completion", "reward", "parts", *extra, "end"], rows
+
+
+def _read(prompt: Prompt, decode: Callable[[list[int]], str] | None) -> str:
+    if decode is None or isinstance(prompt.prompt, str):
+        return as_text(prompt.prompt)
+    marks = [(place, mark_of(shown.width, shown.height)) for place, shown in prompt.placed]
+    return text_with_marks(decode, prompt.token_ids, marks, tail=len(prompt.token_ids))
 
 
 def _told(rollout: Rollout, decode: Callable[[list[int]], str]) -> str:

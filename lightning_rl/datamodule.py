@@ -339,6 +339,7 @@ class RLDataModule(CollectingDataModule):
         if self.expert_prompts is not None:
             for policy in module.policies.values():
                 check_experts(policy.advantage, policy.objective)
+        module.day.date = dist.from_rank_zero(module.day.date)
         self._tokenizer = tokenizer = self.load_tokenizer(module)
         check_sight(self.engine, tokenizer)
         with dist.every_rank():
@@ -393,7 +394,7 @@ class RLDataModule(CollectingDataModule):
 
     def load_tokenizer(self, module: RolloutModule) -> PreTrainedTokenizerBase:
         """The tokenizer of the module's model, with the ``chat_template_kwargs``."""
-        return with_chat_variables(module.load_tokenizer(), self.chat_template_kwargs)
+        return with_chat_variables(module.load_tokenizer(), self.chat_template_kwargs, module.day)
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing goes on in the background of a run that failed or was interrupted."""

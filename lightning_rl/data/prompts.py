@@ -23,7 +23,7 @@ from lightning_rl.rollout import Message, Picture, Prompt, Rollout
 from lightning_rl.run.seeding import permutation, run_seed
 from lightning_rl.vision.downloads import AT_ONCE
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
-from lightning_rl.vision.reader import encode
+from lightning_rl.vision.reader import begun_once, encode
 
 _BATCH = 1000
 """Prompts that are measured at a time."""
@@ -105,6 +105,7 @@ class PromptDataset(ABC):
         self._cursor = 0
         self._order: Sequence[int] | np.ndarray = []
         self._dropped_rows: set[int] = set()
+        self._begins_checked = False
 
     @abstractmethod
     def read(self) -> Iterable[tuple[str, Any]]:
@@ -168,7 +169,9 @@ class PromptDataset(ABC):
         assert self._tokenizer is not None
         texts = self._rendered(prompts, lambda: repr(self)) if chat else prompts
         found = self._tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
-        return [len(token_ids) for token_ids in found["input_ids"]]
+        listed = found["input_ids"]
+        listed = listed if chat else [begun_once(self._tokenizer, ids) for ids in listed]
+        return [len(token_ids) for token_ids in listed]
 
     def __len__(self) -> int:
         return len(self._loaded())
@@ -367,7 +370,31 @@ class PromptDataset(ABC):
         token_ids, places = encode(self._tokenizer, text, pictures, special=not is_chat)
         if not token_ids:
             raise DataError(f"{self._where(index)}: the prompt {prompt!r:.80} has no tokens")
+        if not self._begins_checked:
+            self._check_begin(index, token_ids)
         return token_ids, places
+
+    def _check_begin(self, index: int, token_ids: Sequence[int]) -> None:
+        """Warn once of a prompt that does not have its beginning-of-sequence token once."""
+        assert self._tokenizer is not None
+        begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        if begin is None or self._tokenizer("")["input_ids"][:1] != [begin]:
+            self._begins_checked = True
+            return
+        count = token_ids.count(begin)
+        if count == 1 or (count and begin == end):
+            return
+        self._begins_checked = True
+        token = self._tokenizer.bos_token
+        what = (
+            f"holds {token!r} {count} times; remove it from the messages, or give the rendered "
+            "text as the prompt"
+            if count
+            else f"does not begin with {token!r}, which the tokenizer puts before other texts; "
+            "write {{ bos_token }} at the start of tokenizer.chat_template if the model was "
+            "trained with it"
+        )
+        rank_zero_warn(f"{self._where(index)}: the prompt {what}; other rows are not named")
 
     def _text(self, index: int, prompt: str | list[Message]) -> tuple[str, bool]:
         """What is tokenised, and whether it is a chat's, which has all special tokens in it."""

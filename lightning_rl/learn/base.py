@@ -5,6 +5,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import GivenModel, Loading
 from lightning_rl.models.recompute import Recompute
+from lightning_rl.models.tokenizer import RunDay
 from lightning_rl.run.dist import any_rank, rank
 from lightning_rl.run.hooks import StageClock, call_hook
 from lightning_rl.run.metrics import named
@@ -68,6 +70,11 @@ class FiniteStepsModule(LightningModule):
     nonfinite_steps = 0
     """Steps left out since the module was built, or since it was set to 0."""
     _warned = False
+
+    @cached_property
+    def day(self) -> RunDay:
+        """The day on which the run began, which chat templates tell."""
+        return RunDay()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -264,13 +271,18 @@ class RecordingModule(FiniteStepsModule):
             "parts": self.state_of_parts(),
             "stages": list(self.clock.seconds),
             "random": gather_random_states(),
-            "run": {"id": self.run_id, "configuration": configuration_of(self)},
+            "run": {
+                "id": self.run_id,
+                "configuration": configuration_of(self),
+                "day": self.day.date,
+            },
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["lightning_rl"]
         check_resume(self, checkpoint)
         self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
+        self.day.date = state.get("run", {}).get("day", self.day.date)
         self.load_parts(state["parts"])
         self._written = state.get("written", -1)
         for stage in state.get("stages", ()):  # one of a user's own, whose column has no gaps

@@ -57,6 +57,12 @@ class SupervisedModule(LearningModule):
                 vision=self.vision,
             )
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["day"] = self.day.date
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.day.date = checkpoint.get("day", self.day.date)
+
     def configure_optimizers(self) -> Any:
         groups = self.loaded_policy.parameter_groups(None)
         optimizer = make_optimizer(self, self.optimizer, groups)
@@ -169,8 +175,9 @@ class SFTDataModule(LightningDataModule):
                 f"{type(module).__name__}"
             )
         loading: Any = module.loading
+        day: Any = module.day
         tokenizer = load_tokenizer(str(module.model), loading)
-        self._tokenizer = with_chat_variables(tokenizer, self.chat_template_kwargs)
+        self._tokenizer = with_chat_variables(tokenizer, self.chat_template_kwargs, day)
         for dataset in (self.train, self.val):
             if dataset is not None:
                 dataset.load(self._tokenizer)

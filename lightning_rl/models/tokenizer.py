@@ -1,5 +1,6 @@
 """Tokenizers: how one is loaded, and which variables its chat template gets."""
 
+import datetime
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -90,13 +91,37 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
         reader.family.processor.save_pretrained(directory)
 
 
+class RunDay:
+    """The day that chat templates tell (``strftime_now``): the one on which a run began.
+
+    It is today, unless a run goes on, or is done again: then ``date`` is what was recorded.
+    """
+
+    def __init__(self) -> None:
+        self.date = datetime.date.today().isoformat()
+
+    def __call__(self, form: str) -> str:
+        """The day in a format of ``strftime``."""
+        return datetime.date.fromisoformat(self.date).strftime(form)
+
+    def __repr__(self) -> str:
+        return f"RunDay({self.date})"
+
+    def __deepcopy__(self, memo: Any) -> "RunDay":
+        return self  # a tokenizer that was copied is of the same run
+
+
 _OURS = ("conversation", "tokenize", "add_generation_prompt", "tools", "return_dict")
 
 
 def with_chat_variables(
-    tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any],
+    day: RunDay | None = None,
 ) -> PreTrainedTokenizerBase:
     """Let a tokenizer give its chat template these variables whenever it renders a chat.
+
+    A template that tells the date is given ``day``; None: it tells today's.
 
     Raises:
         ConfigError: if there is no chat template, or it never reads one of them.
@@ -113,7 +138,10 @@ def with_chat_variables(
                 f"chat_template_kwargs.{name}: the tokenizer's chat template never reads it; is it "
                 "spelled as there?"
             )
-    if chat_template_kwargs:  # a caller's variables take precedence
-        rendered = partial(tokenizer.apply_chat_template, **chat_template_kwargs)
-        tokenizer.apply_chat_template = rendered
+    variables = dict(chat_template_kwargs)
+    template = variables.get("chat_template", tokenizer.chat_template)
+    if day is not None and "strftime_now" in str(template):
+        variables["strftime_now"] = day
+    if variables:  # a caller's variables take precedence
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
     return tokenizer

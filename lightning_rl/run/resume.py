@@ -115,6 +115,11 @@ def run_id_of(checkpoints: Path) -> str | None:
     return _identity(checkpoints).get("id")
 
 
+def run_day_of(checkpoints: Path) -> str | None:
+    """The day on which the run began whose checkpoints a folder is for."""
+    return _identity(checkpoints).get("day")
+
+
 def enter_run(trainer: Trainer, module: Any, checkpoints: Path) -> str:
     """The run's id, kept beside its checkpoints; one that goes on there keeps its own."""
     if not trainer.is_global_zero:
@@ -130,7 +135,8 @@ def enter_run(trainer: Trainer, module: Any, checkpoints: Path) -> str:
     }
     path = _identity_file(checkpoints)
     path.parent.mkdir(parents=True, exist_ok=True)
-    identity = {"id": name, "starts": [*known.get("starts", []), start]}
+    starts = [*known.get("starts", []), start]
+    identity = {"id": name, "day": module.day.date, "starts": starts}
     write_whole(path, json.dumps(identity, indent=1, default=str) + "\n")
     return str(name)
 
@@ -252,7 +258,11 @@ def check_early(trainer: Trainer) -> None:
     """Refuse before an engine starts, if it is known what the run goes on from."""
     path = going_on_from.get(trainer)
     if trainer.state.fn == "fit" and path is not None:
-        _check(trainer.lightning_module, about(path), path)
+        module: Any = trainer.lightning_module
+        told = about(path)
+        _check(module, told, path)
+        if (day := (told.get("run") or {}).get("day")) is not None:
+            module.day.date = day  # before prompts are measured
 
 
 def check_resume(module: Any, checkpoint: dict[str, Any]) -> None:

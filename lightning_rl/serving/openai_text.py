@@ -12,6 +12,7 @@ from lightning_rl.serving.door import OpenAIDoor, pieces, read_count, read_wante
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.settings import answer_form, asked_sampling
+from lightning_rl.vision.reader import encode
 
 
 class TextDoor(OpenAIDoor):
@@ -54,7 +55,7 @@ class TextDoor(OpenAIDoor):
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
-            prompt = list(self.tokenizer(prompt, add_special_tokens=True)["input_ids"])
+            prompt = encode(self.tokenizer, prompt, (), special=True)[0]
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise wrong_kind("prompt", prompt, str)
         size = len(self.tokenizer)

@@ -190,6 +190,14 @@ def reader_of(tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
     return reader
 
 
+def begun_once(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[int]:
+    """Tokens with one beginning-of-sequence token: a text may hold what the tokenizer adds."""
+    begin = 0
+    while token_ids[begin : begin + 2] == [tokenizer.bos_token_id] * 2:
+        begin += 1
+    return token_ids[begin:]
+
+
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, pictures: Sequence[Picture], special: bool
 ) -> tuple[list[int], list[int]]:
@@ -201,12 +209,13 @@ def encode(
         tokenizer: of the model (``load_tokenizer``).
         text: as a chat template renders it.
         pictures: in their order.
-        special: add the tokenizer's special tokens.
+        special: add the tokenizer's special tokens, as far as the text does not begin with them.
 
     Raises:
         PictureError: if the model reads no pictures, or not as many as the text has places for.
     """
     token_ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    token_ids = begun_once(tokenizer, token_ids) if special else token_ids
     reader = reader_of(tokenizer)
     if reader is not None:
         return reader.expand(token_ids, pictures)

@@ -156,6 +156,7 @@ def remade(
                 f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule or "
                 "RolesModule learns from rollouts can be rerun"
             )
+        cli.model.day.date = run.day or cli.model.day.date
         callbacks = callbacks_of(cli.trainer)
         transports = [sync.transport for sync in find_callbacks(cli.trainer, WeightSync)]
         transport = transports[0] if transports else MemoryTransport()

@@ -15,6 +15,7 @@ from lightning_rl.data.rollouts.log import FILE, RerunLog
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.checkpoint_io import about, require_good
+from lightning_rl.run.resume import run_day_of
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class RecordedRun:
         files = config_files(self.path)
         since = max(first for first in files if first <= version)
         return since, files[since]
+
+    @property
+    def day(self) -> str | None:
+        """The day on which it began, which chat templates tell; None: it was not recorded."""
+        return run_day_of(self.path / "checkpoints")
 
     @cached_property
     def kept(self) -> list[KeptWeights]:

@@ -7,6 +7,7 @@ import pytest
 from lightning_rl.agents.templates import TurnTemplate, tool_reply
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
+from lightning_rl.models.tokenizer import RunDay, with_chat_variables
 from tests.support.tiny_models import chat_tokenizer
 
 MORE = [{"role": "user", "content": "More."}]
@@ -146,16 +147,16 @@ def test_a_turn_that_ends_otherwise_than_the_tokenizer_is_refused():
     assert "set tokenizer.eos_token" in text
 
 
-def test_a_text_that_depends_on_the_day_is_refused():
+def test_a_text_that_tells_the_day_of_the_run_may_go_on():
     dated = (
         "{{ strftime_now('%d %b') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
         "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    text = refusal("qwen2_5", MORE, template=dated)
-    assert "- the prompt holds today's date" in text
-    TurnTemplate(
-        chat_tokenizer("qwen2_5", template=dated.replace("{{ strftime_now('%d %b') }}", "1 May"))
-    ).check(MORE)
+    day = RunDay()
+    day.date = "2024-05-01"
+    template = TurnTemplate(with_chat_variables(chat_tokenizer("qwen2_5", template=dated), {}, day))
+    template.check(MORE)
+    assert template.render(MORE).startswith("01 May[")
 
 
 def test_a_reply_that_depends_on_its_place_is_refused():

@@ -2,6 +2,7 @@
 
 from lightning_rl.callbacks.preview import as_markdown, preview_table, spread
 from lightning_rl.rollout import RolloutStatus
+from tests.support.tiny_models import chat_tokenizer
 
 
 def with_rewards(make_rollout, rewards):
@@ -41,3 +42,13 @@ def test_the_table_survives_pipes_newlines_and_errors(make_rollout):
         "| text | x | None |  | boom \\| bang |",
         "| text | assistant: hi | 0.0 |  | completed, stop, 1 tokens |",
     ]
+
+
+def test_a_chat_is_shown_as_the_model_reads_it(make_rollout):
+    tokenizer, chat = chat_tokenizer("qwen2_5"), [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    rollout = make_rollout(tokenizer(text)["input_ids"], [1])
+    rollout.prompt.prompt = chat
+    _, [row] = preview_table([rollout], tokenizer.decode)
+    assert row[0] == text
+    assert "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud." in text

@@ -1,9 +1,12 @@
 """Prompts from every source; what is wrong in them is named; their order survives a checkpoint."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
+from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.data.sources import (
     HFDatasetPrompts,
     IterablePrompts,
@@ -13,6 +16,10 @@ from lightning_rl.data.sources import (
 )
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.policy import load_tokenizer
+from lightning_rl.models.tokenizer import with_chat_variables
+from lightning_rl.module import PolicyModule
+from lightning_rl.run.resume import enter_run
+from tests.support.tiny_models import chat_tokenizer
 
 ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in (12, 3, 456, 7, 89)]
 CHAT = (
@@ -213,6 +220,72 @@ def test_a_chat_without_a_template_is_refused(tokenizer):
     prompts.load(tokenizer)
     with pytest.raises(DataError, match=r"row 0: .* has no chat template"):
         prompts.draw(1)
+
+
+def begun(template=CHAT):
+    """A tokenizer that puts <|begin|> before texts, as Llama's and Gemma's do."""
+    tokenizer = chat_tokenizer("llama3_1", template=template)
+    begin = ("<|begin|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[begin]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["1=", "<|begin|>1=", "<|begin|><|begin|>1="])
+def test_a_text_begins_once_whether_it_is_rendered_already_or_not(recwarn, text):
+    tokenizer = begun()
+    prompts = IterablePrompts([text], max_prompt_tokens=3)
+    prompts.load(tokenizer)
+    [prompt] = prompts.draw(1)
+    assert prompt.token_ids == tokenizer.convert_tokens_to_ids(["<|begin|>", "1", "="])
+    assert prompts._counted([text], chat=False) == [3]
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "told"),
+    [
+        (CHAT, "1", r"row 0: the prompt does not begin with '<\|begin\|>'"),
+        ("{{ bos_token }}" + CHAT, "<|begin|>1", r"row 0: the prompt holds '<\|begin\|>' 2 times"),
+    ],
+)
+def test_a_chat_that_does_not_begin_once_is_told_of_once(template, content, told):
+    prompts = IterablePrompts([[{"role": "user", "content": content}]] * 2, shuffle=False)
+    prompts.load(begun(template))
+    with pytest.warns(UserWarning, match=told) as warned:
+        prompts.draw(2)
+    assert len(warned) == 1
+
+
+def test_a_chat_whose_template_begins_it_is_not_told_of(recwarn):
+    prompts = IterablePrompts([[{"role": "user", "content": "1"}]])
+    prompts.load(begun("{{ bos_token }}" + CHAT))
+    prompts.draw(2)
+    assert not recwarn.list
+
+
+def test_a_template_is_told_the_day_on_which_the_run_began():
+    module = PolicyModule("model")
+    module.day.date = "2024-02-29"
+    checkpoint = {}
+    module.on_save_checkpoint(checkpoint)
+    resumed = PolicyModule("model")
+    dated = chat_tokenizer("qwen3", template="{{ strftime_now('%d %b %Y') }}")
+    tokenizer = with_chat_variables(dated, {}, resumed.day)
+    prompts = IterablePrompts([[{"role": "user", "content": "1"}]])
+    prompts.load(tokenizer)
+    resumed.on_load_checkpoint(checkpoint)
+    assert tokenizer.decode(prompts[0].token_ids) == "29 Feb 2024"
+
+
+def test_a_run_directory_tells_a_rerun_the_day(tmp_path):
+    module = PolicyModule("model")
+    module.day.date = "2024-02-29"
+    start = SimpleNamespace(is_global_zero=True, ckpt_path=None)
+    enter_run(start, module, tmp_path / "checkpoints")
+    (tmp_path / "config.yaml").write_text("")
+    assert RecordedRun(tmp_path).day == "2024-02-29"
 
 
 def test_a_directory_is_no_prompt_file(tmp_path):

@@ -79,6 +79,14 @@ def test_a_run_resumed_after_an_epoch_trains_in_the_order_of_the_whole_one(tiny_
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
+def test_a_checkpoint_holds_the_day_that_templates_tell(tiny_model):
+    module, resumed, checkpoint = SFTModule(str(tiny_model)), SFTModule(str(tiny_model)), {}
+    module.day.date = "2024-02-29"
+    module.on_save_checkpoint(checkpoint)
+    resumed.on_load_checkpoint(checkpoint)
+    assert resumed.day("%d %b") == "29 Feb"
+
+
 def test_the_loss_is_the_mean_cross_entropy_of_completion_tokens(tiny_model, tmp_path):
     module = SFTModule(str(tiny_model), optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
     rows = [*ROWS[:2], {"prompt": "7=", "completion": ""}]  # its end token only
