@@ -7,8 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
@@ -214,21 +221,46 @@ class ValueHead(nn.Module, ABC):
         """
 
 
-def _load_body(model: str) -> PreTrainedModel:
+_SCORED = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+"""Ends of the architectures of reward models and critics, and what loads them with their heads."""
+
+
+def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
+    """The body of a model, and a map to one value: its own ``score`` head, or one of zeros."""
     if without_weights():
-        return skeleton(AutoConfig.from_pretrained(model), PLAIN, ATTENTION, AutoModel).train()
+        body = skeleton(AutoConfig.from_pretrained(model), PLAIN, ATTENTION, AutoModel).train()
+        return body, _zero_linear(body)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        kind = (config.architectures or [""])[0]
+        load = next((load for end, load in _SCORED.items() if kind.endswith(end)), AutoModel)
         with torch.device("cpu"):  # transformers needs accelerate to load to another
-            body = AutoModel.from_pretrained(
+            found, told = load.from_pretrained(
                 model,
                 dtype=torch.float32,
                 attn_implementation=attention(config, ATTENTION),
                 trust_remote_code=False,
+                output_loading_info=True,
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"value_head model={model!r} cannot be loaded: {error}") from error
-    return body.to(torch.get_default_device()).train()
+    body = found.base_model.to(torch.get_default_device()).train()
+    linear = _zero_linear(body)
+    score = getattr(found, "score", None)
+    lacking = [name for name in told["missing_keys"] if name.startswith("score.")]
+    if isinstance(score, nn.Linear) and score.out_features == 1 and not lacking:
+        own = {"bias": linear.bias, **score.state_dict()}
+        linear.load_state_dict(own)
+    elif load is not AutoModel:
+        rank_zero_warn(
+            f"value_head model={model!r}: its head is left out, and values begin at 0, because it "
+            f"is no `score` head of one label (num_labels={config.num_labels}); save the reward "
+            "model with num_labels=1 to begin with what it predicts"
+        )
+    return body, linear
 
 
 def _zero_linear(body: PreTrainedModel) -> nn.Linear:
@@ -267,7 +299,8 @@ class SeparateValueHead(ValueHead):
 
     Args:
         model: directory or hub name to start it from, with the same tokenizer; None: a copy of the
-            policy's.
+            policy's. A reward model's ``score`` head of one label is taken over, so values begin
+            at what it predicts; any other begins at 0.
     """
 
     def __init__(self, model: str | None = None) -> None:
@@ -281,8 +314,10 @@ class SeparateValueHead(ValueHead):
                 "lora.quantization freezes in few bits; name a model to start it from, or use "
                 "SharedValueHead"
             )
-        self.body = copy.deepcopy(body) if self.model is None else _load_body(self.model)
-        self.linear = _zero_linear(body)
+        if self.model is None:
+            self.body, self.linear = copy.deepcopy(body), _zero_linear(body)
+        else:
+            self.body, self.linear = _load_critic(self.model)
 
     def split(self, ranks: TensorRanks) -> None:
         split(self.body, ranks)

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from benchmarks.memory import peak_while
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import heads
 from lightning_rl.models.attention import build_layout
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
@@ -132,6 +134,48 @@ def test_values_are_zero_at_first_one_per_loss_token(tiny_model, random_batch, h
     assert not values.any()
 
 
+@pytest.fixture
+def scored(tiny_model, tmp_path):
+    """Saves the tiny model with the head of a reward model, of so many labels."""
+
+    def save(kind, labels: int):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = kind.from_pretrained(tiny_model, num_labels=labels, dtype=torch.float32)
+        nn.init.normal_(model.score.weight)
+        model.save_pretrained(tmp_path / "scored")
+        return model
+
+    return save
+
+
+@pytest.mark.parametrize("kind", [Qwen2ForSequenceClassification, Qwen2ForTokenClassification])
+def test_a_critic_begins_with_what_a_reward_model_predicts(
+    tiny_model, scored, tmp_path, make_rollout, kind
+):
+    model = scored(kind, 1).eval()
+    policy = Policy(str(tiny_model), SeparateValueHead(str(tmp_path / "scored")))
+    hidden = model.base_model(torch.tensor([[3, 4, 5, 6]])).last_hidden_state[0]
+    expected = model.score(hidden[1:])[:, 0]  # after 4, 5 and 6
+    values = policy(pack_rollouts([make_rollout([3, 4], [5, 6, 1])])).values
+    assert expected.abs().min() > 1e-3
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropped", ["two labels", "no head in the file"])
+def test_a_head_that_predicts_no_value_is_left_out_with_a_word(
+    tiny_model, scored, tmp_path, random_batch, dropped
+):
+    model = scored(Qwen2ForSequenceClassification, 2 if dropped == "two labels" else 1)
+    if dropped != "two labels":
+        model.base_model.save_pretrained(tmp_path / "scored")
+        model.config.architectures = ["Qwen2ForSequenceClassification"]
+        model.config.save_pretrained(tmp_path / "scored")
+    with pytest.warns(UserWarning, match="its head is left out, and values begin at 0"):
+        policy = Policy(str(tiny_model), SeparateValueHead(str(tmp_path / "scored")))
+    assert not policy(random_batch(1)).values.any()
+
+
 def moved(head):
     """As after some training, since a head of zeros passes no gradient to the body."""
     nn.init.normal_(head.linear.weight)
@@ -148,8 +192,6 @@ def test_a_shared_head_trains_the_body_unless_detached(tiny_model, random_batch)
 
 
 def test_a_shared_head_reads_the_state_that_predicts_the_token(tiny_model, make_rollout):
-    from lightning_rl.data.packing import pack_rollouts
-
     batch = pack_rollouts([make_rollout([3, 4], [5, 6, 1])])
     policy = Policy(str(tiny_model), SharedValueHead())
     moved(policy.value_head)
