@@ -237,7 +237,10 @@ class Environment(ABC):
     """
 
     def __init__(self, prompt: Prompt) -> None:
-        """``prompt.columns`` holds the row's fields; further parameters are settings for YAML."""
+        """``prompt.columns`` holds the row's fields; further parameters are settings for YAML.
+
+        The prompt is a copy: what an environment changes in it, nobody else sees.
+        """
 
     @abstractmethod
     def step(self, turn: str) -> Reply | Awaitable[Reply]:
@@ -275,7 +278,7 @@ def new_rollouts(
     named = iteration + 1 if iteration >= 0 else iteration  # counted from 1, as everywhere
     return [
         Rollout(
-            prompt=prompt,
+            prompt=prompt.copy(),
             # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
             group_id=f"{named}/{place}/{prompt.key}",
             sample_index=index,

@@ -177,7 +177,7 @@ def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
         )
     seed = seed_of(f"{rollout.own_seed}/fork/{calls}/{number}".encode())
     branch = Rollout(
-        rollout.prompt,
+        rollout.prompt.copy(),
         rollout.group_id,
         rollout.sample_index,
         rollout.seed,

@@ -104,7 +104,7 @@ class MultiTurn(Agent):
             raise ConfigError("MultiTurn has no tokenizer yet; call configure(tokenizer) first")
         chat = None if isinstance(rollout.prompt.prompt, str) else self._chat
         with _blaming("environment"):
-            environment = self.environment(rollout.prompt)
+            environment = self.environment(rollout.prompt.copy())
         episode = _Episode(self, rollout, environment, self._tokenizer, chat)
         try:
             return await episode.play(engine, sampling)

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.data.pictured import as_stored
 from lightning_rl.errors import DataError
+from lightning_rl.rollout import own
 
 _PART = 2**24
 """Bytes of a file that are looked through at a time."""
@@ -41,7 +42,7 @@ class Table(Protocol):
 
 
 class ListTable:
-    """Rows in memory, each with its place."""
+    """Rows in memory, each with its place; whoever gets one gets a copy, as from the disk."""
 
     def __init__(self, rows: Iterable[tuple[str, Any]]) -> None:
         self._rows = list(rows)
@@ -50,10 +51,10 @@ class ListTable:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self._rows[index][1]
+        return own(self._rows[index][1])
 
     def __iter__(self) -> Iterator[Any]:
-        return (row for _, row in self._rows)
+        return (own(row) for _, row in self._rows)
 
     def where(self, index: int) -> str:
         return self._rows[index][0]

@@ -22,7 +22,7 @@ from lightning_rl.rewards.calling import (
 )
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Rollout, RolloutStatus, own
 from lightning_rl.run.loop import note_progress, run_async
 from lightning_rl.vision.decoded import DecodedPictures, seen_in
 
@@ -203,20 +203,20 @@ class Rewards:
         self, function: RewardFunction, rollouts: list[Rollout], log: RewardLog
     ) -> dict[str, Any]:
         available: dict[str, Any] = {
-            "prompts": [_own(r.prompt.prompt) for r in rollouts],
-            "completions": [_own(r.completion) for r in rollouts],
-            "completion_ids": [_own(r.token_ids) for r in rollouts],
+            "prompts": [own(r.prompt.prompt) for r in rollouts],
+            "completions": [own(r.completion) for r in rollouts],
+            "completion_ids": [own(r.token_ids) for r in rollouts],
             "finish_reasons": [r.finish_reason for r in rollouts],
             "opened_thoughts": [self._opens_thought(r) for r in rollouts],
             "environment_rewards": [r.environment_reward for r in rollouts],
-            "extras": [_own(r.extra) for r in rollouts],
+            "extras": [own(r.extra) for r in rollouts],
             "group_ids": [r.group_id for r in rollouts],
             "trainer_state": self.state,
             **log.arguments(),
         }
         # A batch may hold rows of different kinds; in a group all are one.
         for column in dict.fromkeys(name for r in rollouts for name in r.prompt.columns):
-            values = [_own(r.prompt.columns.get(column)) for r in rollouts]
+            values = [own(r.prompt.columns.get(column)) for r in rollouts]
             available.setdefault(column, values)
         # Only what the function has parameters for, unless it takes ``**kwargs``; pictures are much
         # to send to another process, for who does not look at them.
@@ -241,15 +241,6 @@ class Rewards:
 
 _TAIL = 16
 """Tokens from the end of a prompt that hold ``<think>`` and a line's end, even as bytes."""
-
-
-def _own(value: Any) -> Any:
-    """A copy of lists and dictionaries at any depth: what is changed is the function's alone."""
-    if type(value) is list:
-        return [_own(item) for item in value]
-    if type(value) is dict:
-        return {name: _own(item) for name, item in value.items()}
-    return value
 
 
 def _complete(scores: list[Any], log: RewardLog, count: int) -> list[Any] | RewardFailure:

@@ -146,7 +146,7 @@ class FunctionAgent(SessionAgent):
         async def solve() -> str:
             client = AgentClient(session)
             try:
-                said.append(await self.function(client, rollout.prompt))
+                said.append(await self.function(client, rollout.prompt.copy()))
             finally:
                 await client.close()
             return "stop"

@@ -64,7 +64,8 @@ class ProtocolAgent(SessionAgent):
         return f"protocol {type(self.protocol).__name__}"
 
     async def play(self, rollout: Rollout, session: Session) -> Ending:
-        columns = {"prompt": rollout.prompt.prompt, **rollout.prompt.columns}
+        own = rollout.prompt.copy()
+        columns = {"prompt": own.prompt, **own.columns}
         seed = seed_of(rollout.group_id.encode())
         states = [Conversation.begin(self.protocol, self.scenario, columns, seed)]
 

@@ -18,7 +18,7 @@ from lightning_rl.games.protocols.scenario import Scenario
 from lightning_rl.games.staged.chat import ChatAnswer, ChatModel
 from lightning_rl.games.staged.interaction import Interaction
 from lightning_rl.games.staged.units import Unit
-from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus, own
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class InteractionSampler:
     def _start(self, unit: Unit, iteration: int) -> Interaction:
         # What chance decides is the same for all of a draw, so that they can be compared.
         chance = seed_of(f"{self.seed}/{iteration}/{unit.draw}".encode())
-        begun = Conversation.begin(self.protocol, self.scenario, unit.columns, chance)
+        begun = Conversation.begin(self.protocol, self.scenario, own(unit.columns), chance)
         return Interaction(begun, request_seed(self.seed, str(unit.draw), unit.sample, iteration))
 
     async def _grow(

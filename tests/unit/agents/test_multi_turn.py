@@ -13,12 +13,15 @@ from lightning_rl.agents.base import (
     Reply,
     SingleTurn,
     continuation_seed,
+    new_rollouts,
     recorded_turns,
 )
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
+from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, EngineError
@@ -26,7 +29,7 @@ from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.rules import EnvironmentReward
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Picture, Prompt, Rollout, RolloutStatus
 from tests.support.agents import Sums, long_game
 from tests.support.engine_checks import FakeEngine, same_draws
 from tests.support.tiny_models import CHATML, chatml_tokenizer
@@ -612,3 +615,50 @@ def test_no_aggregation_weighs_the_environments_tokens(aggregation, expected, tw
 def test_a_rollout_with_turns_survives_json(play):
     rollout = play(Scripted([[5, EOS], [10, EOS]]))
     assert asdict(Rollout.from_dict(rollout.to_dict())) == asdict(rollout)
+
+
+class Greedy(Environment):
+    """Keeps its row's answer for itself, and notes in the row what it did."""
+
+    def __init__(self, prompt):
+        self.answer = prompt.columns.pop("answer")
+        prompt.columns["tests"]["seen"].append(prompt.id)
+        prompt.token_ids.clear()
+
+    def step(self, turn):
+        return Reply(done=True)
+
+
+def test_what_an_environment_changes_in_its_row_no_one_else_sees(tokenizer):
+    rows = [{"prompt": "12=", "answer": "3", "tests": {"seen": []}}]
+    prompts = IterablePrompts(rows)
+    prompts.load(tokenizer)
+    seen = []
+
+    def reward(answer, tests, **_):
+        seen.extend(zip(answer, tests, strict=True))
+        return [1.0] * len(answer)
+
+    agent = MultiTurn(Greedy)
+    pipeline = RolloutPipeline(Scripted([[4, EOS]] * 8), agent, Rewards([reward]), tokenizer)
+    agent.configure(tokenizer)
+    for _ in range(2):  # epochs
+        rollouts = pipeline.run(prompts.draw(1), 4, Sampling(max_tokens=4))
+        assert all(r.prompt.columns == {"answer": "3", "tests": {"seen": []}} for r in rollouts)
+        assert all(r.prompt.token_ids == [4, 5, 2] for r in rollouts)
+    assert seen == [("3", {"seen": []})] * 8
+    assert rows == [{"prompt": "12=", "answer": "3", "tests": {"seen": []}}]
+
+
+def test_a_rollout_has_a_prompt_of_its_own_and_shares_what_nobody_changes():
+    text, picture = "a" * 1000, Picture("d", 1, 1, b"x")
+    chat = [{"role": "user", "content": text}]
+    prompt = Prompt("p", chat, [3], {"n": [[text]]}, pictures=[picture], places=[0])
+    first, second = new_rollouts([prompt], 2, Sampling(), seed=0, iteration=0)
+    first.prompt.columns["n"][0].append(1)
+    first.prompt.prompt[0]["content"] = "b"
+    first.prompt.pictures.clear()
+    assert second.prompt == prompt
+    assert second.prompt.prompt[0]["content"] is text
+    assert second.prompt.columns["n"][0][0] is text
+    assert second.prompt.pictures[0] is picture
