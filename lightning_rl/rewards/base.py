@@ -6,9 +6,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
@@ -25,6 +23,9 @@ from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
 from lightning_rl.rollout import Rollout, RolloutStatus, own
 from lightning_rl.run.loop import note_progress, run_async
 from lightning_rl.vision.decoded import DecodedPictures, seen_in
+
+if TYPE_CHECKING:  # worker processes of rewards need no tokenizers
+    from transformers import PreTrainedTokenizerBase
 
 _Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
 
@@ -73,9 +74,9 @@ class Rewards:
         self.state = TrainerState()
         """Progress of training, which whoever trains keeps up to date."""
         self._calls = RewardCaller()
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._tokenizer: Any = None
 
-    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def configure(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Get the tokenizer of what is graded, to look where its prompts end."""
         self._tokenizer = tokenizer
 

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RewardsBySet:
@@ -28,7 +30,7 @@ class RewardsBySet:
         """Names of those that look at a whole batch."""
         return list(dict.fromkeys(n for rewards in self.by_set.values() for n in rewards.of_batch))
 
-    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def configure(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Do what :meth:`Rewards.configure` does."""
         for rewards in self.by_set.values():
             rewards.configure(tokenizer)
