@@ -24,6 +24,7 @@ from lightning_rl.agents.base import (
 )
 from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
@@ -137,6 +138,7 @@ class _Episode:
         self.rollout = rollout
         self.environment = environment
         self.tokenizer = tokenizer
+        self.ends = ends_of(tokenizer)
         self.chat = chat
         self.messages: list[Message] = []
         first = len(rollout.rows[0].prompt_ids)
@@ -196,7 +198,7 @@ class _Episode:
         """Whether a turn found in a rollout was complete."""
         if not turn:
             return False
-        ended = turn[-1] == self.tokenizer.eos_token_id
+        ended = self.ends.ended(turn)
         stopped = bool(sampling.stop) and self._text(turn).endswith(tuple(sampling.stop))
         return ended or stopped or len(turn) == self.limits.max_turn_tokens
 
@@ -246,7 +248,7 @@ class _Episode:
             )
 
     def _text(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(self.ends.cut(token_ids), skip_special_tokens=True))
 
 
 class _EnvironmentFailure(Exception):

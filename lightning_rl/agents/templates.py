@@ -11,13 +11,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.ends import MARK, QUESTION, ends_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Picture, Placed
 from lightning_rl.run.strict_json import loads
 from lightning_rl.vision.reader import encode
 
-MARK = "\ue000"  # private use: no template writes it, none trims it, JSON keeps it as it is
-QUESTION: Message = {"role": "user", "content": "Question?"}
 THOUGHT = "<think>\nFirst.\n</think>\n\nSecond."
 PADDED = "  Padded.\n"
 
@@ -30,7 +29,8 @@ class TurnTemplate:
     model wrote stay as they are.
 
     Args:
-        tokenizer: with a chat template, whose turns end with the tokenizer's ``eos_token``.
+        tokenizer: with a chat template, which closes a turn by a token that ends turns
+            (:class:`~lightning_rl.data.ends.Ends`).
         chat_options: further variables of the template, such as ``tools``.
 
     Raises:
@@ -40,7 +40,7 @@ class TurnTemplate:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
     ) -> None:
-        if tokenizer.chat_template is None or tokenizer.eos_token is None:
+        if tokenizer.chat_template is None:
             raise ConfigError(
                 "a chat of several turns needs a tokenizer with a chat template and an end token; "
                 "take the instruct model, or set tokenizer.chat_template and tokenizer.eos_token "
@@ -48,7 +48,8 @@ class TurnTemplate:
             )
         self.tokenizer = tokenizer
         self.chat_options = dict(chat_options or {})
-        self.eos: str = tokenizer.eos_token
+        self.ends = ends_of(tokenizer)
+        self._end_texts = list(map(str, tokenizer.convert_ids_to_tokens([*self.ends.token_ids])))
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The text of a chat with the opening of the model's next turn.
@@ -107,8 +108,7 @@ class TurnTemplate:
         """
         text = self._after_turn(reply, calls)
         token_ids, places = encode(self.tokenizer, text, pictures, special=False)
-        # The text begins with the end token, which the model may have written itself.
-        known = int(bool(wrote) and wrote[-1] == self.tokenizer.eos_token_id)
+        known = int(self._is_closed(wrote, token_ids[0]))
         placed = zip(places, pictures, strict=True)
         return token_ids[known:], [Placed(start - known, picture) for start, picture in placed]
 
@@ -118,7 +118,7 @@ class TurnTemplate:
         # A reply follows, because some templates treat a last message differently.
         text = self.render([QUESTION, turn, tool_reply(call, "A result.")])
         opened = self.render([QUESTION])
-        return text[_shared(opened, text) :].split(self.eos)[0]
+        return self._before_end(text[_shared(opened, text) :])
 
     def check(
         self, reply: Sequence[Message], calls: Sequence[Message] = (), allow_rewrites: bool = False
@@ -168,22 +168,35 @@ class TurnTemplate:
                 f"the chat template leaves out {what} of the model; use a model whose template "
                 "renders them"
             )
-        end = text.find(self.eos, place)
-        gap = text[place + 1 : end if end >= 0 else place + 41]
-        if end < 0 or (gap and not calls):
+        after = text[place + 1 :]
+        gap = self._before_end(after)
+        if gap == after or (gap and not calls):
             raise ConfigError(
-                f"the chat template closes a turn of the model with {gap[:40]!r}, the tokenizer's "
-                f"end token is {self.eos!r}: the engine would not stop there; set "
-                "tokenizer.eos_token to the token that ends a turn, and save the tokenizer"
+                f"the chat template closes a turn of the model with {gap[:40]!r}, and the model's "
+                f"end tokens are {', '.join(map(repr, self._end_texts))}: the engine would not "
+                "stop there; set tokenizer.eos_token to the token that ends a turn, and save the "
+                "tokenizer"
             )
-        return text[end:]
+        return after[len(gap) :]
+
+    def _before_end(self, text: str) -> str:
+        """A text up to the first end token in it; all of it if there is none."""
+        return min((text.partition(end)[0] for end in self._end_texts), key=len)
+
+    def _is_closed(self, wrote: Sequence[int], end: int) -> bool:
+        """Whether a turn needs no ``end`` of the template, having that or another in its place.
+
+        Where a template closes no turn, ``end`` opens what follows, and another is none.
+        """
+        return self.ends.ended(wrote) and end in (wrote[-1], self.ends.turn)
 
     def _checked_end(self, reply: Sequence[Message], calls: Sequence[Message]) -> str:
         text = self._after_turn(reply, calls)
         first = self.tokenizer(text, add_special_tokens=False)["input_ids"][0]
-        if first != self.tokenizer.eos_token_id:
+        if first not in self.ends.token_ids:
+            cut = next(end for end in self._end_texts if text.startswith(end))
             raise ConfigError(
-                f"the tokenizer cuts its own end token {self.eos!r} into pieces; add it as a "
+                f"the tokenizer cuts its own end token {cut!r} into pieces; add it as a "
                 "special token and save the tokenizer"
             )
         return text
@@ -197,8 +210,8 @@ class TurnTemplate:
             text = self.render([QUESTION, _turn(content, calls), *reply])
             if not text.startswith(opened):
                 return [f"what comes before a turn, {_difference(opened, text)}"]
-            if not text.startswith(opened + content + ("" if calls else self.eos)):
-                became = text[len(opened) :].split(self.eos)[0]
+            became = self._before_end(text[len(opened) :])
+            if not (became.startswith(content) if calls else became == content):
                 found.append(f"a turn written as {content!r} becomes {became!r:.120}")
         return found
 

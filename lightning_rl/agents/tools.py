@@ -31,6 +31,7 @@ from lightning_rl.agents.templates import (
     tool_reply,
 )
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
@@ -159,14 +160,14 @@ class ToolAgent(Agent):
     def _read(self, wrote: list[int], messages: list[Message], parse: bool) -> Message:
         """A turn of the model as a message. One that was cut off is not searched for calls."""
         assert self._tokenizer is not None
-        ended = wrote[-1:] == [self._tokenizer.eos_token_id]
+        said = ends_of(self._tokenizer).cut(wrote)
         # Call formats are made of special tokens too.
-        text = str(self._tokenizer.decode(wrote[:-1] if ended else wrote))
+        text = str(self._tokenizer.decode(said))
         content, calls = self.parser.parse(text) if parse else (text, [])
         if self._one_call and len(calls) > 1:
             calls = [ParsedCall(calls[0].name, error="only one tool may be called per turn")]
         if not calls:
-            content = str(self._tokenizer.decode(wrote, skip_special_tokens=True))
+            content = str(self._tokenizer.decode(said, skip_special_tokens=True))
             return {"role": "assistant", "content": content}
         before = sum(len(message.get("tool_calls", ())) for message in messages)
         numbered = [call_message(call, number) for number, call in enumerate(calls, before)]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.agents.base import Agent, new_rollouts
 from lightning_rl.agents.rows import drop_unasked
 from lightning_rl.collect.tasks import Task
+from lightning_rl.data.ends import ends_of
 from lightning_rl.data.prompts import Prompts
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.sampling import Sampling
@@ -268,7 +269,8 @@ class RolloutPipeline:
         rollouts = [rollout for rollout in rollouts if not rollout.completion]
         if not rollouts:
             return
-        rows = [_completions(rollout) for rollout in rollouts]
+        ends = ends_of(self.tokenizer)
+        rows = [list(map(ends.cut, _completions(rollout))) for rollout in rollouts]
         flat = list(chain.from_iterable(rows))
         texts = iter(self.tokenizer.batch_decode(flat, skip_special_tokens=True))
         for rollout, own in zip(rollouts, rows, strict=True):

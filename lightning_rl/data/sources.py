@@ -12,6 +12,7 @@ from jsonargparse.typing import register_type
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.ends import ends_of
 from lightning_rl.data.hub import is_dataset, load_files, load_rows
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.tables import DatasetTable, JSONLTable, Table
@@ -333,7 +334,8 @@ def supervised_rollout(
 ) -> Rollout:
     """A given completion as a rollout that the policy is to imitate.
 
-    A string is tokenised and gets the end token; a list of token ids is taken as it is.
+    A string is tokenised and gets the end token, after a chat that with which its template closes a
+    turn; a list of token ids is taken as it is.
 
     Raises:
         DataError: if the row has no completion.
@@ -341,7 +343,8 @@ def supervised_rollout(
     given = prompt.columns.get(completion_column)
     if isinstance(given, str):
         token_ids = tokenizer(given, add_special_tokens=False)["input_ids"]
-        token_ids = [*token_ids, tokenizer.eos_token_id]
+        ends = ends_of(tokenizer)
+        token_ids = [*token_ids, ends.text if isinstance(prompt.prompt, str) else ends.turn]
     elif isinstance(given, list) and given and all(isinstance(t, int) for t in given):
         token_ids = given
     else:

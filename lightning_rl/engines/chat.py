@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
@@ -57,7 +58,8 @@ class ChatEngine:
         )
         token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         completion = await self.engine.generate(token_ids, self.sampling, seed)
-        answer = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        said = ends_of(self._tokenizer).cut(completion.token_ids)
+        answer = self._tokenizer.decode(said, skip_special_tokens=True)
         return str(answer), str(completion.finish_reason)
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ class HTTPReplica(Replica):
         launch: starts the server at this port; None: it runs already.
         apart: whether it is to keep a LoRA beside its base.
         shortest: the ``max_model_len`` that it must have at least.
+        ends: tokens that end a turn, of which its own model's files need not know.
         start_timeout_s: until it answers; a big model takes its time.
         request_timeout_s: for one completion.
         call_timeout_s: for any other call.
@@ -66,6 +67,7 @@ class HTTPReplica(Replica):
         call_timeout_s: float,
         shortest: int = 0,
         lease_s: float = 20.0,
+        ends: Sequence[int] = (),
     ) -> None:
         super().__init__(url, urlsplit(url).hostname or "")
         self.can_restart = launch is not None
@@ -81,6 +83,7 @@ class HTTPReplica(Replica):
         self._call_timeout_s = call_timeout_s
         self._shortest = shortest
         self._lease_s = lease_s
+        self._ends = list(ends)
         self._process: ListeningServer | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -236,7 +239,7 @@ class HTTPReplica(Replica):
         body = {
             "token_ids": list(token_ids),
             "priority": sampling.priority,
-            "sampling_params": sampling.of_vllm(seed),
+            "sampling_params": sampling.of_vllm(seed) | {"stop_token_ids": self._ends},
         }
         answer = await self._call(
             "POST", "/inference/v1/generate", body, timeout_s=self._request_timeout_s

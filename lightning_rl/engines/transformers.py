@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.adapted_decoding import AdaptedDecoder, Adapters
 from lightning_rl.engines.base import Engine, checked, fail
 from lightning_rl.engines.decoding import Decoder
@@ -24,15 +25,15 @@ from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.routed_decoding import RoutedDecoder
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
-from lightning_rl.models.pretrained import lm_class
+from lightning_rl.models.pretrained import Loading, lm_class
 from lightning_rl.models.routing import require_routing
-from lightning_rl.models.sampling import end_tokens
 from lightning_rl.models.stacked import FileNames
+from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Placed
 from lightning_rl.run.cores import compute
 from lightning_rl.run.digest import digests
 from lightning_rl.vision.decoding import SeenOnce
-from lightning_rl.vision.reader import PictureReader, load_reader, supported
+from lightning_rl.vision.reader import PictureReader, reader_of, supported
 
 
 @configurable
@@ -138,9 +139,9 @@ class TransformersEngine(LoRAEngine):
             )
         self._routing = require_routing(lm) if self.routed_experts else None
         self._lm = lm.to(self.device).eval().requires_grad_(False)
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust)
-        self._ends = end_tokens(tokenizer, config)
-        self._reader = load_reader(str(model_dir), config, {"trust_remote_code": trust})
+        tokenizer = load_tokenizer(str(model_dir), Loading(trust_remote_code=trust))
+        self._ends = ends_of(tokenizer).token_ids
+        self._reader = reader_of(tokenizer)
         self._tower = None if self._reader is None else SeenOnce(self._reader.family)
         # As vLLM does: the collector goes through all libraries' objects each time it is due, which
         # takes longer than an iteration of a small model.

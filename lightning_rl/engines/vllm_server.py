@@ -19,6 +19,7 @@ from lightning_rl.engines.server_list import ServerList, follow, read_urls, requ
 from lightning_rl.engines.server_process import ListeningServer
 from lightning_rl.engines.vllm_settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
+from lightning_rl.models.generation_config import written_ends
 
 _WORKER = "lightning_rl.sync.vllm_worker"
 _LEASE = 4
@@ -95,6 +96,7 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         self.tensor_parallel_size = tensor_parallel_size
         self.api_key_env = api_key_env
         self._max_length = 0  # of those that it started with; who joins has as much
+        self._ends: list[int] = []
         self._follower: asyncio.Task[None] | None = None
 
     def _dtype_beside(self, trainer: str) -> str:
@@ -127,6 +129,7 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
 
     def _make_replicas(self, model_dir: Path) -> list[Replica]:
         if self.urls is not None:
+            self._ends = written_ends(str(model_dir))
             return [self._replica_at(url) for url in self._listed(self.urls)]
         shared = {"tensor_parallel_size": self.tensor_parallel_size}
         arguments = shared | self.settings.arguments(model_dir, self.trust_remote_code)
@@ -150,7 +153,7 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
     def _replica_at(self, url: str) -> HTTPReplica:
         own = self._key(), None, self.takes_adapters, *self._timeouts
         lease_s = _LEASE * self.health_every_s
-        return HTTPReplica(url, *own, shortest=self._max_length, lease_s=lease_s)
+        return HTTPReplica(url, *own, shortest=self._max_length, lease_s=lease_s, ends=self._ends)
 
     def _own_replica(self, command: list[str], index: int) -> HTTPReplica:
         key = secrets.token_urlsafe(32)

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import torch
+from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from lightning_rl.data.ends import ends_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import (
     PLAIN,
@@ -49,7 +51,13 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
 
 
 def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
-    """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed."""
-    save_tokenizer(load_tokenizer(model, loading), directory)
+    """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed.
+
+    Its ``generation_config.json`` has the tokens that end a turn and nothing else, because requests
+    bring all settings of sampling.
+    """
+    tokenizer = load_tokenizer(model, loading)
+    save_tokenizer(tokenizer, directory)
     load_config(model, loading).save_pretrained(directory)
+    GenerationConfig(eos_token_id=[*ends_of(tokenizer).token_ids]).save_pretrained(directory)
     loading.copy_code(model, directory)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import host_of, select, tokens_of_rows, with_host
+from lightning_rl.data.ends import ends_of
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout, of_all_tokens
@@ -31,7 +32,7 @@ from lightning_rl.models.preparation import compile_each_layer, disable_dropout
 from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
 from lightning_rl.models.recompute import Recompute, as_recompute
 from lightning_rl.models.routing import routing_of
-from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
+from lightning_rl.models.sampling import penalties_of, settings_in_use
 from lightning_rl.models.sequence import PackRanks, Scores as Scores
 from lightning_rl.models.sharding import full_tensor, shape_of
 from lightning_rl.models.soundness import require_embedded
@@ -98,7 +99,9 @@ class Policy(nn.Module):
         self.vocabulary: Vocabulary = WHOLE
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
-        self.ends = end_tokens(self.tokenizer, self.lm.config)
+        self.ends = ends_of(self.tokenizer).token_ids
+        if self.lm.can_generate():  # so that who generates with an export stops there, too
+            self.lm.generation_config.eos_token_id = list(self.ends)
         self.reader = reader_of(self.tokenizer)
         self.vision = self._seeing(vision)
         disable_dropout(self.lm)

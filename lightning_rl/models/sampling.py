@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lightning_rl.data.batch import token_rows
 
@@ -84,13 +83,6 @@ def penalties_of(pack: TensorDict, live: Tensor) -> Penalties | None:
 
 CUT = -1e9
 """The logit of what could not be sampled: finite, because 0 x inf is nan in an entropy."""
-
-
-def end_tokens(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> list[int]:
-    """The tokens that end a completion: the tokenizer's end token, and those of the model."""
-    more = GenerationConfig.from_model_config(config).eos_token_id
-    ends = more if isinstance(more, list) else [more]
-    return sorted({tokenizer.eos_token_id, *(end for end in ends if end is not None)})
 
 
 @dataclass(frozen=True)

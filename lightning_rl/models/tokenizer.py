@@ -6,10 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import cached_file
 
+from lightning_rl.data.ends import find_ends
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.generation_config import stated_ends
 from lightning_rl.models.pretrained import (
     PLAIN,
     Loading,
@@ -18,39 +25,39 @@ from lightning_rl.models.pretrained import (
     not_found,
     require_local,
 )
-from lightning_rl.vision.reader import PictureReader, load_reader, reader_of
+from lightning_rl.vision.reader import load_reader, reader_of
 
 
 def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub name.
 
-    It may be a processor's, and so may its chat template. Of a model that reads pictures it brings
-    what prepares them (:func:`~lightning_rl.vision.reader.reader_of`).
+    It may be a processor's, and so may its chat template. It brings the tokens that end a turn
+    (:func:`~lightning_rl.data.ends.ends_of`) and, of a model that reads pictures, what prepares
+    them (:func:`~lightning_rl.vision.reader.reader_of`).
 
     Raises:
-        ConfigError: if there is none, it needs code that is not trusted, or it has no
-            end-of-sequence token.
+        ConfigError: if there is none, it needs code that is not trusted, or no token of the model
+            ends a turn.
     """
     require_local(model)
     try:
         tokenizer = _read_tokenizer(model, loading)
     except (OSError, ValueError) as error:
         raise ConfigError(not_found(model, "tokenizer", error)) from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of model={model!r} has no eos_token, so no completion could end; "
-            "set one and save it again"
-        )
-    tokenizer.picture_reader = _read_reader(model, loading)
+    config = _read_config(model, loading)
+    of_model = () if config is None else stated_ends(model, config, loading.of_files)
+    tokenizer.ends = find_ends(tokenizer, of_model)
+    tokenizer.picture_reader = None
+    if config is not None:
+        tokenizer.picture_reader = load_reader(model, config, loading.of_files)
     return tokenizer
 
 
-def _read_reader(model: str, loading: Loading) -> PictureReader | None:
+def _read_config(model: str, loading: Loading) -> PretrainedConfig | None:
     try:
-        config = load_config(model, loading)
+        return load_config(model, loading)
     except ConfigError:
         return None  # a tokenizer may lie by itself
-    return load_reader(model, config, loading.of_files)
 
 
 def _read_tokenizer(model: str, loading: Loading) -> PreTrainedTokenizerBase:

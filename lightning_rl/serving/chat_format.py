@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate, tool_reply
 from lightning_rl.agents.tools import call_message
+from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Picture, Placed
@@ -46,7 +47,7 @@ class ChatFormat:
         key: str,
     ) -> None:
         self.tokenizer = template.tokenizer
-        self._end = self.tokenizer.eos_token_id
+        self._ends = ends_of(self.tokenizer)
         self.tools = list(tools)
         self.key = key
         self.template = template
@@ -149,11 +150,9 @@ class ChatFormat:
     def _text(
         self, completion: Completion, stop: Sequence[str], skip_special_tokens: bool
     ) -> tuple[str, str | None]:
-        wrote = completion.token_ids
-        if wrote and wrote[-1] == self._end:
-            wrote = wrote[:-1]
+        said = self._ends.cut(completion.token_ids)
         return until_stop(
-            str(self.tokenizer.decode(wrote, skip_special_tokens=skip_special_tokens)), stop
+            str(self.tokenizer.decode(said, skip_special_tokens=skip_special_tokens)), stop
         )
 
     def _with_calls(

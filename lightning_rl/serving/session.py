@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lightning_rl.agents.episode import Episode
+from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.http_replica import ServerRefusal
 from lightning_rl.engines.sampling import Completion, seed_of
@@ -243,7 +244,8 @@ class Session:
         """The model's turn as a message, and the string that ended it."""
         if ask.form is None:
             tokenizer = self.terms.formats.tokenizer
-            text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            said = ends_of(tokenizer).cut(completion.token_ids)
+            text = str(tokenizer.decode(said, skip_special_tokens=True))
             text, ended_by = until_stop(text, ask.sampling.stop)
             return {"role": "assistant", "content": text}, ended_by
         if ask.must_call:

@@ -35,8 +35,10 @@ def model(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("wide")
     save_random_model(
         directory, AutoTokenizer.from_pretrained(tiny_model), vocab_size=VOCABULARY,
-        max_position_embeddings=128, initializer_range=0.15, eos_token_id=[1, 5], pad_token_id=0,
+        max_position_embeddings=128, initializer_range=0.15, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
+    # As in Qwen3 and Phi-3.5: config.json names one of several ends.
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
     return directory
 
 
@@ -95,6 +97,9 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, train_on, top_k, top
         max_tokens=8, temperature=0.7, top_p=top_p, top_k=top_k, min_tokens=min_tokens
     )
     rollouts = pipeline.run(prompts.draw(32), 4, sampling, seed=3)
+    for rollout in rollouts:
+        assert (rollout.finish_reason == "stop") == (rollout.token_ids[-1] in (1, 5))
+        assert not {1, 5} & set(rollout.token_ids[:-1])
     loss = Recorded()
     module = PolicyModule(
         str(model), loss=loss, minibatches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, replace
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.data.ends import Ends
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
@@ -161,6 +163,27 @@ def test_rollouts_at_the_same_time_do_not_share_an_environment(tokenizer, real_e
     for ours, theirs in zip(rollouts, alone, strict=True):
         if ours.token_ids == theirs.token_ids:
             assert ours.environment_reward == theirs.environment_reward
+
+
+def test_a_turn_ends_by_any_end_of_the_model(tokenizer):
+    """Its text is what was written before the end, and one found in a rollout is over."""
+    nine, heard = 12, []  # ends turns, and is an ordinary token for the tokenizer
+
+    class Listens(Environment):
+        def step(self, turn: str) -> Reply:
+            heard.append(turn)
+            return Reply("=", done=turn == "7")
+
+    agent = MultiTurn(Listens)
+    agent.configure(copy(tokenizer))
+    agent._tokenizer.ends = Ends((EOS, nine), text=EOS, turn=EOS)
+    whole = new()
+    asyncio.run(agent.run(whole, Scripted([[5, nine], [10, EOS]]), Sampling(max_tokens=40)))
+    assert whole.token_ids == [5, nine, EQUALS, 10, EOS]
+    part = cut(whole, 2)  # interrupted before the answer
+    asyncio.run(agent.run(part, Scripted([[10, EOS]]), Sampling(max_tokens=40)))
+    assert part.token_ids == whole.token_ids
+    assert heard == ["2", "7"] * 2
 
 
 # ---------------------------------------------------------------- recorded turns

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lightning_rl.agents.templates import TurnTemplate, tool_reply
+from lightning_rl.data.ends import find_ends
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.models.tokenizer import RunDay, with_chat_variables
@@ -95,6 +96,54 @@ def test_chats_of_qwen2_5_are_grown_exactly_too():
         grown += tokens + template.suffix(tokens, MORE)
         messages += [{"role": "assistant", "content": text}, *MORE]
     assert grown == encoded(tokenizer, template.render(messages))
+
+
+def with_ends(name, eos, *ends, **options):
+    """A tokenizer of the named template that has these ends beside its own."""
+    tokenizer = chat_tokenizer(name, eos=eos, **options)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(ends)})
+    numbers = tokenizer.convert_tokens_to_ids([eos, *ends])
+    tokenizer.ends = find_ends(tokenizer, numbers)
+    return tokenizer, numbers
+
+
+def test_a_turn_ends_by_the_templates_token_whatever_the_tokenizers_is():
+    tokenizer, (_, turn) = with_ends("gemma", "<eos>", "<end_of_turn>")
+    template = TurnTemplate(tokenizer)
+    template.check(MORE, allow_rewrites=True)  # it trims white space
+    follows = encoded(
+        tokenizer, "\n<start_of_turn>user\nMore.<end_of_turn>\n<start_of_turn>model\n"
+    )
+    said = encoded(tokenizer, "Five.")
+    assert template.suffix([*said, turn], MORE) == follows
+    assert template.suffix(said, MORE) == [turn, *follows]
+
+
+def test_no_second_end_follows_one_that_the_template_does_not_write():
+    """Llama 3.1 ends a call by <|eom_id|>, where its template has <|eot_id|>."""
+    tokenizer, ends = with_ends("llama3_1", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+    template = TurnTemplate(tokenizer, {"tools": [TOOL]})
+    asked = calls({"a": 1})
+    follows = template.suffix([ends[0]], results(asked), asked)
+    assert not set(follows[:1]) & set(ends)
+    assert [template.suffix([end], results(asked), asked) for end in ends] == [follows] * 3
+    assert template.suffix([], results(asked), asked) == [ends[0], *follows]
+
+
+def test_a_turn_may_end_by_the_token_that_opens_the_next_message():
+    """GLM-4: the template closes no turn, and the model writes <|user|> or <|endoftext|>."""
+    opening = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer, (text, user) = with_ends("qwen2_5", "<|eos|>", "<|user|>", template=opening)
+    template = TurnTemplate(tokenizer)
+    template.check(MORE)
+    follows = encoded(tokenizer, "More.<|assistant|>")
+    assert template.suffix([user], MORE) == follows
+    # Another end is in the place of nothing: the message keeps its opening.
+    for wrote in ([], [text]):
+        assert template.suffix(wrote, MORE) == [user, *follows]
 
 
 # ---------------------------------------------------------------- refused

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from lightning_rl.agents.base import Agent, continuation_seed
 from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import ToolAgent, tool_schema
+from lightning_rl.data.ends import find_ends
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
@@ -87,6 +88,21 @@ def written(rollout):
 
 
 # ---------------------------------------------------------------- turns
+
+
+def test_a_call_may_end_by_another_token_than_an_answer():
+    """Llama 3.1 ends calls by <|eom_id|>, and an answer by <|eot_id|>."""
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.add_tokens(["<|eom_id|>"])  # for this tokenizer an ordinary token
+    tokenizer.ends = find_ends(tokenizer, tokenizer("<|eom_id|>")["input_ids"])
+    agent = ToolAgent([add])
+    agent.configure(tokenizer)
+    for end in (END, "<|eom_id|>"):
+        message = agent._read(tokenizer(call(a=2, b=3) + end)["input_ids"], [], parse=True)
+        [asked] = message["tool_calls"]
+        assert (message["content"], asked["function"]["arguments"]) == ("", {"a": 2, "b": 3})
+        wrote = tokenizer(f"It is 5.{end}")["input_ids"]
+        assert agent._read(wrote, [], parse=True)["content"] == "It is 5."
 
 
 def test_each_turn_is_recorded_as_a_call_of_the_model():

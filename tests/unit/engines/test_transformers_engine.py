@@ -5,6 +5,7 @@ What it does as every engine does is in tests/integration/test_engine_contract.p
 
 import asyncio
 import json
+import shutil
 import threading
 import weakref
 from collections import Counter
@@ -160,13 +161,15 @@ def test_closing_ends_a_request_with_an_error(start):
         asyncio.run(run())
 
 
-def test_it_ends_with_any_end_token_of_the_model(tiny_model, weights, tmp_path):
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_it_ends_with_any_end_token_of_the_model(tiny_model, weights, tmp_path, file):
     """As vLLM does, and as scoring takes it: a chat model has several."""
-    save_skeleton(str(tiny_model), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 5]}))
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    said = json.loads((model / file).read_text())
+    (model / file).write_text(json.dumps(said | {"eos_token_id": [1, 5]}))
+    save_skeleton(str(model), tmp_path / "engine")
     engine = TransformersEngine(device="cpu")
-    engine.start(tmp_path)
+    engine.start(tmp_path / "engine")
     engine.load_weights(weights.items(), 3)
     sampling = Sampling(max_tokens=8, min_tokens=3, temperature=2.0)
     last = Counter()

@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, Qwen2Config
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling
 from lightning_rl.models import heads
 from lightning_rl.models.heads import token_logprobs
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.sampling import end_tokens
 from tests.support.engine_checks import sampled
 from tests.support.tolerances import rounding, scores_rounding
 
@@ -215,9 +213,3 @@ def test_min_tokens_counts_in_each_turn_anew(make_rollout):
     expected = [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0]
     assert batch["tokens", "no_end"].int().tolist() == expected
     assert "no_end" not in pack_rollouts([make_rollout([3], [4, 1])])["tokens"]
-
-
-def test_end_tokens_are_the_tokenizers_and_the_models(tiny_model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    for of_the_model, together in ((1, [1]), ([2, 5], [1, 2, 5]), (None, [1])):
-        assert end_tokens(tokenizer, Qwen2Config(eos_token_id=of_the_model)) == together
