@@ -1,7 +1,9 @@
 """A policy for the rest of the world: the directory that transformers, peft and vLLM load."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,9 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.lora import ADAPTER, LoRA
-from lightning_rl.models.pretrained import Loading
+from lightning_rl.models.pretrained import Loading, load_config
 from lightning_rl.models.sharding import full_tensor
+from lightning_rl.models.soundness import held_dtypes
 from lightning_rl.models.tokenizer import save_tokenizer
 from lightning_rl.run.checkpoint_io import in_host_memory
 from lightning_rl.run.dist import rank
@@ -27,6 +31,7 @@ class Exported(Protocol):
     model: str
     lm: PreTrainedModel
     lora: LoRA | None
+    stored: "StoredDtypes"
     tokenizer: PreTrainedTokenizerBase
     loading: Loading
 
@@ -35,6 +40,37 @@ class Exported(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Under their Hugging Face names, a LoRA merged; with all ranks."""
+
+
+@dataclass(frozen=True)
+class StoredDtypes:
+    """What a model's files hold its weights in, which training keeps in float32.
+
+    Args:
+        usual: of most weights; None: it is not known.
+        others: of weights that differ from it, by their names in the files.
+    """
+
+    usual: torch.dtype | None
+    others: Mapping[str, torch.dtype]
+
+    @classmethod
+    def of(cls, model: str, loading: Loading, weights: bool = True) -> "StoredDtypes":
+        """Read what ``config.json`` says, and with ``weights`` their files' headers."""
+        config = load_config(model, loading)
+        usual = config.dtype or config.get_text_config().dtype
+        folder = Path(model, loading.model_kwargs.get("subfolder", ""))
+        held = held_dtypes(folder) if weights else {}
+        if usual is None and held:
+            usual = Counter(held.values()).most_common(1)[0][0]
+        return cls(usual, {name: dtype for name, dtype in held.items() if dtype != usual})
+
+    def cast(self, name: str, weight: Tensor) -> Tensor:
+        """The weight on the host, with as many bits as in the files if it has more."""
+        dtype = self.others.get(name, self.usual)
+        if dtype is None or not weight.is_floating_point() or weight.itemsize <= dtype.itemsize:
+            return weight.cpu()
+        return weight.to("cpu", dtype)
 
 
 class ModelExport:
@@ -55,10 +91,8 @@ class ModelExport:
     def __init__(self, policy: Exported, merge_adapters: bool = True, copied: bool = False) -> None:
         self._policy = policy
         self._alone = policy.lora is not None and not merge_adapters
-        self._weights: dict[str, Tensor] | None = None  # None: read from the model when written
-        if self._alone or policy.sharded or policy.lora is not None or copied:
-            weights = self._gathered()
-            self._weights = in_host_memory(weights) if copied else weights
+        weights = self._gathered()
+        self._weights = in_host_memory(weights) if copied else weights
 
     def write(self, directory: str | Path) -> None:
         """Write weights, configuration, tokenizer and code of the model's own."""
@@ -66,10 +100,8 @@ class ModelExport:
         place.mkdir(parents=True, exist_ok=True)
         if self._alone:
             self._write_adapters(place)
-        elif policy.sharded or policy.lora is not None:
-            self._write_merged(place)
         else:
-            policy.lm.save_pretrained(place, state_dict=self._weights)
+            self._write_model(place)
         save_tokenizer(policy.tokenizer, place)
         policy.loading.copy_code(policy.model, place)
 
@@ -88,24 +120,30 @@ class ModelExport:
         for name, weight in named:
             whole = full_tensor(weight.detach())  # with all ranks
             if rank() == 0:
-                gathered[name] = whole.cpu()
+                gathered[name] = whole.cpu() if self._alone else policy.stored.cast(name, whole)
         return gathered
 
-    def _write_merged(self, place: Path) -> None:
-        assert self._weights is not None
-        weights = {name: _apart(weight) for name, weight in self._weights.items()}
-        config = deepcopy(self._policy.lm.config)
-        config.dtype = next(iter(weights.values())).dtype
+    def _write_model(self, place: Path) -> None:
+        policy, lm = self._policy, self._policy.lm
+        if lm.can_generate():  # not copied, so that its faults are told of once
+            lm.generation_config = repaired(lm.generation_config, policy.model)
+        if policy.sharded or policy.lora is not None:
+            if lm.can_generate():
+                lm.generation_config.save_pretrained(place)
+            weights = {name: _apart(weight) for name, weight in self._weights.items()}
+            save_torch_state_dict(weights, place, metadata=_METADATA)
+        else:
+            lm.save_pretrained(place, state_dict=self._weights)
+        config = deepcopy(lm.config)
+        for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+            if part is not None:
+                part.dtype = next(iter(self._weights.values())).dtype
         config.save_pretrained(place)
-        if self._policy.lm.can_generate():
-            self._policy.lm.generation_config.save_pretrained(place)
-        save_torch_state_dict(weights, place, metadata=_METADATA)
 
     def _write_adapters(self, place: Path) -> None:
         from peft import get_peft_model_state_dict
 
         lm: Any = self._policy.lm
-        assert self._weights is not None
         adapters = get_peft_model_state_dict(
             lm, state_dict=self._weights, adapter_name=ADAPTER, save_embedding_layers=False
         )

@@ -17,7 +17,7 @@ from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout, of_all_tokens
 from lightning_rl.models.exact_packing import require_exact_packing
-from lightning_rl.models.export import ModelExport
+from lightning_rl.models.export import ModelExport, StoredDtypes
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
     LoRA,
@@ -83,6 +83,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.loading = loading
+        self.random_init = random_init
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         quantization = None if lora is None else lora.quantization
         if compile_layers and quantization is not None:
@@ -100,6 +101,7 @@ class Policy(nn.Module):
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = ends_of(self.tokenizer).token_ids
+        self.stored = StoredDtypes.of(model, loading, weights=not random_init)
         if self.lm.can_generate():  # so that who generates with an export stops there, too
             self.lm.generation_config.eos_token_id = list(self.ends)
         self.reader = reader_of(self.tokenizer)
@@ -348,7 +350,8 @@ class Policy(nn.Module):
     def save_pretrained(self, directory: str | Path, merge_adapters: bool = True) -> None:
         """Write a directory that transformers and vLLM load; a LoRA is merged into it.
 
-        Call it on all ranks, since sharded weights are gathered by all; rank 0 writes. With
+        Call it on all ranks, since sharded weights are gathered by all; rank 0 writes. Weights have
+        the dtype that they have in the model's files, or the policy's if that has fewer bits. With
         ``merge_adapters=False`` it holds a LoRA's adapters alone, in peft's format.
         """
         export = ModelExport(self, merge_adapters)

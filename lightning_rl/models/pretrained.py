@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION
 from lightning_rl.models.exact_packing import OTHER_MODEL
+from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.packed_reading import PackedReading
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantize
@@ -272,11 +273,14 @@ def model_of(value: Any) -> Any:
     if not isinstance(lm, nn.Module):
         return value
     _require_plain(lm)
-    copy = TemporaryDirectory(prefix="lightning_rl_model_")
-    cast(PreTrainedModel, lm).save_pretrained(copy.name)
-    (_tokenizer_of(lm) if tokenizer is None else tokenizer).save_pretrained(copy.name)
-    given = GivenModel(copy.name)
-    given.directory = copy
+    directory = TemporaryDirectory(prefix="lightning_rl_model_")
+    written = cast(PreTrainedModel, copy(lm))  # of the same weights: the given one stays as it is
+    if written.can_generate():
+        written.generation_config = repaired(written.generation_config, type(lm).__name__)
+    written.save_pretrained(directory.name)
+    (_tokenizer_of(lm) if tokenizer is None else tokenizer).save_pretrained(directory.name)
+    given = GivenModel(directory.name)
+    given.directory = directory
     return given
 
 

@@ -21,6 +21,7 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece
 # Placeholders of pictures and sounds, which no text holds, may exceed a text model's embedding.
 _OTHER_MODALITY = re.compile("image|video|audio|vision|speech", re.IGNORECASE)
 _SHOWN = 3
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def require_sound(model: str, weights: bool = True) -> None:
@@ -83,6 +84,17 @@ def held_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
             names = file.keys()
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     return shapes
+
+
+def held_dtypes(directory: Path) -> dict[str, torch.dtype]:
+    """Dtypes of the same weights, as far as one can compute with them; {} of a hub name."""
+    dtypes: dict[str, torch.dtype] = {}
+    for path in sorted(directory.glob(_WEIGHTS)):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            named = {name: _DTYPES.get(file.get_slice(name).get_dtype()) for name in names}
+        dtypes |= {name: dtype for name, dtype in named.items() if dtype is not None}
+    return dtypes
 
 
 def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
