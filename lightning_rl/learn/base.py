@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_rl.config.layers import Change
 from lightning_rl.errors import ConfigError, LightningRLError
+from lightning_rl.learn.frozen_base import leave_out_base, put_back_base
 from lightning_rl.learn.gradients import norm_of
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
@@ -110,6 +111,12 @@ class LanguageModule(FiniteStepsModule):
                 f"{type(batch).__name__}: give trainer.fit no DataLoader but a data module, which "
                 "makes them of rows (RLDataModule, SFTDataModule, PairDataModule)"
             )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        leave_out_base(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        put_back_base(self, checkpoint)
 
     @property
     @abstractmethod
@@ -263,6 +270,7 @@ class RecordingModule(FiniteStepsModule):
                 part.load_state_dict(states[name])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         # Most checkpoints are taken before the iteration's row is written.
         checkpoint["lightning_rl"] = {
             "iteration": self.iteration,
@@ -279,6 +287,7 @@ class RecordingModule(FiniteStepsModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         state = checkpoint["lightning_rl"]
         check_resume(self, checkpoint)
         self.iteration, self._recorded = state["iteration"], dict(state["recorded"])

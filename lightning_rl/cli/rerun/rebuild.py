@@ -177,8 +177,8 @@ def _load(made: Remade) -> None:
     made.module.configure_model()
     if made.kept.path is not None:
         checkpoint = made.kept.load()
+        made.module.on_load_checkpoint(checkpoint)  # first, as Lightning does
         made.module.load_state_dict(checkpoint["state_dict"])
-        made.module.on_load_checkpoint(checkpoint)
     made.outcomes[made.kept.version] = outcome(made.trainer, made.module, {})
 
 
@@ -208,8 +208,8 @@ class _Retraining(RLCallback):
         """Do what ``ckpt_path`` would, but for the place in an epoch, which is another here."""
         strategy = trainer.strategy
         checkpoint = strategy.load_checkpoint(path, weights_only=True)
-        strategy.load_model_state_dict(checkpoint)
         pl_module.on_load_checkpoint(checkpoint)
+        strategy.load_model_state_dict(checkpoint)
         strategy.load_optimizer_state_dict(checkpoint)
         schedules = checkpoint["lr_schedulers"]
         for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):

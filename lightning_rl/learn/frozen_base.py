@@ -1,0 +1,81 @@
+"""The frozen base of a LoRA: left out of checkpoints, and taken from the model's files again."""
+
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.policy import Policy
+from lightning_rl.run.digest import digests
+
+_KEY = "frozen_base"
+"""Of a checkpoint: what tells the base that it left out from others."""
+
+
+def leave_out_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Take the weights out of a checkpoint that every start reads from the model's files."""
+    base = _base_of(module)
+    left_out = base.keys() & checkpoint.get("state_dict", {}).keys()  # none on other ranks
+    if left_out:
+        checkpoint["state_dict"] = {
+            name: weight
+            for name, weight in checkpoint["state_dict"].items()
+            if name not in left_out
+        }
+        checkpoint[_KEY] = _digest(base)
+
+
+def put_back_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint have what was left out of it, from the module, which read the files.
+
+    Raises:
+        ConfigError: if these are of another model than they were.
+    """
+    base = _base_of(module)
+    if _KEY not in checkpoint or not base:
+        return
+    if _digest(base) != checkpoint[_KEY]:
+        named = sorted({policy.model for policy in _adapted(module).values()})
+        raise ConfigError(
+            f"model={', '.join(map(repr, named))} has other weights than those that the "
+            "checkpoint's LoRA was trained on, which it does not hold; give the model as it was "
+            "then"
+        )
+    checkpoint["state_dict"] = base | checkpoint["state_dict"]
+
+
+def _adapted(module: nn.Module) -> dict[str, Policy]:
+    """Policies that train a LoRA on weights from files, by their places in the module.
+
+    One that is nowhere trained is a reference, which may have been renewed, and stays whole. So do
+    weights that ranks share.
+    """
+    return {
+        place: policy
+        for place, policy in module.named_modules()
+        if isinstance(policy, Policy)
+        and policy.lora is not None
+        and not (policy.random_init or policy.sharded or policy.tensor)
+        and any(parameter.requires_grad for parameter in policy.lm.parameters())
+    }
+
+
+def _base_of(module: nn.Module) -> dict[str, Tensor]:
+    """Weights that stay as the models' files have them, by their names in ``state_dict``."""
+    return {
+        ".".join(filter(None, (place, "lm", name))): parameter.detach()
+        for place, policy in _adapted(module).items()
+        for name, parameter in policy.lm.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad and ".lora_" not in name
+    }
+
+
+def _digest(base: dict[str, Tensor]) -> str:
+    """The same for a base that computes in float32 or in bfloat16."""
+    rounded = (
+        (name, weight.bfloat16() if weight.is_floating_point() else weight)
+        for name, weight in base.items()
+    )
+    found = sorted(digests(rounded).items())
+    return blake2b(repr(found).encode(), digest_size=16).hexdigest()
