@@ -9,6 +9,7 @@ Slow: two of its tests start servers of their own, one of them as the documentat
 
 import asyncio
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -189,9 +190,9 @@ def test_what_is_frozen_is_pushed_to_all_replicas_once(tiny_model, engine, kind)
 
 @pytest.mark.slow
 def test_a_server_started_as_the_page_says_can_be_worked_with(
-    monkeypatch, tiny_model, skeleton, weights
+    monkeypatch, tiny_model, skeleton, weights, tmp_path
 ):
-    """The command for GPUs, and what it says to add on CPUs."""
+    """The command for GPUs, and what it says to add on CPUs. It stops at ends that it is told."""
     page = (Path(__file__).parents[2] / "docs" / "sync.md").read_text("utf-8")
     section = page.partition("### Servers that run already")[2]
     command, further = re.findall(r"```text\n(.*?)```", section, re.DOTALL)[:2]
@@ -206,9 +207,14 @@ def test_a_server_started_as_the_page_says_can_be_worked_with(
     options = {"api_key_env": KEY, "dtype": "float32", "start_timeout_s": 400, "health_every_s": 1}
     visitor, another = (VLLMServer(urls=[f"http://127.0.0.1:{port}"], **options) for _ in range(2))
     try:
-        visitor.start(skeleton)
+        ends = shutil.copytree(skeleton, tmp_path / "ends")
+        (ends / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+        visitor.start(ends)
         visitor.load_weights(weights.items(), 1)
         assert gap(visitor.replicas[0], plain_model(tiny_model, weights)) < ROUNDING
+        made = generate(visitor, PROMPTS * 20, Sampling(max_tokens=8, temperature=2.0))
+        assert not any({1, 5} & set(one.token_ids[:-1]) for one in made)
+        assert {one.token_ids[-1] for one in made if one.finish_reason == "stop"} == {1, 5}
         with pytest.raises(ReplicaError, match="is used by another training run"):
             another.start(skeleton)
     finally:
