@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import ModelParallelStrategy
 from tensordict import TensorDict
 from torch.optim import Optimizer
 
 from lightning_rl.config.layers import Change
 from lightning_rl.errors import ConfigError, LightningRLError
-from lightning_rl.learn.frozen_base import leave_out_base, put_back_base
+from lightning_rl.learn.frozen_base import adapted, leave_out_base, put_back_base
 from lightning_rl.learn.gradients import norm_of
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
@@ -111,6 +112,16 @@ class LanguageModule(FiniteStepsModule):
                 f"{type(batch).__name__}: give trainer.fit no DataLoader but a data module, which "
                 "makes them of rows (RLDataModule, SFTDataModule, PairDataModule)"
             )
+
+    @property
+    def strict_loading(self) -> bool:
+        """Not where shards are read before a LoRA's base can be put back: it is in them already."""
+        shards = isinstance(getattr(self._trainer, "strategy", None), ModelParallelStrategy)
+        return self._strict_loading in (None, True) and not (shards and adapted(self))
+
+    @strict_loading.setter
+    def strict_loading(self, strict_loading: bool) -> None:
+        self._strict_loading = strict_loading
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         leave_out_base(self, checkpoint)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.sharding import full_tensor
 from lightning_rl.run.digest import digests
 
 _KEY = "frozen_base"
@@ -15,6 +16,8 @@ _KEY = "frozen_base"
 
 def leave_out_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     """Take the weights out of a checkpoint that every start reads from the model's files."""
+    if any(policy.sharded for policy in adapted(module).values()):
+        return  # each rank writes, and reads, its own part
     base = _base_of(module)
     left_out = base.keys() & checkpoint.get("state_dict", {}).keys()  # none on other ranks
     if left_out:
@@ -32,31 +35,31 @@ def put_back_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     Raises:
         ConfigError: if these are of another model than they were.
     """
-    base = _base_of(module)
-    if _KEY not in checkpoint or not base:
+    base = _base_of(module) if _KEY in checkpoint else {}
+    if not base:
         return
     if _digest(base) != checkpoint[_KEY]:
-        named = sorted({policy.model for policy in _adapted(module).values()})
+        named = sorted({policy.model for policy in adapted(module).values()})
         raise ConfigError(
             f"model={', '.join(map(repr, named))} has other weights than those that the "
             "checkpoint's LoRA was trained on, which it does not hold; give the model as it was "
             "then"
         )
-    checkpoint["state_dict"] = base | checkpoint["state_dict"]
+    if "state_dict" in checkpoint:  # else a strategy has read it already, into its shards
+        checkpoint["state_dict"] = base | checkpoint["state_dict"]
 
 
-def _adapted(module: nn.Module) -> dict[str, Policy]:
+def adapted(module: nn.Module) -> dict[str, Policy]:
     """Policies that train a LoRA on weights from files, by their places in the module.
 
-    One that is nowhere trained is a reference, which may have been renewed, and stays whole. So do
-    weights that ranks share.
+    One that is nowhere trained is a reference, which may have been renewed, and stays whole.
     """
     return {
         place: policy
         for place, policy in module.named_modules()
         if isinstance(policy, Policy)
         and policy.lora is not None
-        and not (policy.random_init or policy.sharded or policy.tensor)
+        and not policy.random_init
         and any(parameter.requires_grad for parameter in policy.lm.parameters())
     }
 
@@ -64,8 +67,8 @@ def _adapted(module: nn.Module) -> dict[str, Policy]:
 def _base_of(module: nn.Module) -> dict[str, Tensor]:
     """Weights that stay as the models' files have them, by their names in ``state_dict``."""
     return {
-        ".".join(filter(None, (place, "lm", name))): parameter.detach()
-        for place, policy in _adapted(module).items()
+        ".".join(filter(None, (place, "lm", name))): full_tensor(parameter.detach())
+        for place, policy in adapted(module).items()
         for name, parameter in policy.lm.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad and ".lora_" not in name
     }
