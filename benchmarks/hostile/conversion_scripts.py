@@ -13,6 +13,15 @@ SCRIPTS: list[tuple[str, str, tuple[str, ...], bool]] = [
     ),
     ("a script without a trainer", "ls -l\n", ("no command in it starts verl",), False),
     ("an empty script", "", ("no command in it starts verl",), False),
+    (
+        "a case that only a run would decide",
+        "n=8\ncase $(uname) in Linux) ;; npu) n=16 ;; *) exit 1 ;; esac\n"
+        f"{PPO} trainer.n_gpus_per_node=$n",
+        ("devices: 8", "it may be 16"),
+        True,
+    ),
+    ("5,000 defaults", "x=" + "${A:-" * 5000 + "}" * 5000, ("more than 50 branches",), False),
+    ("5,000 branches", "if a; then " * 5000, ("more than 50 branches",), False),
     ("a quote that stays open", f"{PPO} a='b", ("does not close",), False),
     ("a list that stays open", "A=(1 2", ("does not end",), False),
     ("a command that stays open", f"{PPO} a=$(date", ("does not close",), False),

@@ -86,6 +86,7 @@ CALLS: list[Call] = [
     trl("a path with a zero byte", "dataset_name=", dataset_name="a\0b"),
     trl("a path of 10,000 characters", "it is not here", dataset_name="a/" * 5000, right=True),
     trl("names that nobody has", "no parameter of a GRPOConfig", colour="red"),
+    trl("sections of NeMo-RL", "it looks like NeMo-RL's", grpo={}, policy={}, data={}, cluster={}),
     trl("infinity", "learning_rate=inf", learning_rate=float("inf")),
     trl("a kind of correction that is none", "it is none of sequence_mask", use_vllm=True,
         vllm_importance_sampling_mode="all_mask", right=True),

@@ -16,7 +16,7 @@ def part_of(written: dict[str, Any]) -> Any:
 
 
 def check_parts(result: Conversion) -> None:
-    """Make each part of the update, as ``lightning-rl fit`` will.
+    """Make each part of the update, and rewards of our own, as ``lightning-rl fit`` will.
 
     Raises:
         ConfigError: if one is refused: convert would have written what nothing can run.
@@ -27,6 +27,9 @@ def check_parts(result: Conversion) -> None:
         made = {name: part_of(model[name]) for name in PARTS if name in model}
         if "value_loss" in model:
             ValueLoss(**model["value_loss"])
+        for reward in data["rewards"]:
+            if isinstance(reward, dict):
+                part_of(reward)
     except ConfigError as error:
         raise ConfigError(f"what these values amount to here is refused: {error}") from error
     least = made["advantage"].min_group_size

@@ -229,7 +229,9 @@ class Given:
 
     def _reason(self, name: str) -> str:
         if name in self._rows:
-            return self._rows[name].note or "it has no counterpart"
+            row = self._rows[name]
+            unused = "nothing that is on uses it" if row.ours else "it has no counterpart"
+            return row.note or unused
         return "it is in no table of counterparts: look for it on the page that compares both"
 
 

@@ -11,12 +11,17 @@ from lightning_rl.convert.rejection_verl import (
 )
 from lightning_rl.errors import ConfigError
 
-ACTOR = "actor_rollout_ref.actor."
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 ESTIMATORS = {"kl": "K1", "k1": "K1", "mse": "K2", "k2": "K2", "low_var_kl": "K3", "k3": "K3"}
 KL_CAP = 10.0
 """At which verl takes k3 of a token, at most."""
 BY_SEQUENCE = ("gspo", "sapo")
 """Losses that verl averages over each sequence, then over sequences, whatever is said."""
+
+
+def group_size(given: Given) -> int:
+    """Completions of a prompt: Search-R1 repeats the prompt before it is asked ``n`` times."""
+    return int(given[ROLLOUT + "n"] * given[ROLLOUT + "n_agent"])
 
 
 def carry(given: Given, result: Conversion, total: int | None) -> None:
@@ -108,7 +113,7 @@ def _averaged_apart(given: Given, result: Conversion, loss_mode: str) -> None:
 def _advantage(given: Given, result: Conversion) -> None:
     """Advantage, and the critic that it needs."""
     key = "algorithm.adv_estimator"
-    name, alone = str(given[key]), given.look("actor_rollout_ref.rollout.n") == 1
+    name, alone = str(given[key]), group_size(given) == 1
     given.cover("critic.enable", "critic.ppo_epochs", "critic.ppo_mini_batch_size")
     if name == "gae":
         _critic(given, result)
@@ -194,8 +199,7 @@ def _coefficient(given: Given, result: Conversion) -> Any:
     coef = given["algorithm.kl_ctrl.kl_coef"]
     if given["algorithm.kl_ctrl.type"] != "adaptive":
         return coef
-    group_size = given.look("actor_rollout_ref.rollout.n")
-    rollouts = given.look("data.train_batch_size") * group_size
+    rollouts = given.look("data.train_batch_size") * group_size(given)
     result.remarks.append(
         "algorithm.kl_ctrl.type adaptive: verl measures the KL as a mean over sequences of their "
         "mean over tokens, AdaptiveCoefficient as one over tokens"

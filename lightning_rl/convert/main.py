@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.convert.conversion import Conversion
 from lightning_rl.convert.sources import Source, flat, read
-from lightning_rl.convert.trl import convert_trl
+from lightning_rl.convert.trl import convert_trl, require_grpo_config
 from lightning_rl.convert.verl import convert_verl
 from lightning_rl.errors import ConfigError, DiskError, require_at_least
 
@@ -89,7 +89,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="whose it is (default: what its names look like)",
     )
     parser.add_argument("--output", type=Path, help="the file to write (default: print it)")
-    parser.add_argument("--devices", type=int, default=1, help="training processes (default: 1)")
+    parser.add_argument(
+        "--devices", type=int, help="training processes (default: what theirs says, or 1)"
+    )
     parser.add_argument("--model", help="directory or hub name, which a GRPOConfig does not name")
     parser.add_argument("--prompts", help="file or folder of prompts to train on")
     parser.add_argument("--eval_prompts", help="file or folder of held-out prompts")
@@ -104,7 +106,6 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     source = read(options.file)
     conversion = convert(source, options)
-    conversion.missing += source.missing
     text = as_yaml(conversion, options.file.name)
     if options.output is None:
         print(text, end="")
@@ -119,29 +120,39 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def convert(source: Source, options: argparse.Namespace) -> Conversion:
-    """Convert what was read, with what the command line adds.
+    """Convert what was read, with what the command line adds, which counts more.
 
     Raises:
         ConfigError: if it is the other library's than ``--from`` says.
     """
     if options.library not in (None, source.library or options.library):
         raise ConfigError(f"--from {options.library}: {options.file} is made for {source.library}")
-    if "verl" in (source.library, options.library):
-        return _from_verl(source.values, options)
-    named = {
+    verl = "verl" in (source.library, options.library)
+    added = {n: v for n, v in (_of_verl if verl else _of_trl)(options).items() if v is not None}
+    if verl:
+        conversion = convert_verl(flat(source.values) | added, options.rewards)
+    else:
+        require_grpo_config(source.values)  # before anything is added to it
+        devices = options.devices or source.devices or 1
+        conversion = convert_trl(source.values | added, devices, options.eval_prompts)
+    doubts = {n: doubts for n, doubts in source.doubts.items() if n not in added}
+    unread = (doubt for doubts_of_one in doubts.values() for doubt in doubts_of_one)
+    conversion.missing += dict.fromkeys([*unread, *source.missing])
+    return conversion
+
+
+def _of_trl(options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "model_name_or_path": options.model,
         "dataset_name": options.prompts,
         "reward_funcs": options.rewards,
     }
-    values = source.values | {name: value for name, value in named.items() if value is not None}
-    return convert_trl(values, options.devices, options.eval_prompts)
 
 
-def _from_verl(values: dict[str, Any], options: argparse.Namespace) -> Conversion:
-    named = {
+def _of_verl(options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "actor_rollout_ref.model.path": options.model,
         "data.train_files": options.prompts,
         "data.val_files": options.eval_prompts,
+        "trainer.n_gpus_per_node": options.devices,
     }
-    added = {name: value for name, value in named.items() if value is not None}
-    return convert_verl(flat(values) | added, options.rewards)

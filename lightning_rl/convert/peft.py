@@ -17,7 +17,23 @@ _NAMES = {
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }
-_OURS_ANYWAY = {"peft_type", "task_type", "base_model_name_or_path", "inference_mode", "revision"}
+_OURS_ANYWAY = {
+    "peft_type",
+    "peft_version",
+    "task_type",
+    "base_model_name_or_path",
+    "inference_mode",
+    "revision",
+    "auto_mapping",
+}
+_ON: dict[str, Any] = {
+    "bias": "none",
+    "init_lora_weights": True,
+    "megatron_core": "megatron.core",
+    "qalora_group_size": 16,
+    "runtime_config": {"ephemeral_gpu_offload": False},
+}
+"""Of what a LoraConfig that says nothing of it holds; all else is off."""
 
 
 def with_adapters(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,12 +55,6 @@ def with_adapters(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in peft.items():
         if name in _NAMES and value is not None:
             found[_NAMES[name]] = value
-        elif (value and name not in _OURS_ANYWAY | _DEFAULTS.keys()) or (
-            name in _DEFAULTS and value != _DEFAULTS[name]
-        ):
+        elif name not in _OURS_ANYWAY and (value or None) != _ON.get(name):
             found[f"{KEY}.{name}"] = value
     return values | found
-
-
-_DEFAULTS: dict[str, Any] = {"bias": "none", "init_lora_weights": True}
-"""Of what is on in a LoraConfig that says nothing of it."""

@@ -1,263 +1,212 @@
 """Shell scripts, read and never run: the words of their commands, with variables put in."""
 
-import ast
-import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from lightning_rl.convert.shell_branches import (
+    Arm,
+    Word,
+    is_test,
+    matches,
+    reachable,
+    settled,
+    truth,
+)
+from lightning_rl.convert.shell_words import WordReader, joined
 from lightning_rl.errors import ConfigError
 
-_ASSIGNMENT = re.compile(r"(\w+)(\+?)=")
 _REDIRECTION = re.compile(r"\d*[<>]+[&|-]*[ \t]*")
-_VARIABLE = re.compile(r"\w+|[@*#?!$-]")
 _HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n.*?^\s*\1\s*$", re.DOTALL | re.MULTILINE)
-_BEFORE = {"export", "local", "readonly", "declare", "then", "do", "else", "time", "exec", "nohup"}
-_DEFAULT = re.compile(r"(\w+):?([-=+?])(.*)", re.DOTALL)
-_OPERATIONS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_BEFORE = {"export", "local", "readonly", "declare", "do", "{", "time", "exec", "nohup"}
+_KEYWORD = re.compile(r"(case|if|then|elif|else|fi|esac)(?=[\s;&|()]|$)")
+_ARM_ENDS = re.compile(r";;&|;;|;&")
+_BETWEEN = re.compile(r"(?:\s|\\\n|#[^\n]*)*")
+_IN = re.compile(r"\s+in\b(?:\s|#[^\n]*)*")
+_OPENS_PATTERN = re.compile(r"(?:\s|#[^\n]*)*\(?[ \t]*")
+_BETWEEN_PATTERNS = re.compile(r"[ \t|]*")
 _LARGEST_SCRIPT = 1_000_000
 _MOST_WORDS = 10_000
-_LONGEST_VALUE = 10_000
-"""Characters of a variable: one that doubles itself a hundred times ends here."""
 
 
 @dataclass
 class Script:
-    """The commands of a script, and what could not be read without running it."""
+    """The commands of a script; their words know what could not be read without running it."""
 
-    commands: list[list[str]] = field(default_factory=list)
-    unknown: dict[str, list[str]] = field(default_factory=dict)
-    """Variables, arguments of the script and commands whose values only a run would tell, by what
-    stands for them in the words."""
+    commands: list[list[Word]] = field(default_factory=list)
 
 
 def read_script(text: str, place: str) -> Script:
     """Split a script into its commands; assignments above a command are put into it.
 
-    Of branches all are read, in their order; loops are read once.
+    Of the branches of ``case`` and ``if``, that is read for which the values decide. Where only a
+    run would decide, :func:`.shell_branches.settled` chooses the variables, which are in doubt
+    then, and the commands of all are read. Loops are read once.
 
     Raises:
-        ConfigError: if quotes do not close, or the script is too large to be one.
+        ConfigError: if quotes do not close, or the script is too large or too deep to be one.
     """
     if len(text) > _LARGEST_SCRIPT:
         raise ConfigError(f"{place}: {len(text):,} characters are too many for a script")
     return _Reader(_HEREDOC.sub("\n", text), place).read()
 
 
-class _Reader:
+class _Reader(WordReader):
     def __init__(self, text: str, place: str) -> None:
-        self.text, self.place, self.at = text.replace("\r\n", "\n"), place, 0
-        self.variables: dict[str, list[str]] = {}
+        super().__init__(text, place)
         self.script = Script()
 
     def read(self) -> Script:
         while self.at < len(self.text):
-            words: list[str] = []
-            for group in self._command():
-                words += group
-                if len(words) > _MOST_WORDS:
-                    raise ConfigError(f"{self.place}: a command of more than {_MOST_WORDS:,} words")
-            if words:
-                self.script.commands.append(words)
+            self._block()
         return self.script
 
-    def _command(self) -> Iterator[list[str]]:
+    def _block(self, *ends: str) -> str:
+        """Read commands up to one of ``ends``; return that, or nothing at the end of the script."""
+        while self.at < len(self.text):
+            self._skip(_BETWEEN)
+            ended = _ARM_ENDS.match(self.text, self.at)
+            keyword = _KEYWORD.match(self.text, self.at)
+            if ended:
+                self.at = ended.end()
+                if ";;" in ends:
+                    return ";;"
+            elif keyword:
+                begin, self.at = self.at, keyword.end()
+                if keyword[1] in ends:
+                    return keyword[1]
+                {"case": self._case, "if": self._if}.get(keyword[1], lambda begin: None)(begin)
+            else:
+                self._chain()
+        return ""
+
+    def _chain(self) -> None:
+        """Read a command, and those that ``&&`` and ``||`` join to it."""
+        begin = self.at
+        words, said = self._one_command()
+        if not is_test(words):
+            said = True  # it is taken to succeed
+        while (sign := self.text[self.at : self.at + 2]) in ("&&", "||"):
+            what = self._since(begin)
+            self.at += 2
+            self._skip(_BETWEEN)
+            taken = said if sign == "&&" or said is None else not said
+            self._settle([self._arm(taken, self._one_command)[0]], what)
+        if self.next("") in ("\n", ";", "&", "|") and not _ARM_ENDS.match(self.text, self.at):
+            self.at += 1
+
+    def _if(self, begin: int) -> None:
+        arms: list[Arm] = []
+        end: object = "elif"
+        what = ""
+        while end == "elif":
+            said = self._condition()
+            what = what or self._since(begin)
+            arm, end = self._arm(said, lambda: self._block("elif", "else", "fi"))
+            arms.append(arm)
+        if end == "else":
+            arms.append(self._arm(True, lambda: self._block("fi"))[0])
+        self._settle(arms, what)
+
+    def _condition(self) -> bool | None:
+        """Read up to ``then``; what it says is known of a single test."""
+        self._skip(_BETWEEN)
+        _, said = self._one_command()
+        alone = self.next("") in ("\n", ";")
+        self._block("then")
+        return said if alone else None
+
+    def _case(self, begin: int) -> None:
+        self._skip(_BETWEEN)
+        subject, unsure = self._apart(" \t\n;")
+        self._skip(_IN)
+        what, end = self._since(begin), ""
+        arms: list[Arm] = []
+        while end != "esac" and self.at < len(self.text):
+            self._skip(_OPENS_PATTERN)
+            if self.text.startswith("esac", self.at):
+                self.at += len("esac")
+                break
+            taken = self._fits(subject, unsure)
+            arm, ended = self._arm(taken, lambda: self._block(";;", "esac"))
+            arms.append(arm)
+            end = str(ended)
+        self._settle(arms, what)
+
+    def _fits(self, subject: str, unsure: bool) -> bool | None:
+        """Read the patterns of an arm; tell whether it is taken if none before it is."""
+        found: list[bool | None] = []
+        while self.next("") not in ("", ")"):
+            pattern, doubtful = self._apart(" \t\n|)")
+            fits = pattern == "*" or matches(subject, pattern)
+            found.append(None if (unsure or doubtful) and pattern != "*" else fits)
+            self._skip(_BETWEEN_PATTERNS)
+            if self.next("") == "\n":
+                raise ConfigError(f"{self.place}: a pattern of a case does not end with )")
+        self.at += 1
+        return True if True in found else None if None in found else False
+
+    def _arm(self, taken: bool | None, read: Callable[[], object]) -> tuple[Arm, object]:
+        """What ``read`` makes of the text that follows, apart from what is known here."""
+        values, script, level = self.values, self.script, self.depth
+        self.values, self.script = values.copy(), Script()
+        self.deeper()
+        end = read()
+        arm = Arm(taken, self.values, self.script.commands)
+        self.values, self.script, self.depth = values, script, level
+        return arm, end
+
+    def _settle(self, arms: list[Arm], what: str) -> None:
+        """Go on behind branches: with what the arm leaves that is taken, or that may be."""
+        possible = reachable([*arms, Arm(True, self.values)])
+        for arm in possible:
+            self.script.commands += arm.commands
+        self.values = possible[0].values if len(possible) == 1 else settled(possible, what)
+
+    def _one_command(self) -> tuple[list[Word], bool | None]:
+        """Read one command into the script; return its words, and what it says as a condition."""
+        words: list[Word] = []
+        for group in self._command():
+            words += group
+            if len(words) > _MOST_WORDS:
+                raise ConfigError(f"{self.place}: a command of more than {_MOST_WORDS:,} words")
+        if words:
+            self.script.commands.append(words)
+        return words, None if any(word.doubts for word in words) else truth(words)
+
+    def _command(self) -> Iterator[list[Word]]:
         """The words up to the end of a command, each as what it expands to."""
         begun = False
         while self.at < len(self.text):
             here = self.text[self.at]
-            if here in "\n;&|":
-                self.at += 1
+            if here in "\n;&|" or (not begun and _KEYWORD.match(self.text, self.at)):
                 return
             if self.text.startswith("\\\n", self.at):
                 self.at += 2
             elif here in " \t()":
-                begun = begun and here != ")"  # behind a pattern of a case, another command begins
+                begun = begun and here != ")"  # behind the name of a function, its body begins
                 self.at += 1
             elif redirected := _REDIRECTION.match(self.text, self.at):
                 self.at = redirected.end()
-                self._word()
+                self.word()
             elif here == "#":
                 self.at = (self.text + "\n").find("\n", self.at)
             else:
-                assigned = None if begun else self._assigned()
+                assigned = None if begun else self.assigned()
                 if assigned is None:
-                    words = self._word()
+                    words = self.word()
                     begun = begun or words[:1] not in [[name] for name in _BEFORE]
                     yield [] if not begun else words
 
-    def _assigned(self) -> str | None:
-        """Take ``name=value`` or ``name=(a b)`` in; None if there is none."""
-        match = _ASSIGNMENT.match(self.text, self.at)
-        if match is None:
-            return None
-        name, more = match.groups()
-        self.at = match.end()
-        if self.text.startswith("(", self.at):
-            self.at += 1
-            values = list(self._items())
-        else:
-            values = ["".join(self._word(splits=False))]
-        before = self.variables.get(name, []) if more else []
-        self.variables[name] = [value[:_LONGEST_VALUE] for value in [*before, *values]][:1000]
-        return name
+    def _apart(self, end: str) -> tuple[str, bool]:
+        """A word that is no command's, and whether it is in doubt."""
+        word = joined(self.word(end, splits=False))
+        return word, bool(word.doubts)
 
-    def _items(self) -> Iterator[str]:
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if here == ")":
-                self.at += 1
-                return
-            if here in " \t\n\\":
-                self.at += 1
-            elif here == "#":
-                self.at = (self.text + "\n").find("\n", self.at)
-            else:
-                yield from self._word(end=" \t\n)")
-        raise ConfigError(f"{self.place}: a list that begins with ( does not end")
+    def _since(self, begin: int) -> str:
+        """The line, as it is written, from there to here."""
+        return " ".join(self.text[begin : self.at].split())[:60]
 
-    def _word(self, end: str = " \t\n;&|<>()", splits: bool = True) -> list[str]:
-        """One word, quotes and variables resolved; several for ``"${NAME[@]}"`` and ``$TWO_WORDS``.
-
-        ``splits``: at the blanks of variables that stand in no quotes, as all but assignments do.
-        """
-        begin, word = self.at, ""
-        several: list[str] = []
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if here in end:
-                break
-            self.at += 1
-            if here == "'":
-                word += self._up_to("'")
-            elif here == '"':
-                inner, found = self._quoted()
-                word, several = word + inner, several + found
-            elif here == "\\":
-                word += "" if self._next() == "\n" else self._next()
-                self.at += 1
-            elif here in "$`":
-                inner, found = self._expanded(here)
-                first, *more = (inner.split() or [""]) if splits else [inner]
-                several += found
-                word += first
-                for following in more:
-                    several.append(word)
-                    word = following
-            else:
-                word += here
-        if self.at == begin:  # a closing bracket that nothing opened
-            self.at += 1
-        return [*several, word] if word or not several else several
-
-    def _quoted(self) -> tuple[str, list[str]]:
-        text = ""
-        several: list[str] = []
-        while self._next() != '"':
-            here = self.text[self.at]
-            self.at += 1
-            if here == "\\" and self._next() in '"\\$`\n':
-                text += "" if self._next() == "\n" else self._next()
-                self.at += 1
-            elif here in "$`":
-                inner, found = self._expanded(here)
-                text, several = text + inner, several + found
-            else:
-                text += here
-        self.at += 1
-        return text, several
-
-    def _expanded(self, sign: str) -> tuple[str, list[str]]:
-        """What follows ``$``: a variable, a sum, a command; several words for a list."""
-        if sign == "`":
-            return self._not_known(f"`{self._up_to('`')}`", "$(...)"), []
-        if self._next(missing="") == "(":
-            self.at += 1
-            inner = self._balanced("(", ")")
-            if inner.startswith("(") and inner.endswith(")"):
-                return self._sum(inner[1:-1]), []
-            return self._not_known(f"$({inner})", "$(...)"), []
-        if self._next(missing="") == "{":
-            self.at += 1
-            return self._variable(self._balanced("{", "}"))
-        match = _VARIABLE.match(self.text, self.at)
-        if match is None:
-            return "$", []
-        self.at = match.end()
-        return self._variable(match[0])
-
-    def _variable(self, name: str) -> tuple[str, list[str]]:
-        listed = re.fullmatch(r"(\w+)\[[@*]\]", name)
-        if listed and listed[1] in self.variables:
-            return "", self.variables[listed[1]]
-        if name in self.variables:
-            return self.variables[name][0] if self.variables[name] else "", []
-        match = _DEFAULT.fullmatch(name)
-        if match is None:
-            return self._not_known(f"${name}"), []
-        known = "".join(self.variables.get(match[1], [])[:1])
-        if known or match[2] in "+?":
-            return known, []
-        inner = _Reader(match[3], self.place)
-        inner.variables, inner.script = self.variables, self.script
-        value = "".join(inner._word(end="")) if match[3] else ""
-        if match[2] == "=":
-            self.variables[match[1]] = [value]
-        return value, []
-
-    def _sum(self, text: str) -> str:
-        """Whole numbers and variables, added and multiplied."""
-        names = re.sub(
-            r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: "".join(self.variables.get(m[1], ["?"])), text
-        )
-        try:
-            return str(_computed(ast.parse(names.strip()[:500], mode="eval").body))
-        except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
-            return self._not_known(f"$(({text}))", "$((...))")
-
-    def _not_known(self, what: str, shown: str | None = None) -> str:
-        """Note what only a run would tell; in a word, it stands as ``shown``."""
-        what = what if len(what) <= 60 else f"{what[:57]}..."
-        shown = what if shown is None else shown
-        self.script.unknown.setdefault(shown, []).append(what)
-        return shown
-
-    def _up_to(self, end: str) -> str:
-        begin = self.at
-        self.at = self.text.find(end, begin)
-        if self.at < 0:
-            line = self.text.count("\n", 0, begin) + 1
-            raise ConfigError(f"{self.place}:{line}: a {end} that opens does not close")
-        self.at += 1
-        return self.text[begin : self.at - 1]
-
-    def _balanced(self, opens: str, closes: str) -> str:
-        begin, depth = self.at, 1
-        while depth:
-            depth += (self._next() == opens) - (self._next() == closes)
-            self.at += 1
-        return self.text[begin : self.at - 1]
-
-    def _next(self, missing: str | None = None) -> str:
-        if self.at < len(self.text):
-            return self.text[self.at]
-        if missing is not None:
-            return missing
-        raise ConfigError(f"{self.place}: a quote or bracket that opens does not close")
-
-
-def _computed(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 1e15:
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return int(_OPERATIONS[type(node.op)](_computed(node.left), _computed(node.right)))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand)
-    raise ValueError
+    def _skip(self, what: re.Pattern[str]) -> None:
+        match = what.match(self.text, self.at)
+        self.at = match.end() if match else self.at

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_rl.config.yaml_text import DEEPEST, parse_yaml
 from lightning_rl.convert.hydra import parse_overrides
 from lightning_rl.convert.shell import read_script
+from lightning_rl.convert.shell_branches import Word
 from lightning_rl.errors import ConfigError
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -19,15 +20,26 @@ VERL_SECTIONS = {"actor_rollout_ref", "algorithm", "critic"}
 _LARGEST = 10_000_000
 _VERL_PROGRAM = re.compile(r"-m (\w+\.)*main_(ppo|dapo)\w*|\S+ (\S*/)?main_(ppo|dapo)\w*\.py")
 _TRL_PROGRAM = re.compile(r"trl grpo|\S+ (\S*/)?grpo\w*\.py")
+_PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)[ =](\d{1,4})\b")
 
 
 @dataclass
 class Source:
-    """Values by their names, whose they are, and what reading them could not tell."""
+    """Values by their names, whose they are, and what reading them could not tell.
+
+    Args:
+        values: by name.
+        library: ``trl`` or ``verl``; None: a file of values that may be either's.
+        missing: what is to be filled in.
+        doubts: of a name, what only a run would tell about its value.
+        devices: training processes that a launcher is told.
+    """
 
     values: dict[str, Any]
     library: str | None = None
     missing: list[str] = field(default_factory=list)
+    doubts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    devices: int | None = None
 
 
 def read(path: Path) -> Source:
@@ -105,22 +117,23 @@ def _from_script(text: str, path: Path) -> Source:
     Raises:
         ConfigError: if there is none.
     """
-    script = read_script(text, str(path))
-    for words in script.commands:
-        if at := _after(words, _VERL_PROGRAM):
-            source = _overrides(words[at:])
-        elif at := _after(words, _TRL_PROGRAM):
-            source = _flags(words[at:], path.parent)
-        else:
-            continue
-        used = [shown for shown in script.unknown if any(shown in word for word in words)]
-        names = dict.fromkeys(name for shown in used for name in script.unknown[shown])
-        source.missing += [f"{name}: only a run of the script would tell" for name in names]
-        return source
-    raise ConfigError(
-        f"{path}: no command in it starts verl (python3 -m verl.trainer.main_ppo ...) or TRL "
-        "(trl grpo ...)"
-    )
+    programs = ((_VERL_PROGRAM, _overrides), (_TRL_PROGRAM, _flags))
+    found: list[Source] = []
+    for words in read_script(text, str(path)).commands:
+        for program, source_of in programs:
+            if at := _after(words, program):
+                found.append(source_of(words[at:], path.parent))
+                found[-1].devices = _processes(words[: at - 1]) or found[-1].devices
+    if not found:
+        raise ConfigError(
+            f"{path}: no command in it starts verl (python3 -m verl.trainer.main_ppo ...) or TRL "
+            "(trl grpo ...)"
+        )
+    if len(found) > 1:
+        found[0].missing.append(
+            f"{len(found)} commands start a trainer: this is the first; keep the one you mean"
+        )
+    return found[0]
 
 
 def _after(words: Sequence[str], program: re.Pattern[str]) -> int:
@@ -129,9 +142,16 @@ def _after(words: Sequence[str], program: re.Pattern[str]) -> int:
     return next((at + 2 for at, pair in pairs if program.fullmatch(" ".join(pair))), 0)
 
 
-def _overrides(words: Sequence[str]) -> Source:
-    lines: list[str] = []
+def _processes(words: Sequence[str]) -> int | None:
+    """What a launcher is told: ``--num_processes 4``, ``--nproc_per_node=4``."""
+    said = _PROCESSES.search(" ".join(words))
+    return int(said[1]) if said else None
+
+
+def _overrides(words: Sequence[Word], folder: Path) -> Source:
+    lines: list[Word] = []
     options: list[str] = []
+    source = Source({}, "verl")
     for before, word in zip(["", *words], words, strict=False):
         if word.startswith("-"):
             options.append(word)
@@ -139,14 +159,18 @@ def _overrides(words: Sequence[str]) -> Source:
             options[-1] += f" {word}"
         elif word and not word.startswith("$"):
             lines.append(word)
-    source = Source(parse_overrides(lines), "verl")
+            source.doubts[word.partition("=")[0].lstrip("+~")] = word.doubts
+            continue
+        source.missing += word.doubts
+    source.values = parse_overrides(lines)
     source.missing += [f"{option}: what the file that it names sets" for option in options]
     return source
 
 
-def _flags(words: Sequence[str], folder: Path) -> Source:
+def _flags(words: Sequence[Word], folder: Path) -> Source:
     """``--name value``; a name alone is true, several values are a list."""
     given: dict[str, list[str]] = {}
+    source = Source({}, "trl")
     name = ""
     for word in words:
         if word.startswith("--"):
@@ -154,14 +178,14 @@ def _flags(words: Sequence[str], folder: Path) -> Source:
             given[name] = [value] if equals else []
         elif name and word and not word.startswith(("$@", "$*")):
             given[name].append(word)
-    values: dict[str, Any] = {}
+        source.doubts[name] = (*source.doubts.get(name, ()), *word.doubts)
     for name, found in given.items():
-        values[name] = True if not found else found[0] if len(found) == 1 else found
-    source = Source(values, "trl")
-    if (named := values.pop("config", None)) is not None:
+        source.values[name] = True if not found else found[0] if len(found) == 1 else found
+    source.devices = _processes([f"--num_processes={source.values.pop('num_processes', '')}"])
+    if (named := source.values.pop("config", None)) is not None:
         path = folder / str(named)
         if path.suffix in (".yaml", ".yml") and path.is_file():
-            source.values = read(path).values | values
+            source.values = read(path).values | source.values
         else:
             source.missing.append(f"--config {named}: what that file sets")
     return source

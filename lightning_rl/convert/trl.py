@@ -1,7 +1,6 @@
 """From TRL's GRPOConfig to our configuration: one function per thing that both configure."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -18,13 +17,16 @@ from lightning_rl.convert.conversion import (
     prompts_from,
     table,
 )
+from lightning_rl.convert.data_trl import put_data, put_heldout
 from lightning_rl.convert.learning_trl import Updates
-from lightning_rl.convert.peft import with_adapters
+from lightning_rl.convert.peft import KEY, with_adapters
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import REFUSED
 from lightning_rl.rollout import SAMPLED_BY
 
 TRL = table("trl")
+NEMO_RL = {"grpo", "policy", "data", "cluster"}
+"""Sections of a configuration of NeMo-RL."""
 
 
 def convert_trl(
@@ -42,16 +44,12 @@ def convert_trl(
             out or what they amount to is refused here.
     """
     values = with_adapters(values)
-    known = _defaults_of_bases()
-    if values and not any(name in TRL or name in known for name in values):
-        raise ConfigError(
-            f"{', '.join(map(str, values))[:80]}: no parameter of a GRPOConfig is among these"
-        )
-    given = Given(values, TRL, known)
+    require_grpo_config(values)
+    given = Given(values, TRL, _defaults_of_bases())
     result = Conversion()
     result.put("trainer.max_epochs", 1)
     _model(given, result)
-    _data(given, result)
+    put_data(given, result)
     _sampling(given, result)
     _engine(given, result)
     updates = _batches(given, result, devices)
@@ -62,6 +60,23 @@ def convert_trl(
     result.left += given.left()
     check_parts(result)
     return result
+
+
+def require_grpo_config(values: Mapping[str, Any]) -> None:
+    """Refuse names and values of another library than TRL.
+
+    Raises:
+        ConfigError: if most of the names are no parameters of a GRPOConfig.
+    """
+    known = _defaults_of_bases().keys() | TRL.keys() | {KEY}
+    others = [name for name in values if name.partition(".")[0] not in known]
+    if 2 * len(others) > len(values):
+        count = "no parameter" if len(others) == len(values) else "few parameters"
+        nemo = " (it looks like NeMo-RL's)" if values.keys() >= NEMO_RL else ""
+        raise ConfigError(
+            f"{', '.join(others)[:80]}: {count} of a GRPOConfig among these{nemo}; convert reads "
+            "configurations of TRL and verl"
+        )
 
 
 @cache
@@ -132,61 +147,6 @@ def _quantization(given: Given, result: Conversion) -> None:
             result.leave(
                 given, "bnb_4bit_quant_type", "NF4, which is nearer to weights, is written"
             )
-
-
-def _data(given: Given, result: Conversion) -> None:
-    shuffle = {} if given["shuffle_dataset"] else {"shuffle": False}
-    if given["data_seed"] is not None:
-        shuffle["seed"] = given["data_seed"]
-    name = given.look("dataset_name")
-    if name is not None and os.path.exists(name):  # Path's raises where no path is so long
-        split = given["dataset_train_split"]
-        result.put("data.train_prompts", prompts_from(given["dataset_name"], split, **shuffle))
-    else:
-        result.missing.append(
-            "data.train_prompts: a file or folder of prompts, or HFDatasetPrompts with the name of "
-            "a dataset on the hub"
-        )
-        result.put("data.train_prompts", instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle))
-        if name is not None:
-            result.leave(given, "dataset_name", "it is not here; name it in HFDatasetPrompts")
-    _rewards(given, result)
-
-
-def _rewards(given: Given, result: Conversion) -> None:
-    names = as_list(given["reward_funcs"])
-    weights = given["reward_weights"] or [None] * len(names)
-    if names and len(weights) != len(names):
-        raise ConfigError(f"reward_weights: {len(weights)} for {len(names)} reward_funcs")
-    both = [(_reward(name), weight) for name, weight in zip(names, weights, strict=False)]
-    carried = [(reward, weight) for reward, weight in both if reward is not None]
-    if len(carried) < len(names):
-        result.leave(given, "reward_funcs", "those without a dot are TRL's own: write them anew")
-    if not carried:
-        result.missing.append("data.rewards: import paths of your reward functions")
-        result.put("data.rewards", ["MODULE.FUNCTION"])
-        if given["reward_weights"] is not None:
-            result.leave(given, "reward_weights", "one per reward: write them with the rewards")
-        return
-    result.put("data.rewards", [reward for reward, _ in carried])
-    if given["reward_weights"] is not None:
-        result.put("data.reward_weights", [weight for _, weight in carried])
-
-
-def _heldout(given: Given, result: Conversion, path: str | None) -> None:
-    name, split = given.look("dataset_name"), given["dataset_test_split"]
-    if path is None and name is not None and os.path.isdir(name):
-        path = name
-    if path is None:
-        path = "HELDOUT.jsonl"
-        result.missing.append(f"data.eval_prompts: held-out prompts (TRL's split {split!r})")
-    result.put("data.eval_prompts", prompts_from(path, split))
-
-
-def _reward(name: str) -> Any:
-    if name == "get_soft_overlong_punishment":  # TRL's script gives it these bounds
-        return instance("lightning_rl.OverlongPenalty", max_tokens=1280, buffer=256)
-    return name if "." in name else None
 
 
 def _sampling(given: Given, result: Conversion) -> None:
@@ -336,7 +296,13 @@ def _callbacks(given: Given, result: Conversion, steps: int, heldout: str | None
         )
         samples = given["num_generations_eval"] or given.look("num_generations")
         result.put("data.eval_samples", samples)
-        _heldout(given, result, heldout)
+        put_heldout(given, result, heldout)
+    elif heldout is not None:
+        result.put("data.eval_prompts", prompts_from(heldout, given["dataset_test_split"]))
+        result.remarks.append(
+            "eval_strategy no: the held-out prompts are read by `lightning-rl validate`; for "
+            "evaluations while it trains, add the callback Evaluate"
+        )
     if given["log_completions"]:
         count = given["num_completions_to_print"]
         shown = {} if count is None else {"num_rollouts": count}

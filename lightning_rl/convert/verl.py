@@ -1,5 +1,6 @@
 """From verl's PPO trainer to our configuration: one function per thing that both configure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from lightning_rl.convert.checked import check_parts
 from lightning_rl.convert.conversion import (
     Conversion,
     Given,
+    Left,
     as_list,
     instance,
     prompts_from,
@@ -17,8 +19,21 @@ from lightning_rl.convert.hydra import parse_overrides
 from lightning_rl.errors import ConfigError
 
 VERL = table("verl")
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_ACTOR, _ROLLOUT = learning.ACTOR, learning.ROLLOUT
 _MODEL = "actor_rollout_ref.model."
+_OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg."
+_BEFORE = {
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_kwargs.": "reward.reward_kwargs.",
+    "reward_model.overlong_buffer.": _OVERLONG,
+}
+"""What older versions call it, or begin it with."""
+_LAYOUT = re.compile(
+    r"fsdp_config|megatron|offload|log_prob_|micro_batch|hdfs|\.checkpoint\.|ray_|profile|prefill"
+)
+"""In names of what decides where things lie, and not what is learned."""
+_MOST_LISTED = 40
+"""A dump of all that verl has holds hundreds of names."""
 
 
 def convert_verl(
@@ -34,6 +49,7 @@ def convert_verl(
             out or what they amount to is refused here.
     """
     values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    values = {_newest_name(name): value for name, value in values.items()}
     given = Given({k: v for k, v in values.items() if k in VERL}, VERL, {})
     result = Conversion()
     result.put("trainer.max_epochs", 1)
@@ -47,11 +63,33 @@ def convert_verl(
     _trainer(given, result)
     _callbacks(given, result)
     result.left += given.left()
-    others = [name for name in values if name not in VERL and not name.endswith("_target_")]
-    if others:
-        result.remarks.append(f"in no table, and left out: {', '.join(others)}")
+    _left_out(values, result)
     check_parts(result)
     return result
+
+
+def _newest_name(name: str) -> str:
+    for before, now in _BEFORE.items():
+        if name == before or (before.endswith(".") and name.startswith(before)):
+            return now + name.removeprefix(before)
+    return name
+
+
+def _left_out(values: Mapping[str, Any], result: Conversion) -> None:
+    """Say what is in no table: each with its value, but for what cannot change what is learned."""
+    others = [
+        name
+        for name, value in values.items()
+        if name not in VERL and not name.endswith("_target_") and value is not None
+    ]
+    listed = [name for name in others if not _LAYOUT.search(name)]
+    if len(listed) > _MOST_LISTED:
+        listed = []
+    result.left += [
+        Left(name, values[name], "it is in no table of counterparts") for name in listed
+    ]
+    if named := [name for name in others if name not in listed]:
+        result.remarks.append(f"in no table, and left out: {', '.join(named)}")
 
 
 def _model(given: Given, result: Conversion) -> None:
@@ -92,15 +130,28 @@ def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> No
     if given["data.val_max_samples"] > 0:
         result.put("data.eval_limit", given["data.val_max_samples"])
     if given["algorithm.filter_groups.enable"]:
-        if given.look("actor_rollout_ref.rollout.n") == 1:
+        if learning.group_size(given) == 1:
             result.leave(given, "algorithm.filter_groups.enable", "a group of one has no spread")
         else:
             result.put("data.filters", [instance("RewardSpread")])
         if given["algorithm.filter_groups.max_num_gen_batches"] > 0:
             result.put("data.max_rounds", given["algorithm.filter_groups.max_num_gen_batches"])
+    _rewards(given, result, rewards)
+
+
+def _rewards(given: Given, result: Conversion, rewards: Sequence[str] | None) -> None:
     if rewards is None:
         result.missing.append("data.rewards: import paths of your reward functions")
-    result.put("data.rewards", list(rewards or ["MODULE.FUNCTION"]))
+    written: list[Any] = list(rewards or ["MODULE.FUNCTION"])
+    buffer, factor = given[_OVERLONG + "len"], given[_OVERLONG + "penalty_factor"]
+    if given[_OVERLONG + "enable"] and buffer is None:
+        result.leave(given, _OVERLONG + "enable", "overlong_buffer_cfg.len is not said")
+    elif given[_OVERLONG + "enable"]:
+        given.cover("reward.reward_manager.name")
+        longest = given["reward.reward_kwargs.max_resp_len"] or given["data.max_response_length"]
+        result.put("data.reward_weights", [*(1.0 for _ in written), float(factor)])
+        written.append(instance("OverlongPenalty", max_tokens=longest, buffer=buffer))
+    result.put("data.rewards", written)
 
 
 def _sampling(given: Given, result: Conversion) -> None:
@@ -151,7 +202,7 @@ def _batches(given: Given, result: Conversion) -> int:
         raise ConfigError(
             f"data.train_batch_size={prompts} is no multiple of ppo_mini_batch_size={size}"
         )
-    result.put("data.group_size", given["actor_rollout_ref.rollout.n"])
+    result.put("data.group_size", learning.group_size(given))
     result.put("data.groups_per_iteration", prompts)
     result.put("model.minibatches", prompts // size)
     result.put("model.ppo_epochs", given[_ACTOR + "ppo_epochs"])
@@ -208,8 +259,11 @@ def _callbacks(given: Given, result: Conversion) -> None:
         shown = given["trainer.log_val_generations"]
         callbacks.append(instance("PreviewTable", num_rollouts=shown))
     if given["trainer.rollout_data_dir"] is not None:
-        path = f"{given['trainer.rollout_data_dir']}/rollouts.jsonl"
-        callbacks.append(instance("RolloutWriter", path=path))
+        callbacks.append(instance("RolloutRecorder", num_groups=None))
+        result.remarks.append(
+            f"trainer.rollout_data_dir {given['trainer.rollout_data_dir']}: RolloutRecorder writes "
+            "all rollouts to recorded.jsonl in the run's directory"
+        )
     if given["trainer.save_freq"] > 0:
         options = {"every_n_iterations": given["trainer.save_freq"]}
         if given["trainer.max_actor_ckpt_to_keep"]:

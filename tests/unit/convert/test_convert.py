@@ -263,6 +263,30 @@ def test_a_full_dump_reports_only_what_was_set(tmp_path, capsys):
     assert yaml.safe_load(written)["trainer"]["accelerator"] == "cpu"
 
 
+def test_held_out_prompts_of_the_command_line_are_kept_without_evaluations(tmp_path, capsys):
+    (tmp_path / "grpo.yaml").write_text("eval_strategy: no\n")
+    assert main([str(tmp_path / "grpo.yaml"), "--eval_prompts", "held.jsonl"]) == 0
+    printed = capsys.readouterr()
+    ours = yaml.safe_load(printed.out)
+    assert ours["data"]["init_args"]["eval_prompts"]["init_args"]["path"] == "held.jsonl"
+    assert "Evaluate" not in [c["class_path"] for c in ours["trainer"]["callbacks"]]
+    assert "lightning-rl validate" in printed.err
+
+
+def test_data_of_the_hub_and_reward_models():
+    values = {
+        "dataset_name": "openai/gsm8k", "dataset_config": "main", "max_prompt_length": 64,
+        "eval_strategy": "steps", "eval_steps": 4, "reward_funcs": ["org/Reward-1.5B"],
+    }  # fmt: skip
+    result = convert_trl(values)
+    data = result.config["data"]["init_args"]
+    of_hub = {"path": "openai/gsm8k", "name": "main"}
+    assert data["train_prompts"]["init_args"] == of_hub | {"split": "train"}
+    assert data["eval_prompts"]["init_args"] == of_hub | {"split": "test"}
+    assert data["rewards"] == ["MODULE.FUNCTION"]  # a model is no import path
+    assert {"reward_funcs", "max_prompt_length"} <= {item.key for item in result.left}
+
+
 def test_a_hostile_value_stays_in_its_comment():
     text = as_yaml(
         convert_trl({"hub_model_id": "a\nmodel: {class_path: os.system}\u2028b"}), "x\ny"
@@ -320,7 +344,7 @@ VERL_OTHER = {
     "actor_rollout_ref.model.target_modules": ["q"], "data.prompt_key": "question",
     "actor_rollout_ref.actor.strategy": "megatron", "algorithm.filter_groups.metric": "acc",
     "algorithm.gamma": 0.9, "algorithm.lam": 0.9, "trainer.critic_warmup": 5,
-    "trainer.log_val_generations": 5,
+    "trainer.log_val_generations": 5, "reward.reward_kwargs.max_resp_len": 256,
 }  # fmt: skip
 VERL_BESIDE = {
     "algorithm.rollout_correction.rollout_is": {
@@ -338,6 +362,8 @@ VERL_BESIDE = {
     "algorithm.filter": {
         "algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 4,
     },
+    "reward.reward_kwargs": {"reward.reward_kwargs.overlong_buffer_cfg.enable": True,
+                             "reward.reward_kwargs.overlong_buffer_cfg.len": 64},
     "algorithm.filter_groups.max_num": {"algorithm.filter_groups.max_num_gen_batches": 2},
     "actor_rollout_ref.actor.tau": {"actor_rollout_ref.actor.policy_loss.loss_mode": "sapo"},
     "actor_rollout_ref.actor.loss_scale": {
@@ -428,6 +454,33 @@ def test_corrections_of_verl(said, ours):
     assert written == {"class_path": name, "init_args": arguments}
     told = [item.key for item in result.left if "correction" in item.key]
     assert told == ([f"{prefix}rs"] if "rs" in said else [])  # rejected tokens still count
+
+
+def test_the_group_of_search_r1_and_the_overlong_buffer_of_dapo():
+    rollout, buffer = (
+        "actor_rollout_ref.rollout.",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    )
+    values = {
+        "algorithm.adv_estimator": "grpo", rollout + "n_agent": 5, rollout + "n": 2,
+        "reward_model.reward_manager": "dapo", buffer + "enable": True, buffer + "len": 128,
+        buffer + "penalty_factor": 0.5, "trainer.rollout_data_dir": "out", "max_turns": 2,
+        "retriever.topk": 3, "actor_rollout_ref.actor.fsdp_config.param_offload": True,
+    }  # fmt: skip
+    result = convert_verl(values, ["a.b"])
+    data, model = result.config["data"]["init_args"], result.config["model"]["init_args"]
+    assert (data["group_size"], model["advantage"]["class_path"]) == (10, "GRPO")
+    penalty = {"class_path": "OverlongPenalty", "init_args": {"max_tokens": 512, "buffer": 128}}
+    assert (data["rewards"], data["reward_weights"]) == (["a.b", penalty], [1.0, 0.5])
+    # RolloutWriter writes nothing while a policy is trained.
+    recorder = {"class_path": "RolloutRecorder", "init_args": {"num_groups": None}}
+    assert recorder in result.config["trainer"]["callbacks"]
+    assert {"max_turns", "retriever.topk"} <= {item.key for item in result.left}
+    assert result.remarks[-1].endswith(
+        "left out: actor_rollout_ref.actor.fsdp_config.param_offload"
+    )
+    with pytest.raises(ConfigError, match="buffer=1000"):
+        convert_verl(values | {buffer + "len": 1000})
 
 
 def test_ppo_of_verl_keeps_its_bounds_and_its_critic():

@@ -61,7 +61,8 @@ def test_a_value_of_verl_of_any_kind_is_carried_or_refused_in_one_line(name):
         ({"generation_kwargs": "{"}, "generation_kwargs='{': it takes names and values"),
         ({"epsilon": 1.5}, "what these values amount to here is refused: clip_low=1.5"),
         ({"reward_funcs": ["a.b", "a.c"], "reward_weights": [1]}, "1 for 2 reward_funcs"),
-        ({"colour": "red"}, "no parameter of a GRPOConfig is among these"),
+        ({"colour": "red"}, "no parameter of a GRPOConfig among these"),
+        ({"colour": "red", "size": 3, "seed": 1}, "colour, size: few parameters of a GRPOConfig"),
     ],
 )
 def test_the_message_names_value_and_bound(values, message):
@@ -159,6 +160,65 @@ def test_a_script_of_verl(tmp_path, capsys):
     assert "num_nodes" not in ours["trainer"]  # what stands in a text is no command
 
 
+BRANCHES = r"""
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}  # only a run would tell
+devices=${NDEVICES_PER_NODE:-8}
+case "${DEVICE}" in
+    gpu) ;;
+    npu) devices=16; other=1 ;;
+    *) echo "unsupported" >&2; exit 1 ;;
+esac
+MODE=grpo
+case $MODE in
+    ppo) estimator=gae; n=1 ;;
+    gr*|rloo) estimator=grpo; n=4 ;;
+    *) estimator=rloo; n=2 ;;
+esac
+if [ $MODE = ppo ]; then lr=1; elif [[ -n "$MODE" ]]; then lr=2e-6; else lr=3; fi
+[ "$MODE" != grpo ] && lr=4
+[ -z "$MODE" ] || epochs=5
+batch=32
+if [ -n "$SMALL" ]; then batch=8; fi
+if [ -n "$FILES" ]; then files=$FILES; else files=a.parquet; fi
+is_false() { case "$1" in no) return 1 ;; esac; }
+mkdir -p out && size=16 || size=17
+echo $devices $estimator $n $lr $epochs $batch $files $size
+"""
+
+
+def test_of_branches_the_one_is_read_that_the_values_decide_for():
+    words = read_script(BRANCHES, "s").commands[-1]
+    assert words == ["echo", "8", "grpo", "4", "2e-6", "5", "32", "a.parquet", "16"]
+    doubts = {str(word): word.doubts for word in words if word.doubts}
+    assert list(doubts) == ["8", "32", "a.parquet"]
+    assert doubts["8"][0].startswith("devices=8: only a run of the script would tell what 'case")
+    assert doubts["8"][0].endswith("decides; it may be 16")
+    assert "it may be $FILES" in doubts["a.parquet"][0]
+
+
+def test_commands_of_all_branches_are_read_where_only_a_run_would_decide(tmp_path, capsys):
+    start = "python3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$N_GPUS"
+    (tmp_path / "run.sh").write_text(
+        f"case $1 in ppo) {start} data.seed=1 ;; grpo) {start} data.seed=2 ;; esac\n"
+    )
+    with pytest.raises(ConfigError, match=r"n_gpus_per_node='\$N_GPUS': it takes a whole number"):
+        main([str(tmp_path / "run.sh")])
+    # The command line counts more than the script, and what it replaces is not asked for.
+    assert main([str(tmp_path / "run.sh"), "--devices", "2"]) == 0
+    printed = capsys.readouterr()
+    ours = yaml.safe_load(printed.out)
+    assert ours["trainer"]["devices"] == 2
+    assert ours["data"]["init_args"]["train_prompts"]["init_args"]["seed"] == 1
+    assert "2 commands start a trainer" in printed.err
+    assert "N_GPUS" not in printed.err
+
+
+def test_branches_and_defaults_within_each_other_have_a_bound():
+    for text in ("x=" + "${A:-" * 5000 + "}" * 5000, "if a; then " * 5000, "case a in a) " * 5000):
+        with pytest.raises(ConfigError, match="more than 50 branches or defaults"):
+            read_script(text, "s")
+
+
 TRL_SCRIPT = """accelerate launch --num_processes 4 examples/scripts/grpo.py \\
   --config base.yaml --use_peft --lora_r 8 --reward_funcs my.f my.g --learning_rate=2e-6 \\
   --model_init_kwargs '{"subfolder": "x"}'
@@ -173,6 +233,10 @@ def test_a_script_of_trl(tmp_path):
     assert (model["lora"]["rank"], model["optimizer"]["init_args"]["lr"]) == (8, 2e-6)
     assert (data["group_size"], data["rewards"]) == (4, ["my.f", "my.g"])
     assert model["model_kwargs"] == {"subfolder": "x"}
+    assert read(tmp_path / "run.sh").devices == 4
+    (tmp_path / "run.sh").write_text("trl grpo --num_processes 2 --learning_rate 1e-6\n")
+    source = read(tmp_path / "run.sh")
+    assert (source.devices, source.values) == (2, {"learning_rate": "1e-6"})
 
 
 def test_a_script_is_read_and_never_run(tmp_path):
@@ -180,6 +244,7 @@ def test_a_script_is_read_and_never_run(tmp_path):
     script = read_script(f"x=$(touch {there}); `touch {there}`; echo $((1+1)) $((9**99999))", "s")
     assert not there.exists()
     assert script.commands[-1] == ["echo", "2", "$((...))"]
+    assert script.commands[-1][2].doubts == ("$((9**99999)): only a run of the script would tell",)
 
 
 def test_a_script_that_doubles_a_variable_ends(tmp_path):
@@ -275,6 +340,21 @@ def test_a_quantised_base_of_trl(tmp_path, options, expected, left):
     result = convert_trl(read(tmp_path / "run.sh").values)
     assert result.config["model"]["init_args"]["lora"]["quantization"] == expected
     assert [item.key for item in result.left if item.key.startswith("bnb")] == left
+
+
+def test_a_configuration_of_nemo_rl_is_not_trls(tmp_path):
+    (tmp_path / "nemo.yaml").write_text(
+        "grpo: {num_prompts_per_step: 32}\npolicy: {model_name: m}\ndata: {}\ncluster: {}\n"
+    )
+    options = ["--model", "m", "--prompts", "p.jsonl", "--rewards", "a.b"]
+    with pytest.raises(ConfigError, match=r"no parameter of .* \(it looks like NeMo-RL's\)"):
+        main([str(tmp_path / "nemo.yaml"), *options])
+
+
+def test_what_a_lora_config_says_by_default_is_not_reported():
+    peft_config = pytest.importorskip("peft").LoraConfig(r=4).to_dict()
+    values = json.loads(json.dumps({"peft_config": peft_config}, default=list))
+    assert [item.key for item in convert_trl(values).left] == ["lora_target_modules"]
 
 
 def test_adapters_of_peft_beside_a_config():
