@@ -75,12 +75,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "convert",
         "Read a configuration of TRL (GRPOConfig) or verl (PPO trainer) and write ours. What could "
         "not be carried over, and what a number means here, stands above it and on stderr.",
-        "A GRPOConfig that is made in Python: json.dump(config.to_dict(), file). Of verl best the "
+        "Of a Python script, GRPOConfig, GRPOTrainer, LoraConfig and load_dataset are read; what "
+        "they are given by a run alone is named. Of verl best the "
         "script that starts it, or .hydra/overrides.yaml: they hold what was set and nothing else. "
         "Scripts are read, never run.",
     )
     parser.add_argument(
-        "file", type=Path, help="YAML, JSON, or the shell script that starts theirs"
+        "file", type=Path, help="YAML, JSON, the Python script, or the shell script that starts it"
     )
     parser.add_argument(
         "--from",
@@ -138,6 +139,7 @@ def convert(source: Source, options: argparse.Namespace) -> Conversion:
     doubts = {n: doubts for n, doubts in source.doubts.items() if n not in added}
     unread = (doubt for doubts_of_one in doubts.values() for doubt in doubts_of_one)
     conversion.missing += dict.fromkeys([*unread, *source.missing])
+    conversion.remarks += source.remarks
     return conversion
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_rl.config.yaml_text import DEEPEST, parse_yaml
 from lightning_rl.convert.hydra import parse_overrides
+from lightning_rl.convert.python_trl import read_trl_script
 from lightning_rl.convert.shell import read_script
 from lightning_rl.convert.shell_branches import Word
 from lightning_rl.errors import ConfigError
@@ -31,6 +32,7 @@ class Source:
         values: by name.
         library: ``trl`` or ``verl``; None: a file of values that may be either's.
         missing: what is to be filled in.
+        remarks: what was read as something else.
         doubts: of a name, what only a run would tell about its value.
         devices: training processes that a launcher is told.
     """
@@ -38,6 +40,7 @@ class Source:
     values: dict[str, Any]
     library: str | None = None
     missing: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     doubts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     devices: int | None = None
 
@@ -48,13 +51,16 @@ def read(path: Path) -> Source:
     Raises:
         ConfigError: if it is of none, or damaged.
     """
-    if path.suffix not in (".yaml", ".yml", ".json", *SCRIPTS):
+    if path.suffix not in (".yaml", ".yml", ".json", ".py", *SCRIPTS):
         raise ConfigError(
-            f"{path}: convert reads .yaml, .yml, .json and shell scripts ({', '.join(SCRIPTS)}); "
-            "of a configuration made in Python, or in training_args.bin, write "
+            f"{path}: convert reads .yaml, .yml, .json, .py and shell scripts "
+            f"({', '.join(SCRIPTS)}); of what is in training_args.bin, write "
             "json.dump(config.to_dict(), file) first"
         )
     text = _text(path)
+    if path.suffix == ".py":
+        script = read_trl_script(text, str(path))
+        return Source(script.values, "trl", script.missing, script.remarks)
     if path.suffix in SCRIPTS:
         return _from_script(text, path)
     values = _from_json(text, path) if path.suffix == ".json" else parse_yaml(text, str(path))
