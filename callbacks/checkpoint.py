@@ -77,7 +77,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         keep_last: how many of these to keep.
         monitor: a metric such as ``eval/accuracy``, of which the best are kept too; it is looked at
             in iterations that recorded it; see ``early_stopping.Monitor``.
-        keep_best: how many of the best.
+        keep_best: how many of the best; of equals, the newest.
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
         dirpath: another directory; None: in the run directory.
         max_time: ``DD:HH:MM:SS`` from when this object is made, after which to save and stop.

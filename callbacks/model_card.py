@@ -16,6 +16,7 @@ from lightning_rl.callbacks.report import (
     installed_versions,
     plot_curves,
 )
+from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.data.rollouts.ledger import FILE, Ledger
 from lightning_rl.learn.base import LanguageModule
 from lightning_rl.run.hooks import find_callbacks
@@ -135,7 +136,7 @@ class ModelCard:
 
 def without_secrets(configuration: str) -> str:
     """A configuration in YAML without what is secret: by its key, or in an address."""
-    return yaml.safe_dump(_masked(yaml.safe_load(configuration)), sort_keys=False)
+    return dump_yaml(_masked(yaml.safe_load(configuration)))
 
 
 def _masked(value: Any, key: str = "") -> Any:

@@ -12,7 +12,7 @@ Ranked = list[tuple[float, str]]
 
 
 def ranked(best: Ranked, value: float | None, name: str, keep: int, mode: str) -> Ranked:
-    """The best with one more, of which ``keep`` stay; the earlier of equals does.
+    """The best with one more, of which ``keep`` stay; the newest of equals does.
 
     A value that is not there, or not finite, is none of them.
     """
@@ -20,7 +20,7 @@ def ranked(best: Ranked, value: float | None, name: str, keep: int, mode: str) -
         return best
     others = [old for old in best if old[1] != name]
     sign = -1 if mode == "max" else 1
-    return sorted([*others, (value, name)], key=lambda old: sign * old[0])[:keep]
+    return sorted([(value, name), *others], key=lambda old: sign * old[0])[:keep]
 
 
 def require_mode(mode: str) -> None:

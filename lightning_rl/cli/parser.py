@@ -4,11 +4,12 @@ import math
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from inspect import isclass, isroutine
 from os import PathLike
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace
+from jsonargparse import Namespace, set_dumper
 from jsonargparse.typing import get_registered_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
@@ -16,6 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_rl.cli.trust import require_trusted
 from lightning_rl.config.layers import Sources, read_sources
 from lightning_rl.config.mistakes import check_sources, innermost
+from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.errors import ConfigError
 
 HELP = """\
@@ -49,6 +51,9 @@ OWN_HELP = {
     "allow_changes": "with ckpt_path: true, or keys that may alter the run from there on",
     "verbose": "print the metrics at the end (default: true)",
 }
+
+# By its own, a text such as "1e5" comes back from a run's config.yaml as a number.
+set_dumper("yaml", partial(dump_yaml, default_flow_style=False, allow_unicode=True))
 
 
 class RLArgumentParser(LightningArgumentParser):

@@ -1,5 +1,6 @@
 """YAML that somebody else wrote: read without hanging, and refused in one line."""
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +13,22 @@ DEEPEST = 100
 MOST_NODES = 100_000
 """Keys and values, each alias counted as what it stands for: a few lines of aliases of aliases
 stand for billions."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts in quotes that jsonargparse, unlike YAML 1.1, reads as numbers: ``1e5``."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)([eE][-+]?[0-9]+)?$"),
+    [*"-+.0123456789"],
+)
+
+
+def dump_yaml(values: Any, **options: Any) -> str:
+    """Write values as a text that reads back as they are, in their order."""
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, **options))
 
 
 def parse_yaml(text: str, place: str) -> Any:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from lightning_rl.cli.process import CommandParser
+from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.convert.conversion import Conversion
 from lightning_rl.convert.sources import Source, flat, read
 from lightning_rl.convert.trl import convert_trl, require_grpo_config
@@ -25,7 +24,7 @@ def as_yaml(conversion: Conversion, source: str) -> str:
     lines = [f"Converted from {_one_line(source)} by lightning-rl convert.", *notes(conversion)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
     ordered = {name: conversion.config[name] for name in _ORDER if name in conversion.config}
-    text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=98)
+    text = dump_yaml(ordered, default_flow_style=None, width=98)
     return f"{comments}\n{text}"
 
 

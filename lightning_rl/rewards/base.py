@@ -16,7 +16,7 @@ from lightning_rl.rewards.calling import (
     RewardFunction,
     is_async,
     is_batch_reward,
-    reward_name,
+    reward_names,
 )
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
@@ -41,7 +41,7 @@ class Rewards:
 
     Raises:
         ConfigError: if weights and functions differ in number, a weight is not finite, or two
-            functions share a name.
+            functions have the same name of their own; what wraps a function is numbered.
     """
 
     def __init__(
@@ -62,11 +62,7 @@ class Rewards:
         require_finite(reward_weights=weights)
         if not 0 <= max_failed_share <= 1:
             raise ConfigError(f"max_failed_share={max_failed_share} must be in [0, 1]")
-        self.functions = {reward_name(f): f for f in functions}
-        if len(self.functions) != len(functions):
-            raise ConfigError(
-                f"two rewards share a name among {[reward_name(f) for f in functions]}; rename one"
-            )
+        self.functions = dict(zip(reward_names(functions), functions, strict=True))
         self.weights = dict(zip(self.functions, weights or [1.0] * len(functions), strict=True))
         self.max_failed_share = max_failed_share
         self._of_batch = {n: f for n, f in self.functions.items() if is_batch_reward(f)}

@@ -4,11 +4,12 @@ import asyncio
 import faulthandler
 import functools
 import inspect
+import itertools
 import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -102,8 +103,40 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def reward_name(function: RewardFunction) -> str:
-    """The name under which a function's scores are logged."""
-    return getattr(function, "__name__", type(function).__name__)
+    """The name under which a function's scores are logged; of a ``partial``, what it wraps has."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+
+
+def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """A name for each of several functions, no two of which are the same.
+
+    Where a ``partial``, lambda, bound method or object is called as one before it, it gets a
+    number: ``right``, ``right_2``.
+
+    Raises:
+        ConfigError: if two have the same name of their own.
+    """
+    own = [reward_name(function) for function in functions if _has_own_name(function)]
+    if twice := next((name for name in own if own.count(name) > 1), None):
+        raise ConfigError(f"two rewards share a name, {twice!r}, of {own}; rename one")
+    taken, names = set(own), []
+    for function in functions:
+        plain = name = reward_name(function)
+        numbers = itertools.count(2)
+        while name in taken and not _has_own_name(function):
+            name = f"{plain}_{next(numbers)}"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _has_own_name(function: RewardFunction) -> bool:
+    """Whether somebody chose the name for this function, and not for what it is made of."""
+    function = getattr(function, "function", function)  # of what wraps it and keeps its name
+    named = getattr(function, "__name__", "<lambda>") != "<lambda>"
+    return named and not inspect.ismethod(function)
 
 
 F = TypeVar("F", bound=RewardFunction)

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_rl import Prompt
 from lightning_rl.cli import main
+from lightning_rl.cli.parser import RLArgumentParser
 from lightning_rl.cli.trusted_texts import TABLE
 from lightning_rl.config import names
 from lightning_rl.config.hints import classes, item_hint, mapping_hint, parameters
@@ -260,3 +261,15 @@ def test_a_default_that_no_text_can_say_is_left_out_and_the_default_again(own, t
     assert not {"selection", "selections"} & told["init_args"].keys()
     [made] = parser.instantiate(parser.parse_path(tmp_path / "part.yaml")).parts
     assert made.selection.least == 0.7
+
+
+def test_a_text_that_looks_like_a_number_stays_one():
+    parser = RLArgumentParser()
+    parser.add_argument("--name", type=str | float)
+    parser.add_argument("--table", type=dict[str, str | float])
+    texts = ["1e5", "1E-3", "1_0e2", ".5e+1", "1.5", "12", "1e5x", "true", "~", "2024-01-01", ""]
+    values = {"name": "1e5", "table": dict(zip(texts, texts, strict=True)) | {"number": 1e-5}}
+    dumped = parser.dump(parser.parse_object(values))
+    again = parser.parse_string(dumped)
+    assert (again.name, again.table) == (values["name"], values["table"])
+    assert "1e5x: 1e5x\n" in dumped  # what needs no quotes has none

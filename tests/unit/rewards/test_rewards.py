@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -243,12 +244,42 @@ def test_aborted_rollouts_are_not_graded_and_are_no_failure(groups):
     assert grade(groups, last_digit, max_failed_share=0.0) == [[None, 1], [0, 1]]
 
 
+class Fixed:
+    def __init__(self, value):
+        self.value = value
+
+    def score(self, completions, **columns):
+        return [self.value] * len(completions)
+
+    __call__ = score
+
+
+def test_what_wraps_a_function_is_called_as_that_is_and_numbered(groups):
+    def scaled(completions, by, **columns):
+        return [by * float(text[-1]) for text in completions]
+
+    functions = [
+        partial(scaled, by=2), partial(partial(scaled), by=3), scaled, Fixed(1.0).score,
+        Fixed(2.0).score, lambda completions, **_: [4.0] * len(completions),
+        lambda completions, **_: [5.0] * len(completions), Fixed(6.0), Fixed(7.0),
+    ]  # fmt: skip
+    names = [
+        "scaled_2", "scaled_3", "scaled", "score", "score_2", "lambda", "lambda_2", "Fixed",
+        "Fixed_2",
+    ]  # fmt: skip
+    assert list(Rewards(functions).functions) == names
+    kept = [i for i, name in enumerate(names) if name != "scaled"]
+    # The constants are 1 + 2 + 4 + 5 + 6 + 7; the completion that ends in 1 has 2 + 3 more.
+    assert grade(groups, *(functions[i] for i in kept))[0] == [25, 30]
+    assert groups[0][1].reward_parts["scaled_2"] == 3.0
+
+
 def test_impossible_settings_are_refused():
     with pytest.raises(ConfigError, match="name at least one"):
         Rewards([])
     with pytest.raises(ConfigError, match="1 values for 2 rewards"):
         Rewards([last_digit, raises], weights=[1.0])
-    with pytest.raises(ConfigError, match="share a name"):
+    with pytest.raises(ConfigError, match="share a name, 'last_digit'"):
         Rewards([last_digit, last_digit])
     with pytest.raises(ConfigError, match=r"max_failed_share=1\.5"):
         Rewards([last_digit], max_failed_share=1.5)
