@@ -21,6 +21,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import SamplingDistribution
 from tests.support.small_run import trainer_of
 from tests.support.tiny_models import save_random_model
+from tests.support.tolerances import scores_rounding
 
 VOCABULARY = 2048  # large enough for a nucleus of hundreds of tokens
 
@@ -84,6 +85,12 @@ def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
     return count
 
 
+def ratio_rounding(model, batch, sampling) -> float:
+    """How far from 1 rounding takes the ratio of a trainer's probability to the engine's."""
+    engine = batch["tokens", "rollout_logprobs"][batch["tokens", "loss_mask"]]
+    return scores_rounding(str(model), engine / sampling.temperature)
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_tokens"),
     [(0, 1.0, 0), (0, 0.9, 0), (5, 1.0, 0), (50, 1.0, 0), (50, 0.9, 0), (0, 1.0, 5), (0, 0.999, 5)],
@@ -108,16 +115,17 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, train_on, top_k, top
     train_on(module, batches)
 
     assert len(loss.to_old) == 2  # a pack per minibatch
+    bound = ratio_rounding(model, batches[0], sampling)
     for log_ratio in (loss.to_old[0], loss.to_engine[0]):
         assert len(log_ratio) >= 200
-        assert float(log_ratio.expm1().abs().max()) <= 1e-5
+        assert float(log_ratio.expm1().abs().max()) <= bound
     # The second minibatch comes after an update, so that its ratios say something.
-    assert float(loss.to_old[1].expm1().abs().max()) > 1e-4
+    assert float(loss.to_old[1].expm1().abs().max()) > 4 * bound
     if min_tokens:  # scored as if ends had been possible, ratios are away from 1
         del batches[0]["tokens", "no_end"]
         untrained = Policy(str(model)).score(batches[0], "without", 10_000)["tokens"]
         gap = (untrained["without"] - untrained["rollout_logprobs"])[untrained["loss_mask"]]
-        assert float(gap.expm1().abs().max()) > 1e-4
+        assert float(gap.expm1().abs().max()) > 4 * bound
     outside = outside_of_the_trainers_cut(model, rollouts, sampling)
     tokens = sum(len(r.token_ids) for r in rollouts)
     gaps = [float(x[0].expm1().abs().max()) for x in (loss.to_old, loss.to_engine)]
@@ -147,12 +155,13 @@ def test_min_p_and_penalties_are_scored_as_vllm_samples(model, engine, setting):
     sampling = Sampling(max_tokens=16, temperature=0.7, **setting)
     rollouts = pipeline.run(prompts.draw(32), 4, sampling, seed=5)
     policy = Policy(str(model))
-    tokens = policy.score(pack_rollouts(rollouts), "scored", 10_000)["tokens"]
+    batch = pack_rollouts(rollouts)
+    tokens = policy.score(batch, "scored", 10_000)["tokens"]
     live = tokens["loss_mask"]
     gap = (tokens["scored"] - tokens["rollout_logprobs"])[live]
     assert len(gap) >= 1000
     # Rounding may cut at vLLM's boundary what is kept here: a few tokens, and none of them by much.
-    near = gap.expm1().abs() <= 1e-5
+    near = gap.expm1().abs() <= ratio_rounding(model, batch, sampling)
     assert int((~near).sum()) <= len(gap) // 500
     for rollout in rollouts:  # scored as if they had not been set
         own = rollout.sampling
