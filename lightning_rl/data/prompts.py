@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.begins import begin_fault, begun_once
 from lightning_rl.data.chats import render
 from lightning_rl.data.pictured import PictureSource
 from lightning_rl.data.shaping import Row, ShapedRows, Shaping
@@ -23,7 +24,7 @@ from lightning_rl.rollout import Message, Picture, Prompt, Rollout
 from lightning_rl.run.seeding import permutation, run_seed
 from lightning_rl.vision.downloads import AT_ONCE
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
-from lightning_rl.vision.reader import begun_once, encode
+from lightning_rl.vision.reader import encode
 
 _BATCH = 1000
 """Prompts that are measured at a time."""
@@ -105,7 +106,7 @@ class PromptDataset(ABC):
         self._cursor = 0
         self._order: Sequence[int] | np.ndarray = []
         self._dropped_rows: set[int] = set()
-        self._begins_checked = False
+        self._begin_told = False
 
     @abstractmethod
     def read(self) -> Iterable[tuple[str, Any]]:
@@ -370,31 +371,10 @@ class PromptDataset(ABC):
         token_ids, places = encode(self._tokenizer, text, pictures, special=not is_chat)
         if not token_ids:
             raise DataError(f"{self._where(index)}: the prompt {prompt!r:.80} has no tokens")
-        if not self._begins_checked:
-            self._check_begin(index, token_ids)
+        if not self._begin_told and (fault := begin_fault(self._tokenizer, token_ids)):
+            self._begin_told = True
+            rank_zero_warn(f"{self._where(index)}: the prompt {fault}; other rows are not named")
         return token_ids, places
-
-    def _check_begin(self, index: int, token_ids: Sequence[int]) -> None:
-        """Warn once of a prompt that does not have its beginning-of-sequence token once."""
-        assert self._tokenizer is not None
-        begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        if begin is None or self._tokenizer("")["input_ids"][:1] != [begin]:
-            self._begins_checked = True
-            return
-        count = token_ids.count(begin)
-        if count == 1 or (count and begin == end):
-            return
-        self._begins_checked = True
-        token = self._tokenizer.bos_token
-        what = (
-            f"holds {token!r} {count} times; remove it from the messages, or give the rendered "
-            "text as the prompt"
-            if count
-            else f"does not begin with {token!r}, which the tokenizer puts before other texts; "
-            "write {{ bos_token }} at the start of tokenizer.chat_template if the model was "
-            "trained with it"
-        )
-        rank_zero_warn(f"{self._where(index)}: the prompt {what}; other rows are not named")
 
     def _text(self, index: int, prompt: str | list[Message]) -> tuple[str, bool]:
         """What is tokenised, and whether it is a chat's, which has all special tokens in it."""

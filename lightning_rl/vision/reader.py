@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightning_rl.data.begins import begun_once
 from lightning_rl.errors import ConfigError, PictureError
 from lightning_rl.rollout import Picture, Placed
 from lightning_rl.vision.families import Family, Prepared
@@ -188,14 +189,6 @@ def reader_of(tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
     """What reads the pictures of a tokenizer's model; None: nothing does."""
     reader: PictureReader | None = getattr(tokenizer, "picture_reader", None)
     return reader
-
-
-def begun_once(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[int]:
-    """Tokens with one beginning-of-sequence token: a text may hold what the tokenizer adds."""
-    begin = 0
-    while token_ids[begin : begin + 2] == [tokenizer.bos_token_id] * 2:
-        begin += 1
-    return token_ids[begin:]
 
 
 def encode(
