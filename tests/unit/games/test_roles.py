@@ -104,7 +104,7 @@ def test_each_policy_learns_what_it_would_learn_alone(tiny_model, train_on, two_
         assert all(moved)
 
 
-def test_a_base_is_in_memory_and_in_checkpoints_once(tiny_model, train_on, two_roles, tmp_path):
+def test_a_base_is_in_memory_once_and_in_no_checkpoint(tiny_model, train_on, two_roles, tmp_path):
     module = roles_module(tiny_model)
     trainer = train_on(module, batches_of(two_roles, count=1))
     assert {key.partition(".")[0] for key in module.state_dict()} == set(ROLES)
@@ -115,11 +115,7 @@ def test_a_base_is_in_memory_and_in_checkpoints_once(tiny_model, train_on, two_r
         assert weight.requires_grad is (".lora_" in name)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     saved = torch.load(tmp_path / "two.ckpt", weights_only=True)["state_dict"]
-    storages = {
-        w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in saved.values()
-    }
-    counted = {id(p): p.numel() * 4 for p in module.parameters()}  # each once
-    assert sum(storages.values()) == pytest.approx(sum(counted.values()), rel=0.01)
+    assert saved.keys() == {name for name in module.state_dict() if ".lora_" in name}
 
 
 def test_a_policy_that_trains_its_own_base_shares_none(tiny_model):
