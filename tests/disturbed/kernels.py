@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,12 @@ from .operations import ATEN, FIRST_ONLY, VLLM, Operation, absolute, family_of, 
 FEW_DIGITS = 1024.0
 """Multiples of 1 over this are left alone, which leaves out all beyond 2^14 in float32."""
 DIGITS = {torch.float64: 53, torch.float32: 24}
-PERIOD = 2**16
-"""Samples of a family are drawn once; each computation reads them from a place of its own."""
+PERIOD = 2**14
+"""Samples of a family are drawn once; each computation reads them from a place of its own.
+
+Twice as many are no more than PyTorch's threads share, so that a process that only imports modules
+starts none, and may fork.
+"""
 EXACT_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)
 """Exponents that PyTorch takes apart into products, divisions and square roots."""
 WITHIN = {
@@ -71,16 +76,10 @@ class Samples:
         return samples[begin : begin + count].view(like.shape)
 
     def _draw(self, family: str) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + zlib.crc32(family.encode()))
-        drawn = torch.rand(PERIOD, generator=generator, dtype=torch.float64)
-        signs = torch.randint(0, 2, (PERIOD,), generator=generator) * 2 - 1
-        levels = torch.tensor(LEVELS, dtype=torch.float64)
-        values = torch.tensor(self._spread[family], dtype=torch.float64)
-        above = torch.searchsorted(levels, drawn).clamp(1, len(levels) - 1)
-        low, high = levels[above - 1], levels[above]
-        share = (drawn - low) / (high - low)
-        sizes = values[above - 1] * (1 - share) + values[above] * share
-        return sizes * signs * self.size
+        generator = np.random.default_rng(self.seed + zlib.crc32(family.encode()))
+        signs = generator.integers(0, 2, PERIOD) * 2 - 1
+        sizes = np.interp(generator.random(PERIOD), LEVELS, self._spread[family])
+        return torch.from_numpy(sizes * signs * self.size)
 
 
 def shapes_of(inputs: Any) -> tuple[torch.Size, ...]:
