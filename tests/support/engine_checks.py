@@ -72,7 +72,11 @@ def same_draws(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
 
 
 def true_logprobs(
-    plain: Any, prompt: list[int], token_ids: list[int], sampling: Sampling
+    plain: Any,
+    prompt: list[int],
+    token_ids: list[int],
+    sampling: Sampling,
+    ends: Sequence[int] = (1,),
 ) -> list[float]:
     """The logprobs of a completion from their definition, in float64."""
     with torch.no_grad():
@@ -88,7 +92,7 @@ def true_logprobs(
         z -= sampling.frequency_penalty * written + sampling.presence_penalty * (written > 0)
         z /= sampling.temperature
         if step < sampling.min_tokens:
-            z[1] = -torch.inf
+            z[list(ends)] = -torch.inf
         probs = z.softmax(-1)
         z[probs < sampling.min_p * probs.max()] = -torch.inf
         if sampling.top_k:
@@ -110,11 +114,11 @@ def require_written_by(
         assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
 
 
-def gap(engine: Any, plain: Any) -> float:
+def gap(engine: Any, plain: Any, ends: Sequence[int] = (1,)) -> float:
     """Largest error of logprobs after a prompt of 70 tokens, which vLLM caches in blocks of 32."""
     sampling = Sampling(max_tokens=4, min_tokens=4)
     (completion,) = generate(engine, [LONG], sampling, [5])
-    expected = true_logprobs(plain, LONG, completion.token_ids, sampling)
+    expected = true_logprobs(plain, LONG, completion.token_ids, sampling, ends)
     return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
 
 

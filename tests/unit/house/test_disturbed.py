@@ -235,7 +235,7 @@ PLANTED = """
 import pytest
 import torch
 
-x = torch.arange(6400.0).reshape(100, 64).sin()
+x = torch.arange(640.0).reshape(10, 64).sin()
 exact = x.double() @ x.double().T
 error = float((x @ x.T - exact).abs().max())
 
@@ -243,17 +243,17 @@ def test_bounds():
     assert 0 < error < {tight}
     assert error < 1.0
     assert ((x @ x.T - exact).abs() < {tight}).all()
-    assert (x @ x.T)[0].tolist() == pytest.approx(exact[0].tolist(), abs={tight})
+    assert (x @ x.T).flatten().tolist() == pytest.approx(exact.flatten().tolist(), abs={tight})
     torch.testing.assert_close(x @ x.T, exact.float(), rtol=0, atol={tight})
     assert torch.allclose(x @ x.T, exact.float(), rtol=0, atol={tight})
-    assert len(x) < 101
+    assert len(x) < 11
 """
 
 
 def test_a_tight_bound_is_reported(tmp_path, monkeypatch, capfd):
-    # The largest error is about 1.5 units of epsilon times 64 in either round.
-    (tmp_path / "test_planted.py").write_text(PLANTED.format(tight=4e-5))
-    monkeypatch.setattr(command, "ROUNDS", (command.Round(1), command.Round(2)))
+    # The largest error is about a unit of epsilon times 64, and differs from round to round.
+    (tmp_path / "test_planted.py").write_text(PLANTED.format(tight=2e-5))
+    monkeypatch.setattr(command, "ROUNDS", tuple(map(command.Round, range(1, 5))))
     assert command.main([str(tmp_path / "test_planted.py"), "-n", "0"]) == 1
     lines = capfd.readouterr().out.rpartition("the smallest margins:")[2].strip().splitlines()
     reported = {
@@ -261,4 +261,4 @@ def test_a_tight_bound_is_reported(tmp_path, monkeypatch, capfd):
     }
     assert sorted(reported) == [10, 11, 12, 13, 14, 15]
     for number, line in reported.items():
-        assert (float(line.split()[0]) < 4) == (number in {10, 12, 14, 15} or number == 13), line
+        assert (float(line.split()[0]) < 4) == (number != 11), line
