@@ -186,19 +186,33 @@ class RewardSpread(GroupFilter):
 
     Args:
         min_spread: largest minus smallest reward must exceed this.
+        part: the part of the reward that is looked at, such as the name of an exact reward beside
+            shaped ones, by which a group that is all wrong may still differ; None: the whole.
 
     Raises:
-        ConfigError: if ``min_spread`` is negative or not finite.
+        ConfigError: if ``min_spread`` is negative or not finite, or rewards have no such part.
     """
 
     min_group_size: ClassVar[int] = 2
 
     min_spread: float = 0.0
+    part: str | None = None
 
     def __post_init__(self) -> None:
         require_finite(min_spread=self.min_spread)
         require_at_least(0, min_spread=self.min_spread)
 
     def keep(self, group: Sequence[Rollout]) -> bool:
-        rewards = [r.reward for r in group if r.completed and r.reward is not None]
+        found = [self._reward(rollout) for rollout in group if rollout.completed]
+        rewards = [reward for reward in found if reward is not None]
         return bool(rewards) and max(rewards) - min(rewards) > self.min_spread
+
+    def _reward(self, rollout: Rollout) -> float | None:
+        if self.part is None or rollout.reward is None:
+            return rollout.reward
+        if self.part not in rollout.reward_parts:
+            raise ConfigError(
+                f"RewardSpread: rewards have no part {self.part!r}; the parts are "
+                f"{', '.join(rollout.reward_parts)}"
+            )
+        return rollout.reward_parts[self.part]

@@ -133,10 +133,22 @@ def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> No
         if learning.group_size(given) == 1:
             result.leave(given, "algorithm.filter_groups.enable", "a group of one has no spread")
         else:
-            result.put("data.filters", [instance("RewardSpread")])
+            part = _part_that_spreads(given, rewards)
+            spread = instance("RewardSpread", **({} if part is None else {"part": part}))
+            result.put("data.filters", [spread])
         if given["algorithm.filter_groups.max_num_gen_batches"] > 0:
             result.put("data.max_rounds", given["algorithm.filter_groups.max_num_gen_batches"])
     _rewards(given, result, rewards)
+
+
+def _part_that_spreads(given: Given, rewards: Sequence[str] | None) -> str | None:
+    """The part of our reward that their filter looks at; None: the whole."""
+    metric = given["algorithm.filter_groups.metric"]
+    name = (rewards or ["FUNCTION"])[0].rpartition(".")[2]
+    if metric in ("score", "reward"):  # which is before the overlong penalty
+        return name if given[_OVERLONG + "enable"] else None
+    # Of others of its kind, sums over tokens; or what the function returns beside its score.
+    return None if metric in ("seq_reward", "seq_final_reward") else f"{name}/{metric}"
 
 
 def _rewards(given: Given, result: Conversion, rewards: Sequence[str] | None) -> None:

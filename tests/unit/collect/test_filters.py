@@ -10,7 +10,7 @@ from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.errors import FilterError, LightningRLError
+from lightning_rl.errors import ConfigError, FilterError, LightningRLError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import RolloutStatus
@@ -43,6 +43,22 @@ def test_reward_spread_looks_at_graded_rollouts_only(make_rollout):
     assert not RewardSpread().keep(group)
     failed = group_of(make_rollout, 0.0, 1.0, status=RolloutStatus.FAILED)
     assert not RewardSpread().keep(failed)
+
+
+def test_reward_spread_of_one_part(make_rollout):
+    """All are wrong, and only their form differs: nothing to learn of what is right."""
+    group = group_of(make_rollout, 0.0, 0.1, 0.1)
+    for rollout, form in zip(group, (0.0, 0.1, 0.1), strict=True):
+        rollout.reward_parts = {"exact": 0.0, "form": form}
+    assert RewardSpread().keep(group)
+    assert RewardSpread(part="form").keep(group)
+    assert not RewardSpread(part="exact").keep(group)
+    group[0].reward_parts["exact"] = None  # does not apply to it
+    assert not RewardSpread(part="exact").keep(group)
+    group[1].reward_parts["exact"] = 1.0
+    assert RewardSpread(part="exact").keep(group)
+    with pytest.raises(ConfigError, match="no part 'exakt'; the parts are exact, form"):
+        RewardSpread(part="exakt").keep(group)
 
 
 # ---------------------------------------------------------------- dynamic sampling

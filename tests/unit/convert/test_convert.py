@@ -476,6 +476,11 @@ def test_the_group_of_search_r1_and_the_overlong_buffer_of_dapo():
     recorder = {"class_path": "RolloutRecorder", "init_args": {"num_groups": None}}
     assert recorder in result.config["trainer"]["callbacks"]
     assert {"max_turns", "retriever.topk"} <= {item.key for item in result.left}
+    kept = values | {"algorithm.filter_groups.enable": True}
+    for metric, part in (("acc", "b/acc"), ("score", "b"), ("seq_final_reward", None)):
+        kept["algorithm.filter_groups.metric"] = metric
+        [spread] = convert_verl(kept, ["a.b"]).config["data"]["init_args"]["filters"]
+        assert spread.get("init_args", {}).get("part") == part
     assert result.remarks[-1].endswith(
         "left out: actor_rollout_ref.actor.fsdp_config.param_offload"
     )

@@ -132,6 +132,7 @@ VERL_WITHOUT_FORMULA = {
     # How a coefficient moves, which groups are kept, and which weights are the critic's.
     "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl",
     "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.filter_groups.metric",
     "critic.enable", "trainer.critic_warmup", "critic.loss_agg_mode",
     # How many, and how long; and what happens to a gradient.
     ACTOR + "ppo_mini_batch_size", ACTOR + "ppo_epochs", ACTOR + "use_dynamic_bsz",
