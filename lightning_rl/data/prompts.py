@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.begins import begin_fault, begun_once
 from lightning_rl.data.chats import render
 from lightning_rl.data.pictured import PictureSource
 from lightning_rl.data.shaping import Row, ShapedRows, Shaping
@@ -22,6 +21,7 @@ from lightning_rl.data.tables import ListTable, Table
 from lightning_rl.errors import ConfigError, DataError, PictureError
 from lightning_rl.rollout import Message, Picture, Prompt, Rollout
 from lightning_rl.run.seeding import permutation, run_seed
+from lightning_rl.vision.begins import begin_fault, begun_once
 from lightning_rl.vision.downloads import AT_ONCE
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
 from lightning_rl.vision.reader import encode

@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightning_rl.data.begins import begun_once
 from lightning_rl.errors import ConfigError, PictureError
 from lightning_rl.rollout import Picture, Placed
+from lightning_rl.vision.begins import begun_once
 from lightning_rl.vision.families import Family, Prepared
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.llava import Llava
