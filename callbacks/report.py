@@ -14,7 +14,7 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.data.rollouts.files import as_record
 from lightning_rl.data.rollouts.jsonl import as_lines
 from lightning_rl.data.rollouts.pictures import PictureFolder
-from lightning_rl.errors import DiskError, RewardError, RunInterrupted
+from lightning_rl.errors import ConfigError, DiskError, RewardError, RunInterrupted
 from lightning_rl.run.hooks import STAGES, call_hook
 from lightning_rl.run.machine import installed_version
 from lightning_rl.run.metrics import MetricsLog
@@ -206,7 +206,8 @@ class RunReport(RLCallback):
                 file = run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl"
                 PictureFolder(file).write(exception.rollouts)
                 write_whole(file, as_lines(map(as_record, exception.rollouts)))
-        except (DiskError, OSError) as error:  # what stopped the run comes first, and saving it
+        # What stopped the run comes first, and saving it.
+        except (ConfigError, DiskError, OSError) as error:
             rank_zero_warn(str(error))
         if trainer.state.fn == "fit":
             call_hook(trainer, "on_report_written")

@@ -5,6 +5,7 @@ Files are whole or as they were, also when the disk is full or the power fails.
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -23,6 +24,9 @@ from lightning_rl.run.hooks import is_fast_dev_run
 
 OWN_RUNS = "lightning_rl_runs"
 """Where in ``default_root_dir`` runs are that no logger has a directory for."""
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""Also of one that Lightning made a path of, ``file:/x``; a drive has one letter."""
 
 _known: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 _own: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
@@ -51,16 +55,18 @@ def run_dir(trainer: Trainer) -> Path:
 def require_writable_dirs(trainer: Trainer) -> None:
     """Check the directories that a run will write to, before a logger fails with a bare error.
 
+    Loggers that keep no files of a run beside others' may save to a URL.
+
     Raises:
         ConfigError: naming the first that cannot be written.
     """
     if is_fast_dev_run(trainer):
         return
     for logger in trainer.loggers:
-        if logger.save_dir is not None and "://" not in str(logger.save_dir):
-            require_writable(Path(logger.save_dir), "trainer.logger.save_dir")
-    if "://" not in str(trainer.default_root_dir):
-        require_writable(Path(trainer.default_root_dir), "trainer.default_root_dir")
+        holds_runs = isinstance(logger, TensorBoardLogger | CSVLogger)
+        if logger.save_dir is not None and (holds_runs or not _URL.match(str(logger.save_dir))):
+            require_writable(logger.save_dir, "trainer.logger.save_dir")
+    require_writable(trainer.default_root_dir, "trainer.default_root_dir")
 
 
 def output_path(trainer: Trainer, given: str | Path | None, name: str) -> Path:
@@ -74,10 +80,14 @@ def output_path(trainer: Trainer, given: str | Path | None, name: str) -> Path:
 
 
 def own_runs(trainer: Trainer) -> Path | None:
-    """The folder of the runs that no logger has a directory for; None where one has."""
+    """The folder of the runs that no logger has a directory for; None where one has.
+
+    Raises:
+        ConfigError: if it is no local one.
+    """
     if isinstance(trainer.logger, TensorBoardLogger | CSVLogger):
         return None
-    return Path(trainer.default_root_dir) / OWN_RUNS
+    return _local(trainer.default_root_dir, "trainer.default_root_dir") / OWN_RUNS
 
 
 def continue_in(trainer: Trainer, directory: Path) -> None:
@@ -91,7 +101,7 @@ def _choose(trainer: Trainer) -> Path:
         return _scratch_directory(trainer)
     runs = own_runs(trainer)
     if runs is None:
-        directory = Path(trainer.logger.log_dir)  # type: ignore[union-attr, arg-type]
+        directory = _local(trainer.logger.log_dir, "trainer.logger.save_dir")  # type: ignore[union-attr, arg-type]
     elif trainer in _own:
         directory = _own[trainer]
     else:
@@ -281,13 +291,13 @@ def write_whole(path: Path, text: str) -> None:
         raise refused(path, error) from error
 
 
-def require_writable(directory: Path, key: str) -> None:
-    """Check that a directory can be written, or made, before anything is begun.
+def require_writable(directory: str | Path, key: str) -> None:
+    """Check that a local directory can be written, or made, before anything is begun.
 
     Raises:
         ConfigError: naming the key, and what stands in the way.
     """
-    there = directory.absolute()
+    there = _local(directory, key).absolute()
     while not os.path.lexists(there):
         there = there.parent
     if not there.is_dir():
@@ -297,6 +307,15 @@ def require_writable(directory: Path, key: str) -> None:
             f"{key}: {there} cannot be written (read-only, or of another user); name another "
             "directory, or change its rights"
         )
+
+
+def _local(path: str | Path, key: str) -> Path:
+    if _URL.match(str(path)):
+        raise ConfigError(
+            f"{key}={str(path)!r} is a URL, and a run's files are local ones; name a local "
+            "directory, and copy it afterwards or mount what the URL names"
+        )
+    return Path(path)
 
 
 def _takes_files(directory: Path) -> bool:

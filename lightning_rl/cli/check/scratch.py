@@ -1,7 +1,5 @@
 """What ``lightning-rl check`` tries: built as for ``fit``, and writing to a scratch directory."""
 
-from pathlib import Path
-
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.run.rundir import require_writable
 
@@ -22,8 +20,8 @@ class Built(RLCLI):
 
     def before_instantiate_classes(self) -> None:
         given = self.config.fit.trainer.default_root_dir
-        if given is not None and "://" not in str(given):
-            require_writable(Path(given), "trainer.default_root_dir")
+        if given is not None:
+            require_writable(given, "trainer.default_root_dir")
         self.config.fit.trainer.default_root_dir = self._scratch
         if self._fast_dev_run:
             self.config.fit.trainer.fast_dev_run = self._fast_dev_run

@@ -158,6 +158,15 @@ def test_a_file_where_the_runs_should_go_is_told_before_anything_begins(tiny_mod
             trainer.fit(grpo(tiny_model), data_module())
 
 
+@pytest.mark.parametrize("root", ["memory://runs", "file:///tmp/runs"])
+def test_a_url_where_the_runs_should_go_is_refused(tiny_model, tmp_path, monkeypatch, root):
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_of(root, [], logger=False)
+    with pytest.raises(ConfigError, match=r"default_root_dir='\w+:/+\w.*is a URL.*name a local"):
+        trainer.fit(grpo(tiny_model), data_module())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_directory_that_cannot_be_written_is_told():
     with TemporaryDirectory() as place:
         os.chmod(place, 0o555)
