@@ -90,6 +90,15 @@ def test_a_rollout_is_generated_again(finished, capsys):
     assert said[2].startswith(f"equal: {count} of {count} tokens, logprobs within ")
 
 
+@pytest.mark.slow
+def test_weights_that_were_trained_in_16_bits_are_made_so_again(place, tiny_model):
+    run = RecordedRun(train(place, tiny_model, "--trainer.precision=bf16-true"))
+    for iteration in (3, 4):  # by version 2, which was kept, and by one that is trained again
+        [rerun] = rerun_rollout(run, run.log.rollouts(iteration)[1].id)
+        assert rerun.equal, rerun.lines()
+        assert not rerun.weights_differ
+
+
 def test_the_first_other_token_is_named(run, capsys):
     rollouts = run.log.rollouts(1)
     chosen = next(r for r in rollouts if len(r.token_ids) >= 4)

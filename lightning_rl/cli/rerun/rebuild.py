@@ -175,6 +175,8 @@ def remade(
 
 def _load(made: Remade) -> None:
     made.module.configure_model()
+    # In this order, as when training begins: what was kept is read into the trainer's precision.
+    made.trainer.precision_plugin.convert_module(made.module)
     if made.kept.path is not None:
         checkpoint = made.kept.load()
         made.module.on_load_checkpoint(checkpoint)  # first, as Lightning does
