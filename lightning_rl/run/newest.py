@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_rl.run.checkpoint_io import checkpoints_in
 from lightning_rl.run.rundir import continue_in, own_runs, require_free
@@ -51,13 +52,16 @@ def newest_run(runs: Path) -> Path | None:
 
 
 def _is_open(logger: TensorBoardLogger | CSVLogger) -> bool:
-    """Whether its version is unknown.
+    """Whether its version is unknown, or nobody's choice.
 
     Who asked for its folder before, as ``ModelCheckpoint`` does, has only drawn the next number.
+    Under Slurm, Lightning's default logger has the job's, which is another when it is submitted
+    again.
     """
     version = logger._version
     return version is None or (
-        not Path(logger.log_dir).exists() and version == logger._get_next_version()
+        not Path(logger.log_dir).exists()
+        and version in (logger._get_next_version(), SLURMEnvironment.job_id())
     )
 
 
