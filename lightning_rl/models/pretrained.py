@@ -1,5 +1,6 @@
 """Reading pretrained models: from files, or as given; with their weights, or as skeletons."""
 
+import logging
 import shutil
 from collections.abc import Mapping
 from copy import copy, deepcopy
@@ -32,6 +33,12 @@ from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantize
 from lightning_rl.models.soundness import require_complete, require_finite
 from lightning_rl.vision.reader import attention, family_of, supported
+
+# transformers imports bitsandbytes with a model, which on CPUs with bfloat16 warns of a kernel that
+# it does without.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: "gemm_4bit_forward" not in str(record.msg)
+)
 
 _QUANTIZED = "to keep the frozen base of a LoRA in few bits, set lora.quantization: NF4 (or Int8)"
 REFUSED = {

@@ -1,5 +1,6 @@
 """Weights in few bits: the numbers they stand for, from their definitions in float64."""
 
+import subprocess
 import sys
 
 import pytest
@@ -210,3 +211,15 @@ def test_shapes_alone_are_those_of_the_weights(form):
     for name, part in layer.state_dict().items():
         other = shapes.state_dict()[name]
         assert (other.shape, other.dtype) == (part.shape, part.dtype), name
+
+
+def test_a_kernel_that_nobody_uses_is_not_warned_of():
+    code = (
+        "import lightning_rl.models.pretrained, logging\n"
+        "logger = logging.getLogger('bitsandbytes.backends.cpu.ops')\n"
+        "logger.warning('Failed to load CPU gemm_4bit_forward: %s', 'no kernels')\n"
+        "logger.warning('another')\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "another" in said.stderr
+    assert "gemm_4bit_forward" not in said.stderr
