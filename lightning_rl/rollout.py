@@ -20,6 +20,20 @@ def own(value: Any) -> Any:
     return value
 
 
+def of_whole_characters(value: Any) -> Any:
+    """Texts at any depth of lists and dictionaries, with U+FFFD for halves of characters.
+
+    No file and no tokenizer takes half of a character, a lone surrogate.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [of_whole_characters(item) for item in value]
+    if isinstance(value, dict):
+        return {name: of_whole_characters(item) for name, item in value.items()}
+    return value
+
+
 class RolloutStatus(StrEnum):
     """The stage of a rollout's life; each status is counted and logged."""
 

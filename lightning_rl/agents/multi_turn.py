@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,15 @@ from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.rollout import Message, Picture, Placed, Rollout, RolloutStatus, as_text
+from lightning_rl.rollout import (
+    Message,
+    Picture,
+    Placed,
+    Rollout,
+    RolloutStatus,
+    as_text,
+    of_whole_characters,
+)
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.messages import pictures_of
 
@@ -216,6 +225,7 @@ class _Episode:
                 raise TypeError("returned messages for a text prompt; return text")
             if not isinstance(reply.state, str | None):
                 raise TypeError(f"returned state={reply.state!r:.80}; name it by a string, or None")
+            reply = replace(reply, observation=of_whole_characters(reply.observation))
         assert self.rollout.environment_reward is not None
         self.rollout.environment_reward += reply.reward
         self.rewards.append(float(reply.reward))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import MARK, QUESTION, ends_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Message, Picture, Placed
+from lightning_rl.rollout import Message, Picture, Placed, of_whole_characters
 from lightning_rl.run.strict_json import loads
 from lightning_rl.vision.reader import encode
 
@@ -240,7 +240,7 @@ def tool_reply(call: Message, content: str | list[Any]) -> Message:
         "role": "tool",
         "tool_call_id": call["id"],
         "name": call["function"]["name"],
-        "content": content,
+        "content": of_whole_characters(content),
     }
 
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from lightning_rl.config.schema import SchemaError, one_line, parsed, require_pydantic
 from lightning_rl.errors import ConfigError, LightningRLError, require_at_least
+from lightning_rl.rollout import of_whole_characters
 from lightning_rl.run.retry import LONGEST_ASKED_S, ServerError, retry
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class OpenAIAPI:
         text = said.refusal if said.content is None else said.content
         if text is None and ending not in WITHOUT_TEXT:
             raise ServerError(f"{where}: choices.0.message.content is null (ended by {ending})")
-        return _of_whole_characters(text or ""), str(ending)
+        return str(of_whole_characters(text or "")), str(ending)
 
     async def post(self, path: str, kind: type[A], body: Any = None, **options: Any) -> A:
         """Post ``body`` as JSON; see :meth:`call`."""
@@ -262,8 +263,3 @@ def _require_address(base_url: str) -> None:
             f"base_url={base_url!r} must begin with http:// or https://, and name a host, such as "
             f"{OPENAI_URL}"
         )
-
-
-def _of_whole_characters(text: str) -> str:
-    """Without halves of characters (lone surrogates), which no file and no tokenizer takes."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

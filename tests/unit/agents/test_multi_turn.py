@@ -488,6 +488,13 @@ def test_an_environments_mistakes_cost_one_rollout(environment, error, play):
     assert rollout.finish_reason is None
 
 
+def test_half_of_a_character_is_read_as_another(play):
+    replies = [Reply(done=True), Reply("=\ud83d")]
+    rollout = play(Scripted([[4, EOS]] * 2), making(step=replies.pop))
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+    assert rollout.token_ids == [4, EOS, EQUALS, 4, EOS]
+
+
 def test_the_engines_mistakes_are_not_hidden(play):
     class Dead(Scripted):
         async def generate(self, token_ids, sampling, seed):

@@ -106,6 +106,23 @@ def test_a_toolbox_refuses_what_it_cannot_tell_apart():
 # ---------------------------------------------------------------- calls
 
 
+async def half(fails: bool) -> dict:
+    """Say half of a character.
+
+    Args:
+        fails: whether to fail with it.
+    """
+    if fails:
+        raise ValueError("b\ud83d")
+    return {"said": ["a\ud83d"]}
+
+
+def test_halves_of_characters_are_replaced():
+    said, failed = answer([half], ("half", {"fails": False}), ("half", {"fails": True}))
+    assert said["content"] == '{"said": ["a\ufffd"]}'
+    assert failed["content"] == "Error: ValueError: b\ufffd"
+
+
 def test_results_come_in_the_order_of_the_calls():
     replies = answer([add, pick], ("add", {"a": 2, "b": 3}), ("pick", {"colour": "red"}))
     assert replies == [
