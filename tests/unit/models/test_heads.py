@@ -240,8 +240,9 @@ def test_logits_in_float32_under_bfloat16(tiny_model, random_batch, fp32):
     gap = float((scores.logprobs - exact).abs().max())
     grad_gap = float((grad[0] - exact_grad).norm() / exact_grad.norm())
     if fp32:
-        assert gap < 1e-5
-        assert grad_gap < 1e-5
+        bound = rounding(sum(head.shape), magnitude=float(logits.detach().abs().max()))
+        assert gap < bound
+        assert grad_gap < bound
     else:  # bfloat16 has 8 bits
         assert gap > 1e-3
         assert grad_gap > 1e-4
