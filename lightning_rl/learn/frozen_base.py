@@ -52,13 +52,15 @@ def put_back_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 def adapted(module: nn.Module) -> dict[str, Policy]:
     """Policies that train a LoRA on weights from files, by their places in the module.
 
-    One that is nowhere trained is a reference, which may have been renewed, and stays whole.
+    One that is nowhere trained is a reference, which may have been renewed, and stays whole. So
+    does a base in few bits, which is small, and which other kernels may pack otherwise.
     """
     return {
         place: policy
         for place, policy in module.named_modules()
         if isinstance(policy, Policy)
         and policy.lora is not None
+        and policy.lora.quantization is None
         and not policy.random_init
         and any(parameter.requires_grad for parameter in policy.lm.parameters())
     }
