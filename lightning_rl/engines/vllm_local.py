@@ -199,6 +199,9 @@ class VLLMLocal(VLLMEngine):
             )
             self._requests[request_id] = request
         if self._loop_task is None or self._loop_task.done():
+            paused, self._may_step = self.paused, asyncio.Event()  # of this event loop
+            if not paused:
+                self._may_step.set()
             self._loop_task = loop.create_task(self._step_while_busy())
         try:
             return await request.future

@@ -276,3 +276,15 @@ def test_impossible_settings_are_refused(tmp_path, skeleton):
         match=r"did not start: User-specified max_model_len \(10000\) is greater [^\[]*$",
     ):
         VLLMLocal(max_model_len=10_000).start(skeleton)
+
+
+def test_it_pauses_in_one_event_loop_after_another(engine):
+    async def paused_once() -> int:
+        await engine.pause()
+        writing = asyncio.ensure_future(engine.generate([3, 4, 2], Sampling(max_tokens=2), 1))
+        await asyncio.sleep(0.1)
+        assert not writing.done()
+        await engine.resume()
+        return len((await writing).token_ids)
+
+    assert 1 <= asyncio.run(paused_once()) == asyncio.run(paused_once())
