@@ -184,7 +184,7 @@ class TurnTemplate:
         return min((text.partition(end)[0] for end in self._end_texts), key=len)
 
     def _is_closed(self, wrote: Sequence[int], end: int) -> bool:
-        """Whether a turn needs no ``end`` of the template, having that or another in its place.
+        """Tell whether what the model wrote is closed, so that the template adds no ``end`` to it.
 
         Where a template closes no turn, ``end`` opens what follows, and another is none.
         """

@@ -33,7 +33,7 @@ _ON: dict[str, Any] = {
     "qalora_group_size": 16,
     "runtime_config": {"ephemeral_gpu_offload": False},
 }
-"""Of what a LoraConfig that says nothing of it holds; all else is off."""
+"""The defaults of peft's LoraConfig that are not off."""
 
 
 def with_adapters(values: Mapping[str, Any]) -> dict[str, Any]:

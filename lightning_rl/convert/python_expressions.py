@@ -177,7 +177,7 @@ class Expressions(ABC):
         return self._note(Called(what, args, kwargs, node.lineno, parser))
 
     def _parsed(self, kind: Any, parser: Called, line: int) -> Any:
-        """What a parser makes of the command line for a class: its defaults are known at most."""
+        """Return the object that a parser fills from the command line, with known defaults."""
         path = {Kind: "base", Named: "path"}.get(type(kind))
         if path is None:
             return kind

@@ -23,7 +23,7 @@ _LORA |= {"use_rslora", "use_dora", "target_parameters", "task_type"}
 
 @dataclass
 class ReadScript:
-    """What a script says, what it could not be asked, and what was read as something else."""
+    """The settings of a script, those that could not be read, and remarks on how others were."""
 
     values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)

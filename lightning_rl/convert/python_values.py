@@ -1,4 +1,4 @@
-"""What an expression of a Python script may be that is read and never run."""
+"""The values that expressions of a Python script have, which is read and never run."""
 
 import ast
 import operator
@@ -63,14 +63,14 @@ class Named:
 
 @dataclass
 class Called:
-    """What a call returns that is not of the script; attributes that are set join the arguments."""
+    """The result of a call of others' code; attributes that are set later join its arguments."""
 
     what: str
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
     line: int = 0
     receiver: Any = None
-    """Of a method, what it is called on; of an item, what it is taken from."""
+    """The object that a method is called on, or that an item is taken from."""
 
     @property
     def last(self) -> str:
@@ -101,7 +101,7 @@ def unread(node: ast.AST) -> Unread:
 
 
 def plain(value: Any) -> bool:
-    """Whether a value is made of texts, numbers and lists of them alone."""
+    """Tell whether a value is made of texts, numbers and lists of them alone."""
     if isinstance(value, list | tuple):
         return all(plain(item) for item in value)
     if isinstance(value, dict):
