@@ -204,7 +204,6 @@ class Rewards:
             "completions": [own(r.completion) for r in rollouts],
             "completion_ids": [own(r.token_ids) for r in rollouts],
             "finish_reasons": [r.finish_reason for r in rollouts],
-            "opened_thoughts": [self._opens_thought(r) for r in rollouts],
             "environment_rewards": [r.environment_reward for r in rollouts],
             "extras": [own(r.extra) for r in rollouts],
             "group_ids": [r.group_id for r in rollouts],
@@ -219,11 +218,14 @@ class Rewards:
         # to send to another process, for who does not look at them.
         parameters = inspect.signature(function).parameters.values()
         names = {p.name for p in parameters}
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        if takes_all or "opened_thoughts" in names:  # which reads prompts, of any length
+            available["opened_thoughts"] = [self._opens_thought(r) for r in rollouts]
         if "pictures" in names:
             available["pictures"] = [seen_in(r) for r in rollouts]
         if "images" in names:
             available.setdefault("images", [DecodedPictures(r.prompt.pictures) for r in rollouts])
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        if takes_all:
             return available
         return {name: value for name, value in available.items() if name in names}
 
