@@ -112,7 +112,8 @@ class PolicyModule(OwnLoop, RolloutModule):
         max_grad_norm: clip the gradient's global norm; None: leave it.
         gradient_checkpointing: recompute activations in backward, all of them or as
             ``Recompute`` says.
-        compile: let ``torch.compile`` make the layers faster; the first iteration pays for it.
+        compile: let ``torch.compile`` make the layers and the output faster; the first iteration
+            pays for it. None: on CUDA, where that is proven.
         random_init: start from random weights instead of those in ``model``.
         cast_lm_head_to_fp32: compute logits in float32 though the Trainer's precision has 16 bits.
         trust_remote_code: run code that comes with the model.
@@ -154,7 +155,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         max_tokens_per_pack: int = 16384,
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool | Recompute = False,
-        compile: bool = False,
+        compile: bool | None = None,
         random_init: bool = False,
         cast_lm_head_to_fp32: bool = False,
         trust_remote_code: bool = False,

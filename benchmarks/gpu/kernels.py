@@ -14,7 +14,7 @@ from benchmarks.gpu.made import rollouts_of, shape_of
 from lightning_rl.extend import pack_rollouts
 from lightning_rl.models import heads
 from lightning_rl.models.attention import PackLayout, build_layout, packed_attention
-from lightning_rl.models.varlen import attend, plain_varlen, varlen_dtype
+from lightning_rl.models.varlen import attend, kernel_works, plain_varlen
 from tests.support.places import attended_in_places
 
 HEADS = ((14, 2, 64), (12, 2, 128), (8, 8, 64), (8, 1, 256))
@@ -82,9 +82,12 @@ def _compare(
         for n in (queries, keys, keys)
     ]
     upstream = torch.randn(1, tokens, queries, size, device=bench.device).to(dtype)
-    fused = varlen_dtype(inputs[0], window is not None) is not None
+    kind = size, window is not None
     if bench.device == "cuda" and dtype != torch.float32:
-        bench.require(fused, f"{name}: the fused kernel is not used")
+        works = kernel_works(torch.device("cuda"), dtype, *kind)
+        bench.require(works, f"{name}: the fused kernel is not used")
+        layout.fuse(dtype, frozenset({kind} if works else ()))
+    fused = layout.fused is not None
 
     def ours() -> list[Tensor]:
         query, key, value = inputs

@@ -69,6 +69,8 @@ CHECKS = (
     _with_vllm("fit-vllm", "fits:fit", 150, precision="bf16-mixed", kinds=("vllm-lora",)),
     # How long it takes, and in how much memory.
     _ours("update-0.5B", "updates:update", 120, shape="0.5B"),
+    _ours("compiled", "compiled:compiled", 150, shape="qwen3-0.6b"),
+    _ours("compiled-rounding", "compiled:rounding", 90, shape="qwen3-0.6b"),
     _ours("head-chunks", "kernels:head_chunks", 60),
     _ours("digests", "digests:cost", 60),
     _ours("host-inputs", "recomputed:host_inputs", 150),

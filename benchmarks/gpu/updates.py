@@ -62,6 +62,7 @@ def _measure(
         optimizer=adamw(1e-6),
         max_tokens_per_pack=2 * count * (tokens + 64),  # one pack
         gradient_checkpointing=recompute,
+        compile=False,  # the plan is of layers that are not
     )
     watch = Stages(bench)
     trainer = trainer_of(bench, precision="bf16-mixed", callbacks=[watch])

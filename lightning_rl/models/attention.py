@@ -17,13 +17,20 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from lightning_rl.data.batch import host_of, ranges, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention_batches import AttentionBatches, Pieces, Segments
 from lightning_rl.models.short_attention import attend_short, is_short
-from lightning_rl.models.varlen import Varlen, attend, fused_kernel, varlen_dtype
+from lightning_rl.models.varlen import (
+    Fused,
+    Varlen,
+    attend,
+    fused_dtype,
+    fused_heads,
+    fused_kernel,
+)
 from lightning_rl.models.windows import windowed_batches
 
 ATTENTION = "lightning_rl_packed"
@@ -64,8 +71,8 @@ class PackLayout:
     ``live`` (M,) the loss tokens, as indices into the pack's T tokens, ``rows`` (M,) the rollouts
     that they belong to, ``predictors`` (M,) the positions in S that predict them.
     ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
-    less its last. How that is computed, ``batches`` or ``varlen``, is worked out once it is asked
-    for: a pack needs one of them.
+    less its last. ``fused`` is the part that a fused kernel computes, which :meth:`prepare` decides
+    before a model's layers run; SDPA over ``batches`` computes the rest.
     With ``exchange``, the tokens, ``live``, ``rows`` and ``predictors`` are those of one rank of
     several (:mod:`lightning_rl.models.sequence`), and only ``segments`` those of the whole pack;
     ``seen`` is what the rank's queries see, None: all are its queries.
@@ -81,6 +88,7 @@ class PackLayout:
     longest: int
     exchange: TokenExchange | None = None
     seen: Attending | None = None
+    fused: Fused | None = None
     _windowed: dict[int, AttentionBatches] = field(default_factory=dict)
 
     @cached_property
@@ -101,6 +109,17 @@ class PackLayout:
     def varlen(self) -> Varlen:
         """For one call of a fused kernel."""
         return (self.seen or self.segments).varlen().to(self.input_ids.device)
+
+    def prepare(self, lm: PreTrainedModel) -> None:
+        """Decide how the attention of a model is computed, before any of its layers runs."""
+        device = self.input_ids.device
+        dtype = fused_dtype(lm, device)
+        if dtype is not None:
+            self.fuse(dtype, fused_heads(lm, device, dtype))
+
+    def fuse(self, dtype: torch.dtype, heads: frozenset[tuple[int, bool]]) -> None:
+        """Let the fused kernel compute layers with these ``heads`` (:class:`Fused`)."""
+        self.fused = Fused(dtype, heads, self.varlen, fused_kernel()) if heads else None
 
 
 def build_layout(pack: TensorDict) -> PackLayout:
@@ -189,14 +208,29 @@ def packed_attention(
         ConfigError: if the model's attention has a feature that this function would ignore.
     """
     _refuse(module, unsupported)
-    window = None if sliding_window is None or layout.longest <= sliding_window else sliding_window
+    windowed = sliding_window is not None and layout.longest > sliding_window
+    window = sliding_window if windowed else None
     # Token-major rows make every gather below a copy of whole rows.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.exchange is None:
         return _attention(q, k, v, layout, scaling, dropout, window)[None], None
-    q, k, v = layout.exchange.gather_tokens(q, k, v)
-    output = _attention(q, k, v, layout, scaling, dropout, window)
-    return layout.exchange.gather_heads(output)[None], None
+    return _exchanged(layout.exchange, q, k, v, layout, scaling, dropout, window)[None], None
+
+
+@torch.compiler.disable
+def _exchanged(
+    exchange: TokenExchange,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackLayout,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """Attention of own tokens (s, H, D), which several ranks compute."""
+    q, k, v = exchange.gather_tokens(q, k, v)
+    return exchange.gather_heads(_attention(q, k, v, layout, scaling, dropout, window))
 
 
 def _attention(
@@ -209,10 +243,24 @@ def _attention(
     window: int | None,
 ) -> Tensor:
     """Attention of q (Q, H, D) on k and v (K, Hkv, D), of shape (Q, H, D)."""
-    dtype = None if dropout else varlen_dtype(q, window is not None)
-    if dtype is not None:
-        q, k, v = (x.to(dtype) for x in (q, k, v))
-        return attend(q, k, v, layout.varlen, scaling, fused_kernel(), window)
+    fused = layout.fused
+    if fused is not None and not dropout and (q.shape[-1], window is not None) in fused.heads:
+        q, k, v = (x.to(fused.dtype) for x in (q, k, v))
+        return attend(q, k, v, fused.layout, scaling, fused.kernel, window)
+    return _batched(q, k, v, layout, scaling, dropout, window)
+
+
+@torch.compiler.disable  # the number of batches changes with every pack
+def _batched(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackLayout,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """The same by SDPA, over batches of segments of similar lengths."""
     batches = layout.batches_within(window)
     repeats = q.shape[1] // k.shape[1]
     outputs = []

@@ -2,8 +2,9 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,55 @@ CHUNK_ELEMENTS = 1 << 24
 CUDA_CHUNK_ELEMENTS = 1 << 27
 
 
+def _chunk_sums(
+    states: Tensor,
+    matrix: Tensor,
+    offset: Tensor | None,
+    targets: Tensor,
+    by: SampledBy,
+    vocabulary: Vocabulary,
+) -> Sums:
+    """What the logprobs and entropies of a chunk of m tokens are made of."""
+    scaled = sampled_logits(states, matrix, offset, targets, by)[0]
+    top = scaled.amax(-1, keepdim=True)
+    exps = (scaled - top).exp_()
+    total, picked = exps.sum(-1), vocabulary.pick(scaled, targets)
+    return Sums(top.squeeze(-1), total, picked, exps.mul_(scaled).sum(-1))
+
+
+def _chunk_slopes(
+    states: Tensor,
+    matrix: Tensor,
+    offset: Tensor | None,
+    targets: Tensor,
+    by: SampledBy,
+    vocabulary: Vocabulary,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient (m, V) of a chunk's logits, in the dtype of its states.
+
+    ``lse``, ``entropy`` and the gradients are (m, 1).
+    """
+    scaled, bend = sampled_logits(states, matrix, offset, targets, by)
+    log_p = scaled.sub_(lse)
+    if grad_entropy is None:
+        assert grad_logprobs is not None  # or autograd would not have come here
+        grad = log_p.exp_().mul_(-grad_logprobs)
+    else:
+        probs = log_p.exp()
+        slope = log_p.add_(entropy).mul_(grad_entropy)
+        if grad_logprobs is not None:
+            slope.add_(grad_logprobs)
+        grad = slope.mul_(probs).neg_()
+    if grad_logprobs is not None:
+        vocabulary.add(grad, targets, grad_logprobs)
+    grad = grad.div_(by.temperature)
+    return (grad if bend is None else grad.mul_(bend)).to(states.dtype)
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Logprob of each target and entropy of its distribution, never holding all logits at once.
 
@@ -58,6 +108,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         by: SampledBy,
         dtype: torch.dtype,
         vocabulary: Vocabulary,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(dtype, torch.float32)
         sums = Sums(
@@ -65,21 +116,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         states, matrix = hidden.to(dtype), weight.to(dtype)
         offset = None if bias is None else bias.to(dtype)
-        for part in _chunks(states, weight.shape[0]):
+        sums_of = _compiled(_chunk_sums, matrix) if compiled else _chunk_sums
+        for part in _chunks(states, weight.shape[0], compiled):
             with _no_autocast(states):
                 chunk = states[part], matrix, offset, targets[part], by.rows(part)
-                scaled = sampled_logits(*chunk)[0]
-            top = scaled.amax(-1, keepdim=True)
-            exps = (scaled - top).exp_()
-            sums.top[part], sums.total[part] = top.squeeze(-1), exps.sum(-1)
-            sums.picked[part] = vocabulary.pick(scaled, targets[part])
-            sums.weighted[part] = exps.mul_(scaled).sum(-1)
-            del scaled, exps  # before there are the next chunk's
+                for column, found in zip(sums, sums_of(*chunk, vocabulary), strict=True):
+                    column[part] = found
         sums = vocabulary.merged(sums)
         lse = sums.top + sums.total.log()
         logprobs, entropy = sums.picked - lse, lse - sums.weighted / sums.total
         ctx.save_for_backward(states, weight, bias, targets, lse, entropy)
         ctx.by, ctx.hidden_dtype, ctx.vocabulary = by, hidden.dtype, vocabulary
+        ctx.compiled = compiled
         ctx.set_materialize_grads(False)  # an output without a loss has None, and costs nothing
         return logprobs, entropy
 
@@ -88,7 +136,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # Autocast's state here is the thread's own: on a GPU not that of the forward pass.
         with _no_autocast(ctx.saved_tensors[0]):
             gradients = _ChunkedLogprobs._gradients(ctx, grad_logprobs, grad_entropy)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
@@ -100,28 +148,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         matrix = weight.to(states.dtype)
         offset = None if bias is None else bias.to(states.dtype)
-
-        def of_logits(part: slice) -> Tensor:
-            """Of a chunk, of which nothing else is left."""
-            by = ctx.by.rows(part)
-            scaled, bend = sampled_logits(states[part], matrix, offset, targets[part], by)
-            log_p = scaled.sub_(lse[part, None])
-            if grad_entropy is None:
-                assert grad_logprobs is not None  # or autograd would not have come here
-                grad = log_p.exp_().mul_(-grad_logprobs[part, None])
-            else:
-                probs = log_p.exp()
-                slope = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                if grad_logprobs is not None:
-                    slope.add_(grad_logprobs[part, None])
-                grad = slope.mul_(probs).neg_()
-            if grad_logprobs is not None:
-                ctx.vocabulary.add(grad, targets[part], grad_logprobs[part])
-            grad = grad.div_(by.temperature)
-            return (grad if bend is None else grad.mul_(bend)).to(states.dtype)
-
-        for part in _chunks(states, weight.shape[0]):
-            grad = of_logits(part)
+        slopes_of = _compiled(_chunk_slopes, matrix) if ctx.compiled else _chunk_slopes
+        for part in _chunks(states, weight.shape[0], ctx.compiled):
+            chunk = states[part], matrix, offset, targets[part], ctx.by.rows(part), ctx.vocabulary
+            grads = (None if g is None else g[part, None] for g in (grad_logprobs, grad_entropy))
+            grad = slopes_of(*chunk, lse[part, None], entropy[part, None], *grads)
             if grad_states is not None:
                 grad_states[part] = grad @ matrix
             if grad_weight is not None:
@@ -142,6 +173,17 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
+def _compiled(function: Callable[..., Any], matrix: Tensor) -> Callable[..., Any]:
+    """A chunk's computation as few kernels, which read its logits once or twice."""
+    torch._dynamo.mark_static(matrix)  # only the number of tokens changes from chunk to chunk
+    return _compile(function)
+
+
+@cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
 def _no_autocast(like: Tensor) -> AbstractContextManager[Any]:
     device = like.device.type
     on = torch.is_autocast_enabled(device)
@@ -153,8 +195,10 @@ def chunk_elements(device: torch.device) -> int:
     return CUDA_CHUNK_ELEMENTS if device.type == "cuda" else CHUNK_ELEMENTS
 
 
-def _chunks(states: Tensor, vocabulary: int) -> list[slice]:
-    rows, step = len(states), max(1, chunk_elements(states.device) // vocabulary)
+def _chunks(states: Tensor, vocabulary: int, compiled: bool) -> list[slice]:
+    # Where it is compiled, a chunk in 16 bits has no copy in float32, and may have twice the rows.
+    times = 2 if compiled and states.dtype.itemsize == 2 else 1
+    rows, step = len(states), max(1, times * chunk_elements(states.device) // vocabulary)
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 
@@ -180,6 +224,7 @@ def token_logprobs(
     penalties: Penalties | None = None,
     fp32: bool = False,
     vocabulary: Vocabulary = WHOLE,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of ``targets`` and entropies, float32, both (M,), of the distribution sampled from.
 
@@ -188,12 +233,14 @@ def token_logprobs(
     ``top_p`` (1: all) and ``min_p`` (0: all), all (M,), cut the distribution as the engine did;
     where ``no_end`` (M,) is True, ``ends`` could not be sampled (``min_tokens``). With ``fp32``
     logits are computed in float32, whatever dtype the states have. ``vocabulary`` says which part
-    of the logits this rank computes.
+    of the logits this rank computes. With ``compiled``, ``torch.compile`` makes few kernels of what
+    is computed of a chunk of logits, where no setting but the temperature is in use.
     """
     by = sampled_by(targets, temperature, top_k, top_p, no_end, ends, min_p, penalties)
     by, dtype = vocabulary.settings(by), _logits_dtype(hidden, fp32)
     weight, bias = vocabulary.matrix(output)
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, by, dtype, vocabulary)
+    compiled = compiled and by.is_plain
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, by, dtype, vocabulary, compiled)
 
 
 class ValueHead(nn.Module, ABC):

@@ -28,7 +28,11 @@ from lightning_rl.models.lora import (
     merged_weights,
 )
 from lightning_rl.models.memory import each_pack
-from lightning_rl.models.preparation import compile_each_layer, disable_dropout
+from lightning_rl.models.preparation import (
+    compile_each_layer,
+    compiles_by_default,
+    disable_dropout,
+)
 from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
 from lightning_rl.models.recompute import Recompute, as_recompute
 from lightning_rl.models.routing import routing_of
@@ -60,8 +64,9 @@ class Policy(nn.Module):
             more compute. True: ``Recompute()``.
         lora: train adapters only; None: all weights.
         vision: what is trained of the part of an image-text model that sees; None: nothing.
-        compile_layers: let ``torch.compile`` make the language model's layers faster; needs a C++
-            compiler, on CUDA Triton.
+        compile_layers: let ``torch.compile`` make the model's layers and its output faster;
+            needs a C++ compiler, on CUDA Triton. None: on CUDA, where that is proven
+            (:func:`lightning_rl.models.preparation.compiles_by_default`).
         cast_lm_head_to_fp32: compute logits in float32 whatever ``Trainer(precision=...)`` is.
         loading: how the model's files are read.
         lm: what was read of them already, and becomes this policy's; None: it is still to be read.
@@ -74,7 +79,7 @@ class Policy(nn.Module):
         random_init: bool = False,
         gradient_checkpointing: bool | Recompute = False,
         lora: LoRA | None = None,
-        compile_layers: bool = False,
+        compile_layers: bool | None = False,
         cast_lm_head_to_fp32: bool = False,
         loading: Loading = PLAIN,
         lm: PreTrainedModel | None = None,
@@ -98,6 +103,7 @@ class Policy(nn.Module):
         self.tensor: TensorRanks | None = None
         """Ranks that have its matrices together with this one; None: it has all of them."""
         self.vocabulary: Vocabulary = WHOLE
+        self.compiled = False
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = ends_of(self.tokenizer).token_ids
@@ -126,9 +132,18 @@ class Policy(nn.Module):
         self.replays = False
         """Whether tokens go to the ``routed_experts`` of their packs, where these are known."""
         require_exact_packing(self.lm, lambda pack: self(pack).logprobs, self.reader)
+        if compile_layers is None:
+            compile_layers = compiles_by_default(self.lm, self.recompute, quantization is not None)
         if compile_layers:
-            reader = self.reader
-            compile_each_layer(self.lm if reader is None else reader.family.language_model(self.lm))
+            self.compile_layers()
+
+    def compile_layers(self) -> None:
+        """Compile the layers of the model and of a critic's body, and the passes over logits."""
+        bodies = [self.lm, None if self.value_head is None else self.value_head.body]
+        for body in filter(None, bodies):
+            family = None if self.reader is None else self.reader.family
+            compile_each_layer(body if family is None else family.language_model(body))
+        self.compiled = True
 
     def split(self, ranks: TensorRanks) -> None:
         """Keep this rank's part of the matrices only (:mod:`lightning_rl.models.tensor`).
@@ -187,6 +202,7 @@ class Policy(nn.Module):
             penalties_of(pack, layout.live),
             self.cast_lm_head_to_fp32,
             self.vocabulary,
+            self.compiled,
         )
         values = None
         if self.value_head is not None:
@@ -198,6 +214,7 @@ class Policy(nn.Module):
 
     def _states(self, pack: TensorDict, layout: PackLayout, lm: PreTrainedModel) -> Tensor:
         """The last states (S, D) of a model's body, of a pack's layout."""
+        layout.prepare(lm)
         if self.reader is not None and ("picture" in pack["tokens"] or world_size() > 1):
             return scored_states(self.reader, lm, pack, layout)
         states: Tensor = lm.base_model(

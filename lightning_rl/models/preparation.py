@@ -1,13 +1,16 @@
 """What is changed of a transformers model before it is trained."""
 
+from functools import cache
+
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rl.models.attention import ATTENTION, packed_attention
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.stacked import FileNames
+from lightning_rl.run.dist import fell_back
 
 EXPERTS = "lightning_rl_experts"
 
@@ -26,14 +29,44 @@ def disable_dropout(lm: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
-def compile_each_layer(lm: PreTrainedModel) -> None:
-    """Compile each layer of ``lm`` but attention and experts, in place; weights keep their names.
+def compiles_by_default(lm: PreTrainedModel, recompute: Recompute | None, packed: bool) -> bool:
+    """Whether ``torch.compile`` is used unless a run says otherwise.
 
-    Shapes are dynamic, so that packs of any size run what the first one compiled. Attention loops
-    over batches whose number changes with every pack, and would be recompiled each time. Grouped
-    products of experts fall back to a loop where they are compiled, but for bfloat16.
+    On CUDA, where elementwise work would take most of an update: for layers of text alone without
+    experts, which have their weights in 16 bits or more (not ``packed``), on one process or DDP,
+    recomputed whole or not at all. Not with ``trainer.deterministic``: what the compiler
+    chooses depends on the sizes that it meets first, which a run that is resumed meets otherwise.
     """
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
+    return (
+        lm.device.type == "cuda"
+        and not packed
+        and not torch.are_deterministic_algorithms_enabled()
+        and (recompute is None or recompute == Recompute(every=recompute.every))
+        and not FileNames(lm).stacked
+        and not hasattr(lm.config, "vision_config")
+        and _compiler_works(lm.device)
+    )
+
+
+@cache
+def _compiler_works(device: torch.device) -> bool:
+    """Try it: it needs Triton, and this a C compiler and Python's headers."""
+    try:
+        torch.compile(torch.sin)(torch.zeros(8, device=device))
+    except (ImportError, RuntimeError, OSError) as error:
+        message = str(error).strip() or "no more is said"
+        reason = f"{type(error).__name__}: {message.splitlines()[0]}"
+        fell_back("torch.compile", reason, "each layer as it is")
+        return False
+    return True
+
+
+def compile_each_layer(lm: PreTrainedModel) -> None:
+    """Compile each layer of ``lm`` but experts, in place; weights keep their names.
+
+    Shapes are dynamic, so that packs of any size run what the first one compiled. Grouped products
+    of experts fall back to a loop where they are compiled, but for bfloat16.
+    """
     if FileNames(lm).stacked:
         ExpertsInterface.register(EXPERTS, torch.compiler.disable(grouped_mm_experts_forward))
         lm.set_experts_implementation(EXPERTS)

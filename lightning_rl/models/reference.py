@@ -57,6 +57,8 @@ class FrozenReference(Reference):
             value_head, policy.value_head = policy.value_head, None  # not part of a reference
             self.policy = copy.deepcopy(policy)
             policy.value_head = value_head
+        if policy.compiled:  # a copy is not, and would round otherwise than the policy
+            self.policy.compile_layers()
         self.policy.requires_grad_(False)
         self.policy.replays = False  # it is compared with as it is
 

@@ -100,6 +100,12 @@ class SampledBy:
     ends: Tensor
     penalties: Penalties | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but a temperature decided how tokens were sampled."""
+        settings = (self.top_k, self.top_p, self.min_p, self.no_end, self.penalties)
+        return all(setting is None for setting in settings)
+
     def rows(self, part: slice) -> "SampledBy":
         """That of a subset of the M tokens."""
         cut = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _WHOLE}

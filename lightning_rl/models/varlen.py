@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lightning_rl.data.batch import ranges
 from lightning_rl.run.dist import fell_back
@@ -69,25 +71,61 @@ def build_varlen(
     return Varlen(keys, query_ends, key_ends, *longest)
 
 
-def varlen_dtype(query: Tensor, windowed: bool = False) -> torch.dtype | None:
-    """The dtype in which the kernel would compute; None if it cannot here.
+@dataclass(frozen=True)
+class Fused:
+    """The part of a pack's attention that the kernel computes.
 
-    ``windowed``: through a sliding window.
+    It is decided before a model's layers run: a trial of the kernel within a layer would be part of
+    what that layer keeps for its backward pass, and of what ``torch.compile`` traces.
+
+    Args:
+        dtype: the 16-bit dtype that it computes in.
+        heads: width of the heads, and whether a sliding window is shorter than the pack's longest
+            rollout, of the layers that it takes.
+        layout: which tokens attend to which.
+        kernel: what computes it, of the arguments of :func:`plain_varlen`.
     """
-    if query.device.type != "cuda":
+
+    dtype: torch.dtype
+    heads: frozenset[tuple[int, bool]]
+    layout: Varlen
+    kernel: Callable[..., Tensor]
+
+
+def fused_dtype(lm: PreTrainedModel, device: torch.device) -> torch.dtype | None:
+    """The dtype in which the kernel would compute a model's attention; None: it cannot."""
+    if device.type != "cuda":
         return None
     autocast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if autocast else query.dtype
-    width = query.shape[-1]
-    if dtype not in (torch.float16, torch.bfloat16):
-        if torch.is_grad_enabled():  # else it may be a check of the model, without autocast
-            name = str(dtype).removeprefix("torch.")
-            _fall_back(f"it has no {name}; trainer.precision bf16-mixed or bf16-true has another")
-        return None
-    if width > LARGEST_HEAD:
-        _fall_back(f"the model's heads of {width} exceed the {LARGEST_HEAD} that it takes")
-        return None
-    return dtype if kernel_works(query.device, dtype, width, windowed) else None
+    dtype = torch.get_autocast_dtype("cuda") if autocast else lm.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        return dtype
+    if torch.is_grad_enabled():  # else it may be a check of the model, without autocast
+        name = str(dtype).removeprefix("torch.")
+        _fall_back(f"it has no {name}; trainer.precision bf16-mixed or bf16-true has another")
+    return None
+
+
+def fused_heads(
+    lm: PreTrainedModel, device: torch.device, dtype: torch.dtype
+) -> frozenset[tuple[int, bool]]:
+    """Width of the heads, and whether there is a sliding window, of layers that the kernel takes.
+
+    Each kind that a model has is tried once for each device and dtype.
+    """
+    config = lm.config.get_text_config()
+    widths = {config.hidden_size // config.num_attention_heads}
+    if isinstance(own := getattr(config, "head_dim", None), int):
+        widths = {own}
+    widths |= {m.head_dim for m in lm.modules() if isinstance(getattr(m, "head_dim", None), int)}
+    windows = {False} | {True for m in lm.modules() if getattr(m, "sliding_window", None)}
+    found = set()
+    for width, windowed in product(sorted(widths), sorted(windows)):
+        if width > LARGEST_HEAD:
+            _fall_back(f"the model's heads of {width} exceed the {LARGEST_HEAD} that it takes")
+        elif kernel_works(device, dtype, width, windowed):
+            found.add((width, windowed))
+    return frozenset(found)
 
 
 def _fall_back(reason: str) -> None:

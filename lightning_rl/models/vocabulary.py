@@ -45,8 +45,12 @@ class Vocabulary:
         return logits.gather(-1, targets[:, None]).squeeze(-1)
 
     def add(self, slope: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Add values (m,) to a slope (m, V) at the targets (m,), where they are this rank's."""
-        slope.scatter_add_(-1, targets[:, None], values[:, None])
+        """Add values (m, 1) to a slope (m, V) at the targets (m,), where they are this rank's."""
+        if torch.compiler.is_compiling():  # one kernel with what is before and after it
+            ids = torch.arange(slope.shape[1], device=slope.device)
+            slope.add_(torch.where(ids == targets[:, None], values, 0.0))
+        else:
+            slope.scatter_add_(-1, targets[:, None], values)
 
     def merged(self, sums: Sums) -> Sums:
         """Those of the whole vocabulary."""
@@ -101,7 +105,7 @@ class SplitVocabulary(Vocabulary):
 
     def add(self, slope: Tensor, targets: Tensor, values: Tensor) -> None:
         own, inside = within(targets, self.first, self.count)
-        super().add(slope, own, values.where(inside, 0.0))
+        super().add(slope, own, values.where(inside[:, None], 0.0))
 
     def merged(self, sums: Sums) -> Sums:
         top = self.ranks.max(sums.top)

@@ -122,6 +122,7 @@ def test_the_fused_attention_kernel_is_used_and_exact(tiny_model: Path) -> None:
     )
 
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
+        layout.fuse(dtype, frozenset({(32, False)} if dtype is torch.bfloat16 else ()))
         out, _ = packed_attention(
             torch.nn.Identity(), *(x.to(dtype) for x in (q, k, v)), None, layout=layout
         )
@@ -129,9 +130,10 @@ def test_the_fused_attention_kernel_is_used_and_exact(tiny_model: Path) -> None:
 
     for ours, exact in zip(run(torch.bfloat16), run(torch.float32), strict=True):
         assert (ours - exact).norm() / exact.norm() < 0.02
+    lm = Policy(str(tiny_model)).lm.cuda()
     with torch.autocast("cuda", torch.bfloat16):
-        assert varlen.varlen_dtype(q) is torch.bfloat16
-    assert varlen.varlen_dtype(q) is None  # float32 stays with buckets
+        assert varlen.fused_dtype(lm, device) is torch.bfloat16
+    assert varlen.fused_dtype(lm, device) is None  # float32 stays with buckets
 
 
 def test_compiled_layers_score_the_same(tiny_model: Path) -> None:

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_rl.algos.kl import K3Penalty
+from lightning_rl.extend import Policy
+from lightning_rl.models import attention, heads, varlen
+from lightning_rl.models.heads import token_logprobs
 from lightning_rl.module import PolicyModule
 from tests.support.mixtures import saved_mixture
+from tests.support.traced_kernel import traced_varlen
 
 pytestmark = pytest.mark.slow  # compiling takes minutes
 
@@ -52,3 +57,45 @@ def test_a_compiled_mixture_trains_the_same(tmp_path, train_on, random_batch):
     module.policy.save_pretrained(tmp_path / "export")
     assert "experts_implementation" not in (tmp_path / "export" / "config.json").read_text()
     assert float((weights[1] - weights[0]).norm() / weights[0].norm()) < 1e-4
+
+
+def test_layers_whose_attention_is_fused_are_compiled_whole(tiny_model, random_batch, monkeypatch):
+    """As on a GPU: without a break, and what two packs took does for any."""
+    monkeypatch.setattr(attention, "fused_dtype", lambda lm, device: lm.dtype)
+    for module in (attention, varlen):
+        monkeypatch.setattr(module, "fused_kernel", lambda: traced_varlen)
+    found, counters = [], torch._dynamo.utils.counters
+    for compiled in (False, True):
+        policy = Policy(str(tiny_model), compile_layers=compiled).double()
+        counters.clear()
+        graphs = []
+        for seed in range(3):
+            pack = random_batch(seed, groups=2 + seed)
+            with torch.no_grad():
+                found.append(policy(pack).logprobs)
+            scores = policy(pack)
+            (scores.logprobs.sum() + scores.entropy.sum()).backward()
+            graphs[:] = [*graphs[-1:], counters["stats"]["unique_graphs"]]
+        found.append(torch.cat([p.grad.flatten() for p in policy.lm.parameters()]))
+    assert not counters["graph_break"]
+    assert graphs[0] == graphs[1] > 0
+    for plain, fast in zip(found[:4], found[4:], strict=True):  # norms are taken in float32
+        assert float((fast - plain).norm() / plain.norm()) < 1e-5
+
+
+def test_compiled_passes_over_logits_are_the_same_in_any_chunk(monkeypatch):
+    """Seven tokens in chunks of three: the last chunk has one."""
+    monkeypatch.setattr(heads, "chunk_elements", lambda device: 3 * 50)
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 50, dtype=torch.double)
+    hidden = torch.randn(7, 8, dtype=torch.double, requires_grad=True)
+    targets, temperature = torch.randint(50, (7,)), torch.rand(7).double() + 0.5
+    for weights in ((1.0, 0.0), (1.0, 1.0), (0.0, 1.0)):
+        found = []
+        for compiled in (False, True):
+            outputs = token_logprobs(hidden, linear, targets, temperature, compiled=compiled)
+            loss = sum(w * x.square().sum() for w, x in zip(weights, outputs, strict=True) if w)
+            inputs = (hidden, linear.weight, linear.bias)
+            found.append((*outputs, *torch.autograd.grad(loss, inputs)))
+        for plain, fast in zip(*found, strict=True):
+            torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)

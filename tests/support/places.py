@@ -32,7 +32,10 @@ def placed(layout: PackLayout, place: int, places: int) -> tuple[PackLayout, Ten
     device, room = layout.tokens.device, len(order) // places
     own = order[place * room :][:room]
     exchange = AsPlace(order.to(device), place * room, exchange.asking)
-    return replace(layout, seen=seen, exchange=exchange), own[own >= 0].to(device)
+    part = replace(layout, seen=seen, exchange=exchange, fused=None)
+    if layout.fused is not None:
+        part.fuse(layout.fused.dtype, layout.fused.heads)
+    return part, own[own >= 0].to(device)
 
 
 def attended_in_places(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, places: int) -> Tensor:

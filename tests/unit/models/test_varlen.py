@@ -1,11 +1,24 @@
 """The layout for the fused attention kernel, which needs CUDA, against the one for CPUs."""
 
+import json
+import shutil
+from functools import cache
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from lightning_rl.models import varlen
+from lightning_rl import Recompute
+from lightning_rl.extend import Policy
+from lightning_rl.models import attention, varlen
 from lightning_rl.models.attention import build_layout, packed_attention
-from lightning_rl.models.varlen import attend, build_varlen, plain_varlen, varlen_dtype
+from lightning_rl.models.varlen import (
+    attend,
+    build_varlen,
+    fused_dtype,
+    fused_heads,
+    plain_varlen,
+)
 from lightning_rl.run import dist as fallbacks
 from lightning_rl.run.dist import fell_back
 
@@ -50,8 +63,62 @@ def test_the_definition_is_causal_from_the_end():
     assert out.flatten().tolist() == [4.5, 9.0]
 
 
+@pytest.fixture
+def kernel_on_cpu(monkeypatch):
+    """The kernel's definition in its place, of any dtype, as if a CPU had it."""
+    for module in (attention, varlen):
+        monkeypatch.setattr(module, "fused_kernel", lambda: plain_varlen)
+    monkeypatch.setattr(attention, "fused_dtype", lambda lm, device: lm.dtype)
+    monkeypatch.setattr(varlen, "kernel_works", cache(varlen.kernel_works.__wrapped__))
+
+
+@pytest.fixture(scope="module")
+def windowed(tiny_model, tmp_path_factory):
+    """The tiny model, whose second layer sees three tokens."""
+    directory = shutil.copytree(tiny_model, tmp_path_factory.mktemp("windowed") / "model")
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | {"use_sliding_window": True, "sliding_window": 3}
+    config["layer_types"] = ["full_attention", "sliding_attention"]
+    file.write_text(json.dumps(config))
+    return directory
+
+
+def gradients(model, pack, **options):
+    policy = Policy(str(model), **options)
+    varlen.kernel_works.cache_clear()  # on a GPU a policy is checked in float32, without the kernel
+    scores = policy(pack)
+    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    return {name: p.grad for name, p in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", [True, Recompute(keep="attention"), Recompute(inputs="host")])
+def test_the_kernel_is_tried_before_layers_that_are_recomputed_run(
+    windowed, random_batch, kernel_on_cpu, recompute
+):
+    """In a layer a trial would be part of what it keeps, and be missing where it runs again."""
+    pack = random_batch(0)
+    expected = gradients(windowed, pack)
+    assert varlen.kernel_works.cache_info().misses == 2  # with a window and without
+    found = gradients(windowed, pack, gradient_checkpointing=recompute)
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        assert torch.equal(grad, expected[name]), name
+
+
+def test_what_the_kernel_computes_is_what_batches_do(windowed, random_batch, request):
+    pack = random_batch(0)
+    batched = Policy(str(windowed)).double()(pack)
+    request.getfixturevalue("kernel_on_cpu")
+    policy = Policy(str(windowed)).double()
+    layout = build_layout(pack)
+    layout.prepare(policy.lm)
+    assert layout.fused.heads == {(32, False), (32, True)}
+    fused = policy(pack)
+    torch.testing.assert_close(fused.logprobs, batched.logprobs, rtol=0, atol=1e-12)
+
+
 def test_a_cpu_has_no_such_kernel():
-    assert varlen_dtype(torch.zeros(1, 2, 3, 16, dtype=torch.bfloat16)) is None
+    assert fused_dtype(Likeness(torch.bfloat16, 16), torch.device("cpu")) is None
     assert not varlen.kernel_works(torch.device("cpu"), torch.bfloat16, 16)
 
 
@@ -99,28 +166,41 @@ def test_torch_2_11_is_not_told_of_grouped_queries(monkeypatch):
     assert varlen.kernel_works.__wrapped__(torch.device("cpu"), torch.float32, 16)
 
 
-class OnCUDA:
-    """What is asked of a query before it is computed with."""
-
-    device = torch.device("cuda")
+class Likeness:
+    """What is asked of a model before its layers run."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
-        self.dtype, self.shape = dtype, (1, 2, 3, width)
+        config = SimpleNamespace(hidden_size=2 * width, num_attention_heads=2)
+        self.dtype, self.config = dtype, SimpleNamespace(get_text_config=lambda: config)
+
+    def modules(self):
+        return []
+
+
+CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("query", "reason"),
+    ("model", "reason"),
     [
-        (OnCUDA(torch.float32, 16), "it has no float32; trainer.precision bf16-mixed or bf16-true"),
-        (OnCUDA(torch.bfloat16, 512), "the model's heads of 512 exceed the 256 that it takes"),
+        (
+            Likeness(torch.float32, 16),
+            "it has no float32; trainer.precision bf16-mixed or bf16-true",
+        ),
+        (
+            Likeness(torch.bfloat16, 512),
+            "the model's heads of 512 exceed the 256 that it takes",
+        ),
     ],
 )
-def test_why_the_kernel_is_not_used_is_said_once(caplog, query, reason):
+def test_why_the_kernel_is_not_used_is_said_once(caplog, model, reason):
     fell_back.cache_clear()
     with torch.no_grad():
-        assert varlen_dtype(OnCUDA(torch.float32, 16)) is None  # as models are checked
+        assert fused_dtype(Likeness(torch.float32, 16), CUDA) is None  # as models are checked
     assert not caplog.records
-    assert [varlen_dtype(query) for _ in range(3)] == [None, None, None]
+    for _ in range(3):
+        dtype = fused_dtype(model, CUDA)
+        assert dtype is None or not fused_heads(model, CUDA, dtype)
     [record] = caplog.records
     assert record.levelname == "WARNING"
     message = record.getMessage()
