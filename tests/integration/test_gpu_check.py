@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from benchmarks.gpu import engines, kernels
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.peers.__main__ import main as peers_command
 from benchmarks.gpu.table import CHECKS, Check
 
 pytestmark = pytest.mark.slow
@@ -93,3 +95,23 @@ def test_a_push_that_does_not_arrive_is_found(tried, monkeypatch):
     bench = tried(BY_NAME["push-float32"])
     [fault] = bench.faults
     assert fault.startswith("push 1: a greedy token is")
+
+
+def test_a_trial_of_ours_beside_a_peer_that_is_not_there(capsys, tmp_path):
+    trial = ["--device=cpu", "--only=full", "--iterations=2", f"--scratch={tmp_path}"]
+    assert peers_command(trial) == 0
+    *lines, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    ours = [line for line in lines if line.get("side") == "full/ours" and "phase" in line]
+    assert [line["phase"] for line in ours] == ["lot", "lot", "equal", "equal"]
+    # Two groups of two completions: by lot of at most 12 tokens each, else of 4 and no other.
+    assert all(4 <= line["written"] <= 48 and line["longest"] <= 12 for line in ours)
+    assert [(line["written"], line["longest"]) for line in ours[2:]] == [(16, 4)] * 2
+    assert all(line["passed"] >= line["written"] and line["flops"] > 0 for line in ours)
+    assert summary["update_tokens_s"] > summary["update_written_s"] > 0
+    assert set(summary["stages"]) >= {"import", "model", "engine", "first update"}
+    assert set(summary["skipped"]) == {"full/trl", "full/trl-best"}
+    assert summary["ratio_full"] is None
+    # A small share of the time of all is no reason to begin what would not come to an end.
+    assert peers_command([*trial, "--seconds=1"]) == 0
+    *_, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert summary["skipped"]["full/ours"] == "1 s are left"
