@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from lightning_rl.engines import (
 )
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.vllm_process import contained
-from lightning_rl.engines.vllm_settings import EngineSettings
+from lightning_rl.engines.vllm_settings import EngineSettings, captured_sizes
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.schedule import FixedSchedule
@@ -476,3 +477,18 @@ def test_impossible_settings_are_refused(make, given, told):
 def test_on_gpus_vllm_keeps_its_graphs_and_its_own_layout(cuda, tmp_path):
     on_gpu = settings().arguments(tmp_path)
     assert not on_gpu.keys() & {"enforce_eager", "block_size", "hf_overrides", "device_ids"}
+
+
+def test_graphs_are_captured_for_few_sizes_unless_an_option_says_which(cuda, tmp_path):
+    on_gpu = settings(max_num_seqs=20).arguments(tmp_path)
+    assert on_gpu["compilation_config"] == {
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 20, 24, 32, 40]
+    }
+    sizes = captured_sizes(256)
+    assert (len(sizes), sizes[-1]) == (23, 512)
+    # All requests that there can be at once fit into one, and no step grows by more than a quarter.
+    assert {100, 256, 300} < {*captured_sizes(100), *sizes, *captured_sizes(300)}
+    assert all(above <= 1.25 * below for below, above in pairwise(sizes[6:]))
+    for option in ({"enforce_eager": True}, {"compilation_config": {"mode": 0}}):
+        chosen = settings(options=option).arguments(tmp_path)
+        assert chosen.get("compilation_config") == option.get("compilation_config")
