@@ -13,6 +13,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import require_dtype
 from lightning_rl.engines.lora import LoRAEngine
 from lightning_rl.engines.vllm_lora import RANKS, lora_options
+from lightning_rl.engines.vllm_start import graphs, lasting
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
 
@@ -20,32 +21,6 @@ _log = logging.getLogger(__name__)
 
 _QUANTIZED_ON_CPUS = "fp8_per_channel"
 """The only one of vLLM's quantizations of a 16-bit push that its CPU build can compute."""
-
-_GRAPHS = {
-    "compilation_config",
-    "cudagraph_capture_sizes",
-    "max_cudagraph_capture_size",
-    "enforce_eager",
-    "optimization_level",
-    "performance_mode",
-    "speculative_config",
-}
-"""Options that decide about CUDA graphs; with one of them, which there are is vLLM's choice."""
-
-
-def captured_sizes(max_num_seqs: int) -> list[int]:
-    """Tokens of a step that vLLM captures CUDA graphs for; one of another size takes the next.
-
-    They go as far as vLLM's own, twice ``max_num_seqs`` or 512, but grow by up to a quarter, where
-    those are 8 or 16 apart: 23 instead of 51 for 256 requests. Each is captured once for steps that
-    begin a prompt and, up to ``max_num_seqs``, once for the others, before the first token.
-    """
-    largest = min(2 * max_num_seqs, 512)
-    sizes, size = {1, 2, 4, max_num_seqs, largest}, 8
-    while size <= largest:
-        sizes.add(size)
-        size += max(8, 1 << size.bit_length() - 3)
-    return sorted(size for size in sizes if size <= largest)
 
 
 @dataclass(frozen=True)
@@ -89,7 +64,7 @@ class EngineSettings:
         if on_cpu:
             self._require_cpu()
         arguments: dict[str, Any] = {
-            "model": str(model_dir),
+            "model": str(model_dir if on_cpu else lasting(model_dir)),  # CPUs compile nothing
             "dtype": self.dtype,
             "load_format": "dummy",  # weights come from the trainer, by a push
             "max_model_len": self.max_model_len,
@@ -123,9 +98,8 @@ class EngineSettings:
             }
             # A tied head would keep a packed copy of the old embedding after each push.
             overrides["tie_word_embeddings"] = False
-        elif not self.options.keys() & _GRAPHS:
-            sizes = captured_sizes(self.max_num_seqs)
-            arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        else:
+            arguments |= graphs(self.max_num_seqs, self.options)
         if trust_remote_code:
             arguments["trust_remote_code"] = True
         options, theirs = dict(self.options), self.options.get("hf_overrides", {})

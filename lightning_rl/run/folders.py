@@ -9,6 +9,12 @@ from pathlib import Path
 from lightning_rl.run.rundir import sync_directory
 
 
+def cache_folder() -> Path:
+    """Of the user, for what this library keeps for later runs; it need not be there."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder) / "lightning_rl"
+
+
 @contextmanager
 def replace_folder(target: Path) -> Iterator[Path]:
     """Fill a folder that takes the place of ``target`` once all of it is on the disk.

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import AutoConfig
 
 from lightning_rl.config.layers import Table
 from lightning_rl.errors import DiskError
+from lightning_rl.run.folders import cache_folder
 from lightning_rl.run.machine import cpu_model, installed_version, usable_cores
 from lightning_rl.run.rundir import write_whole
 
@@ -108,5 +108,4 @@ def write(key: dict[str, Any], measured: Measured) -> None:
 
 def _path(key: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(folder) / "lightning_rl" / "layouts" / f"{digest}.json"
+    return cache_folder() / "layouts" / f"{digest}.json"

@@ -28,7 +28,8 @@ from lightning_rl.engines import (
 )
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.vllm_process import contained
-from lightning_rl.engines.vllm_settings import EngineSettings, captured_sizes
+from lightning_rl.engines.vllm_settings import EngineSettings
+from lightning_rl.engines.vllm_start import captured_sizes
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.schedule import FixedSchedule
@@ -69,7 +70,8 @@ class FakeCUDA:
 
 
 @pytest.fixture
-def cuda(monkeypatch):
+def cuda(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     fake = FakeCUDA()
     for name in (
         "current_device",
