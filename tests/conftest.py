@@ -40,8 +40,11 @@ from lightning_rl.rollout import (
 from lightning_rl.sync.staged import StagedTransport
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.bad_configs import furnish
+from tests.support.doubles import in_double
 from tests.support.reports import FailuresAtOnce, FileDurations
 from tests.support.small_run import trainer_of
+
+__all__ = ["in_double"]
 
 torch.set_num_threads(1)
 

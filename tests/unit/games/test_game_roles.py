@@ -28,6 +28,7 @@ from lightning_rl.games.algos.game import Game, flat
 from lightning_rl.games.roles.conversations import conversation_losses, written
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.rollout import Call, Row
+from tests.support.doubles import doubled
 from tests.support.small_run import adamw, trainer_of
 from tests.support.tiny_models import save_random_model
 from tests.support.two_roles import group, roles_data
@@ -174,11 +175,6 @@ def twice_differentiable(game, update):
     return Game(losses, [player.parameters for player in game.players], game.rates, game.order)
 
 
-def in_double(batch):
-    batch["tokens", "rollout_logprobs"] = batch["tokens", "rollout_logprobs"].double()
-    return batch
-
-
 @pytest.mark.parametrize(
     ("update", "lora"),
     [*((update, LoRA(rank=4)) for update in UPDATES), (LOLA(rate=0.3), None)],
@@ -191,7 +187,7 @@ def test_directions_are_those_of_losses_differentiated_twice(
     proximal = {"ppo_epochs": 2} if "loss" in vars(update) else {}
     own = {"lora": lora} | proximal
     module = made(double_model, update=compared, first=own, second=own)
-    train_on(module, [in_double(batch_of(conversations()))])
+    train_on(module, [doubled(batch_of(conversations()))])
     assert len(compared.pairs) == (2 if proximal else 1)
     for found, expected, own in compared.pairs:
         for a, b in zip(found, expected, strict=True):
@@ -283,8 +279,8 @@ def test_directions_do_not_depend_on_packs_or_the_order_of_rollouts(
     update, double_model, train_on, conversations
 ):
     rollouts = conversations()
-    whole = noted(double_model, train_on, in_double(batch_of(rollouts)), update)
-    apart = in_double(batch_of(rollouts[::-1]))
+    whole = noted(double_model, train_on, doubled(batch_of(rollouts)), update)
+    apart = doubled(batch_of(rollouts[::-1]))
     packed = noted(double_model, train_on, apart, update, max_tokens_per_pack=1)
     assert float((packed - whole).norm()) < 1e-6 * float(whole.norm())
 
@@ -319,7 +315,7 @@ def test_derivatives_in_single_precision_have_the_stated_error(
         batch = batch_of(conversations())
         update, own = Derivatives(LOLA(rate=0.3)), {"lora": lora}
         module = made(double_model, double, update=update, first=own, second=own)
-        train_on(module, [in_double(batch) if double else batch])
+        train_on(module, [doubled(batch) if double else batch])
         found.append(update.pairs)
     for single, double in zip(*found, strict=True):
         assert single.dtype == torch.float32
@@ -331,8 +327,8 @@ def test_directions_are_good_in_single_precision(update, double_model, train_on,
     own, double, single = (
         noted(double_model, train_on, batch, u, double)
         for u, double, batch in (
-            (Simultaneous(), True, in_double(batch_of(conversations()))),
-            (update, True, in_double(batch_of(conversations()))),
+            (Simultaneous(), True, doubled(batch_of(conversations()))),
+            (update, True, doubled(batch_of(conversations()))),
             (update, False, batch_of(conversations())),
         )
     )

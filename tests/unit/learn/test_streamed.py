@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.baselines import (
@@ -37,6 +35,7 @@ from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.calling import batch_reward
+from tests.support.doubles import EXACT, doubled
 from tests.support.lots import LotEngine
 from tests.support.mixtures import saved_mixture
 from tests.support.small_run import data_module, grpo, trainer_of
@@ -44,35 +43,15 @@ from tests.support.three_calls import cut_in_two
 from tests.support.tolerances import rounding
 
 GROUPS, GROUP_SIZE = 5, 4
-EXACT = 1e-12
-
-
-def doubled(batch: TensorDict) -> TensorDict:
-    return batch.apply(lambda x: x.double() if x.is_floating_point() else x)
 
 
 @pytest.fixture
-def in_double(monkeypatch):
-    """Streamed groups, like the batches of these tests, in float64.
-
-    Norms and positions too, which transformers computes in float32 whatever the weights are.
-    """
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", norm)
-    monkeypatch.setattr(Qwen2RotaryEmbedding, "forward", rotation)
+def in_double(in_double, monkeypatch):
+    """Streamed groups too, as the batches of these tests are."""
     monkeypatch.setattr(
         "lightning_rl.learn.streamed.pack_rollouts",
         lambda rollouts: doubled(pack_rollouts(rollouts)),
     )
-
-
-def norm(self, hidden):
-    return self.weight * hidden * (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-
-
-def rotation(self, hidden, position_ids):
-    angles = position_ids[..., None] * self.inv_freq.double()
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
 
 
 def sgd(parameters):
