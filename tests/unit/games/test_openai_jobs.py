@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+from random import Random
 
 import pytest
 
@@ -155,6 +156,7 @@ def test_the_wait_that_the_server_asks_for_is_kept(server, monkeypatch):
         await sleep(0)
 
     monkeypatch.setattr(asyncio, "sleep", note)
+    monkeypatch.setattr("lightning_rl.run.retry._jitter", Random(0))
     server.fail(JOBS, (429, {"Retry-After": "20"}), (429, {"Retry-After": "40"}), 429)
     with pytest.warns(UserWarning, match="waiting for 40 s, as it is asked for"):
         create(jobs_of(server, first_wait_s=1.0))

@@ -1,6 +1,7 @@
 """Remote and retry: how many at once, how often, how long, and what becomes of a failure."""
 
 import asyncio
+from random import Random
 
 import pytest
 
@@ -36,6 +37,7 @@ def waits(monkeypatch):
         await sleep(0)
 
     monkeypatch.setattr(asyncio, "sleep", note)
+    monkeypatch.setattr("lightning_rl.run.retry._jitter", Random(0))
     return waited
 
 
