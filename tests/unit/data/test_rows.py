@@ -16,7 +16,7 @@ from lightning_rl import (
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.rollout import Call, Rollout, Row, SamplingDistribution
-from tests.support.tolerances import rounding
+from tests.support.doubles import EXACT, doubled
 
 
 @pytest.fixture
@@ -60,22 +60,21 @@ def test_rows_of_a_rollout_follow_one_another(cut):
 )
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 1, 1, 1)])
 def test_a_rollout_has_the_same_advantage_in_however_many_rows(advantage, cut, sizes):
-    whole, parts = (advantage()(pack_rollouts(cut(*shape))) for shape in ((), sizes))
+    whole, parts = (advantage()(doubled(pack_rollouts(cut(*shape)))) for shape in ((), sizes))
     of_whole, of_parts = (
         batch["tokens", "advantages"][batch["tokens", "loss_mask"]] for batch in (whole, parts)
     )
-    torch.testing.assert_close(of_parts, of_whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(of_parts, of_whole, rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("aggregation", [TokenMean(), SequenceMean(), PromptMean(), TokenSum(10)])
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 1, 1, 1)])
 def test_a_rollout_weighs_the_same_in_however_many_rows(aggregation, cut, sizes):
-    whole, parts = (pack_rollouts(cut(*shape)) for shape in ((), sizes))
+    whole, parts = (doubled(pack_rollouts(cut(*shape))) for shape in ((), sizes))
     of_whole, of_parts = (
         aggregation(batch)[batch["tokens", "loss_mask"]] for batch in (whole, parts)
     )
-    bound = rounding(len(of_whole), magnitude=float(of_whole.max()))
-    torch.testing.assert_close(of_parts, of_whole, rtol=0, atol=bound)
+    torch.testing.assert_close(of_parts, of_whole, rtol=EXACT, atol=0)
 
 
 def test_a_selection_keeps_its_episodes_apart(cut):

@@ -122,10 +122,10 @@ def test_the_strategy_knows_its_sizes(tmp_path):
 
 def test_gradients_are_clipped_as_torch_does():
     """Those of several meshes: tests/integration/test_layouts.py."""
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    parameters = [nn.Parameter(torch.ones(*shape).double()) for shape in ((3,), (2, 2))]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
-    without = nn.Parameter(torch.ones(1))
+    without = nn.Parameter(torch.ones(1).double())
     assert float(norm_of([p.grad for p in parameters])) == pytest.approx(7**0.5 * 2)
     assert float(clip_gradients([*parameters, without], 100.0)) == pytest.approx(7**0.5 * 2)
     assert bool((parameters[0].grad == 2).all())
