@@ -19,6 +19,7 @@ from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import SamplingDistribution
+from tests.support.doubles import EXACT, Doubled, doubled
 from tests.support.small_run import trainer_of
 from tests.support.tiny_models import save_random_model
 from tests.support.tolerances import scores_rounding
@@ -86,9 +87,12 @@ def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
 
 
 def ratio_rounding(model, batch, sampling) -> float:
-    """How far from 1 rounding takes the ratio of a trainer's probability to the engine's."""
+    """How far from 1 rounding takes the ratio of a probability in float64 to the engine's.
+
+    ``scores_rounding`` is for two that are off.
+    """
     engine = batch["tokens", "rollout_logprobs"][batch["tokens", "loss_mask"]]
-    return scores_rounding(str(model), engine / sampling.temperature)
+    return scores_rounding(str(model), engine / sampling.temperature) / 2
 
 
 @pytest.mark.parametrize(
@@ -111,19 +115,23 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, train_on, top_k, top
     module = PolicyModule(
         str(model), loss=loss, minibatches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)
     )
-    batches = [pack_rollouts(rollouts)]
-    train_on(module, batches)
+    module.configure_model()
+    module.policy.double()
+    batches = [doubled(pack_rollouts(rollouts))]
+    with Doubled():
+        train_on(module, batches)
 
     assert len(loss.to_old) == 2  # a pack per minibatch
     bound = ratio_rounding(model, batches[0], sampling)
-    for log_ratio in (loss.to_old[0], loss.to_engine[0]):
+    for log_ratio, most in ((loss.to_old[0], EXACT), (loss.to_engine[0], bound)):
         assert len(log_ratio) >= 200
-        assert float(log_ratio.expm1().abs().max()) <= bound
+        assert float(log_ratio.expm1().abs().max()) <= most
     # The second minibatch comes after an update, so that its ratios say something.
     assert float(loss.to_old[1].expm1().abs().max()) > 4 * bound
     if min_tokens:  # scored as if ends had been possible, ratios are away from 1
         del batches[0]["tokens", "no_end"]
-        untrained = Policy(str(model)).score(batches[0], "without", 10_000)["tokens"]
+        with Doubled():
+            untrained = Policy(str(model)).double().score(batches[0], "without", 10_000)["tokens"]
         gap = (untrained["without"] - untrained["rollout_logprobs"])[untrained["loss_mask"]]
         assert float(gap.expm1().abs().max()) > 4 * bound
     outside = outside_of_the_trainers_cut(model, rollouts, sampling)
@@ -154,9 +162,10 @@ def test_min_p_and_penalties_are_scored_as_vllm_samples(model, engine, setting):
     pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([share_of_even_tokens]), tokenizer)
     sampling = Sampling(max_tokens=16, temperature=0.7, **setting)
     rollouts = pipeline.run(prompts.draw(32), 4, sampling, seed=5)
-    policy = Policy(str(model))
-    batch = pack_rollouts(rollouts)
-    tokens = policy.score(batch, "scored", 10_000)["tokens"]
+    policy = Policy(str(model)).double()
+    batch = doubled(pack_rollouts(rollouts))
+    with Doubled():
+        tokens = policy.score(batch, "scored", 10_000)["tokens"]
     live = tokens["loss_mask"]
     gap = (tokens["scored"] - tokens["rollout_logprobs"])[live]
     assert len(gap) >= 1000
@@ -166,7 +175,9 @@ def test_min_p_and_penalties_are_scored_as_vllm_samples(model, engine, setting):
     for rollout in rollouts:  # scored as if they had not been set
         own = rollout.sampling
         rollout.sampling = SamplingDistribution(own.temperature, own.top_k, own.top_p)
-    without = policy.score(pack_rollouts(rollouts), "scored", 10_000)["tokens", "scored"]
+    with Doubled():
+        batch = policy.score(doubled(pack_rollouts(rollouts)), "without", 10_000)
+    without = batch["tokens", "without"]
     assert float((without - tokens["rollout_logprobs"])[live].abs().max()) > 0.05
 
 
