@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 EXACT = 1e-12
 """How far, relatively, two float64 results of the tests' tiny models may be apart that are one
-number: hundreds of times as far as they are, and a ten-thousandth of what float32 would make."""
+number: more than ten times what is measured, and a ten-thousandth of what float32 would make."""
 
 
 class Doubled(TorchFunctionMode):

@@ -78,7 +78,7 @@ def test_a_rollout_weighs_the_same_in_however_many_rows(aggregation, cut, sizes)
 
 
 def test_a_selection_keeps_its_episodes_apart(cut):
-    chosen = select(pack_rollouts(cut(1, 3)), torch.tensor([1, 2, 4]))
+    chosen = select(doubled(pack_rollouts(cut(1, 3))), torch.tensor([1, 2, 4]))
     assert SequenceMean()(chosen)[chosen["tokens", "loss_mask"]].tolist() == pytest.approx(
         [1 / 9] * 3 + [1 / 6] * 2 + [1 / 3]
     )

@@ -76,8 +76,8 @@ def test_with_them_the_trainer_computes_the_engines_logprobs(mixture, make_rollo
     assert (moved - tokens["rollout_logprobs"])[mask].abs().max() > 100 * bound
 
 
-def test_in_bfloat16_a_replay_narrows_the_gap(mixture, make_rollout):
-    """By how much says rounding, which chooses where experts are nearly even: so tokens count."""
+def test_in_bfloat16_a_replay_takes_the_jumps_out_of_the_gap(mixture, make_rollout):
+    """Where experts are nearly even, rounding decides which jumps, and how far: so tokens count."""
     engine = started(mixture, routed_experts=True, dtype="bfloat16")
     prompts = [[3 + n % 10, 3 + n // 10 % 10, 2 + n // 100] for n in range(200)]
     batch = packed(prompts, generate(engine, prompts, SAMPLING), make_rollout)
@@ -90,10 +90,10 @@ def test_in_bfloat16_a_replay_narrows_the_gap(mixture, make_rollout):
         gaps.append((tokens["ours"] - tokens["rollout_logprobs"])[tokens["loss_mask"]].abs())
     assert otherwise[0] == 0 < otherwise[1]
     alone, replayed = gaps
-    nearer = (replayed < alone)[replayed != alone]
-    assert len(nearer) > 20
-    # One without effect brings half of them nearer; 0.7 to 0.95 are measured.
-    assert float(nearer.double().mean()) > 0.5
+    nearer = (replayed < alone)[(replayed - alone).abs() > 0.05]  # which bfloat16 resolves
+    assert len(nearer) > 10
+    # One without effect would bring half of them nearer.
+    assert float(nearer.double().mean()) > 0.9
 
 
 def test_tokens_keep_the_experts_that_wrote_them_when_weights_change(engine, mixture):
