@@ -16,6 +16,7 @@ from lightning_rl.engines.vllm_lora import RANKS, lora_options
 from lightning_rl.engines.vllm_start import graphs, lasting
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
+from lightning_rl.run.machine import lacks_adapters, read_vllm_version
 
 _log = logging.getLogger(__name__)
 
@@ -230,6 +231,8 @@ class VLLMEngine(LoRAEngine):
         return weights + int(self._settings.kv_cache_gb * 2**30), share
 
     def must_merge(self, rank: int) -> str | None:
+        if (why := self._lacks_adapters()) is not None:
+            return why
         settings = self._settings
         if rank > RANKS[-1]:
             return f"vLLM has room for rank {RANKS[-1]} at most, lora has {rank}"
@@ -244,6 +247,10 @@ class VLLMEngine(LoRAEngine):
             if parts > 1:
                 return f"with {name}={parts} that is not tested"
         return None
+
+    def _lacks_adapters(self) -> str | None:
+        """Why the vLLM that it runs on cannot keep adapters apart, before one is started."""
+        return lacks_adapters(read_vllm_version())
 
 
 @cache

