@@ -112,6 +112,25 @@ def test_packed_scores_are_those_of_transformers(model, in_double):
     assert distance(packed, alone) < EXACT
 
 
+def test_deeper_states_come_of_each_picture_or_of_all_in_one(tmp_path):
+    """As from transformers 5.19 on, and before: a model that is told nothing else is the same."""
+    policy = Policy(str(save_vision_model(tmp_path / "model", "qwen3_vl")))
+    family, body = policy.reader.family, policy.lm.base_model
+    pictures = [policy.reader.prepare(p) for p in (SMALL, WIDE)]
+    before, ask = family.features(policy.lm, pictures), body.get_image_features
+
+    def older(*arguments, **named):
+        found = ask(*arguments, **named)
+        found.deepstack_features = [torch.cat(list(x)) for x in found.deepstack_features]
+        return found
+
+    body.get_image_features = older
+    after = family.features(policy.lm, pictures)
+    assert [x.shape for x in after.deeper] == [(len(before.first), 32)] * 2
+    for ours, theirs in zip(after.deeper, before.deeper, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_pictures_matter(model):
     policy = policy_of(model)
     with torch.no_grad():
