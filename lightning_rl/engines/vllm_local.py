@@ -247,6 +247,7 @@ class VLLMLocal(VLLMEngine):
         due = [part for part in parts if part in self._asleep]
         if due:
             with self._on_device():
+                torch.cuda.empty_cache()  # what an update has had, torch keeps for the next one
                 self._llm.wake_up(due)
             self._asleep -= set(due)
 

@@ -403,6 +403,7 @@ def test_the_engine_sleeps_and_is_woken_part_by_part(cuda, vllm, tmp_path, level
         "push", f"sleep {level}", "wake weights", "push", "wake kv_cache", "step", "step",
     ]  # fmt: skip
     assert {device for _, device in llm.called_on} == {1}
+    assert cuda.emptied_on == [1, 1]  # what torch keeps of an update stands in the way
     engine.close()
 
 
