@@ -390,6 +390,7 @@ class RLDataModule(CollectingDataModule):
             sharded=module.device_mesh is not None,
             sleeps=self.engine.sleep_level is not None,
             shared=self.engine.serves_all_ranks and dist.world_size() > 1,
+            measures=module.packs is not None,
         )
 
     def load_tokenizer(self, module: RolloutModule) -> PreTrainedTokenizerBase:

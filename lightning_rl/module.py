@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -38,6 +38,7 @@ from lightning_rl.data.batch import (
 )
 from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.auto_packs import DEFAULT, AutoPacks
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.gradients import clip_gradients, scale_gradients
 from lightning_rl.learn.left_out import LeftOut, without, without_flags
@@ -59,6 +60,7 @@ from lightning_rl.models.sharding import read_by_rank_zero, shard
 from lightning_rl.run.dist import all_sum, world_size
 from lightning_rl.run.hooks import answers
 from lightning_rl.run.metrics import TokenMetrics
+from lightning_rl.run.resume import settle
 from lightning_rl.run.seeding import derived_generator, run_seed
 from lightning_rl.vision.training import Vision
 
@@ -108,7 +110,9 @@ class PolicyModule(OwnLoop, RolloutModule):
         minibatches: optimizer steps per pass; whole groups are dealt to them at random.
         target_kl: no further pass over a batch once a pass's mean ``policy/kl_old`` is above it;
             None: all passes are made.
-        max_tokens_per_pack: forward tokens in one forward/backward (bounds memory).
+        max_tokens_per_pack: forward tokens in one forward/backward (bounds memory). ``auto``: as
+            many as fit on the GPU, measured before the first update, and then kept in checkpoints
+            and in the run's ``config.yaml``; on a CPU 16,384.
         max_grad_norm: clip the gradient's global norm; None: leave it.
         gradient_checkpointing: recompute activations in backward, all of them or as
             ``Recompute`` says.
@@ -152,7 +156,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         ppo_epochs: int = 1,
         minibatches: int = 1,
         target_kl: float | None = None,
-        max_tokens_per_pack: int = 16384,
+        max_tokens_per_pack: int | Literal["auto"] = DEFAULT,
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool | Recompute = False,
         compile: bool | None = None,
@@ -177,7 +181,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             1,
             ppo_epochs=ppo_epochs,
             minibatches=minibatches,
-            max_tokens_per_pack=max_tokens_per_pack,
+            max_tokens_per_pack=DEFAULT if max_tokens_per_pack == "auto" else max_tokens_per_pack,
         )
         require_at_least(0, value_lr=value_lr)
         require_finite(value_lr=value_lr, max_grad_norm=max_grad_norm)
@@ -221,7 +225,8 @@ class PolicyModule(OwnLoop, RolloutModule):
         self.ppo_epochs = ppo_epochs
         self.minibatches = minibatches
         self.target_kl = target_kl
-        self.max_tokens_per_pack = max_tokens_per_pack
+        self.packs = AutoPacks() if max_tokens_per_pack == "auto" else None
+        self.max_tokens_per_pack = DEFAULT if max_tokens_per_pack == "auto" else max_tokens_per_pack
         self.max_grad_norm = max_grad_norm
         self.compile_layers = compile
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
@@ -281,6 +286,12 @@ class PolicyModule(OwnLoop, RolloutModule):
             for policy in [part for part in self.modules() if isinstance(part, Policy)]:
                 shard(policy, mesh, precision, offload, experts)
                 if sequence > 1 or policy.tensor is not None:
+                    if self.packs is not None:
+                        raise ConfigError(
+                            "model.max_tokens_per_pack=auto is not measured where several "
+                            f"processes compute a pack (sequence={sequence}, or tensor > 1); set "
+                            f"a number, such as {DEFAULT}"
+                        )
                     policy.share_packs(sequence)
 
     def _use_routing(self, policy: Policy) -> None:
@@ -391,6 +402,8 @@ class PolicyModule(OwnLoop, RolloutModule):
         batch = self.loaded_policy.with_sight(batch)
         if self.routing_replay is not None:
             self.routing_replay.begin(batch)
+        if self.packs is not None and self.packs.tokens is None:
+            self.fit_packs(batch, self.packs)
         if self.stream is not None:
             self.stream.attach(batch)
         if self.left_out.zero_advantage:  # advantages need rewards alone, and tell what to score
@@ -405,6 +418,35 @@ class PolicyModule(OwnLoop, RolloutModule):
         if not self.left_out.zero_advantage:
             batch = self.compute_advantages(batch)
         return batch
+
+    def fit_packs(self, batch: TensorDict, packs: AutoPacks) -> None:
+        """Choose how many tokens a pack has, before anything is computed in packs."""
+        packs.measure(batch, self._trial, self.own_optimizer(), self.optimizer, self.device)
+        self._use_packs()
+
+    def _trial(self, pack: TensorDict) -> None:
+        """A pass of a pack whose gradient nobody takes."""
+        policy = self.loaded_policy
+        scores = policy(pack)
+        entropy = None if self.objective.entropy is None else scores.entropy
+        columns = [x.sum() for x in (scores.logprobs, scores.values, entropy) if x is not None]
+        strategy: Any = self.trainer.strategy
+        alone = isinstance(strategy, DDPStrategy)
+        with strategy.block_backward_sync() if alone else nullcontext():
+            self.manual_backward(torch.stack(columns).sum())
+        policy.zero_grad()
+
+    def _use_packs(self) -> None:
+        """Go by what was measured, and have it where the run is done again from."""
+        if self.packs is None or self.packs.tokens is None:
+            return
+        self.max_tokens_per_pack = self.packs.tokens
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            settle(self.trainer, self.name, "max_tokens_per_pack", self.packs.tokens)
+
+    def load_parts(self, states: Mapping[str, Any]) -> None:
+        super().load_parts(states)
+        self._use_packs()
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration on a packed batch: compute, let callbacks decide, update."""
@@ -595,7 +637,12 @@ class PolicyModule(OwnLoop, RolloutModule):
             self.reference.on_iteration_end(self.loaded_policy, self.iteration)
 
     def stateful_parts(self) -> dict[str, Any]:
-        parts = {"advantage": self.advantage, "kl": self.kl, "kl_reward": self.kl_reward}
+        parts = {
+            "advantage": self.advantage,
+            "kl": self.kl,
+            "kl_reward": self.kl_reward,
+            "packs": self.packs,
+        }
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
 
 

@@ -149,6 +149,7 @@ def check_streaming(
     sharded: bool,
     sleeps: bool,
     shared: bool,
+    measures: bool,
 ) -> None:
     """Check that groups can be trained on before their batch is complete."""
     per_group = {advantage: advantage.per_group, aggregation: aggregation.per_group}
@@ -165,6 +166,7 @@ def check_streaming(
             sleeps
         ),
         "rank 0 collects for all ranks from one engine": shared,
+        "model.max_tokens_per_pack=auto is measured on a whole one": measures,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:

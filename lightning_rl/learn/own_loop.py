@@ -22,6 +22,7 @@ from lightning_rl.collect.loader import trainable
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.auto_packs import AutoPacks
 from lightning_rl.learn.base import LearningModule, RecordingModule
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
 from lightning_rl.learn.streamed import Stream
@@ -41,6 +42,7 @@ class OwnLoop(RecordingModule, LearningModule):
     routing_replay: RoutingReplay | None
     stream: Stream | None
     minibatches: int
+    packs: AutoPacks | None
     trust_engine_logprobs: bool
     cast_lm_head_to_fp32: bool
 

@@ -191,6 +191,7 @@ def _neighbours(trainer: Trainer, checkpoints: Path) -> list[Path]:
 # ---------------------------------------------------------------- the configuration
 
 _IGNORED = ("ckpt_path", "weights_only")
+_OPEN = "auto"
 
 
 class KeepConfigs(SaveConfigCallback):
@@ -212,10 +213,33 @@ class KeepConfigs(SaveConfigCallback):
             files = config_files(directory)
             for number in [n for n in files if n > iteration]:
                 files.pop(number).unlink()  # what it led to is taken back
-            if _table(files[max(files)].read_text(encoding="utf-8")) == _table(text):
+            before, now = _table(files[max(files)].read_text(encoding="utf-8")), _table(text)
+            # What was left open then, and is now, is what it was settled to.
+            if before == now | {key: before.get(key) for key in now if now[key] == _OPEN}:
                 return
             path = directory / f"config_{iteration}.yaml"
         write_whole(path, text)
+
+
+def settle(trainer: Trainer, policy: str, setting: str, value: int) -> None:
+    """Write what a run has chosen for a setting of a policy's into its newest configuration.
+
+    It stands there in the place of ``auto``, for whoever goes on with the run or does it again.
+    """
+    files = config_files(run_dir(trainer))
+    path = files[max(files)]
+    if not trainer.is_global_zero or not path.exists():  # of a script: it says so by itself
+        return
+    text = path.read_text(encoding="utf-8")
+    config = yaml.safe_load(text)
+    settings = config["model"].get("init_args", config["model"])
+    if policy:
+        settings = settings["policies"][policy]
+        settings = settings.get("init_args", settings)
+    if settings.get(setting) == _OPEN:
+        settings[setting] = value
+        head = "".join(line + "\n" for line in text.splitlines() if line.startswith("#"))
+        write_whole(path, head + yaml.safe_dump(config, sort_keys=False))
 
 
 def _table(text: str) -> Table:

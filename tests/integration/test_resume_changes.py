@@ -16,6 +16,8 @@ from lightning.pytorch import Callback
 from lightning_rl.callbacks import HFExport, IterationCheckpoint, RLCallback, WeightSync
 from lightning_rl.cli import main
 from lightning_rl.errors import ConfigError, NonFiniteWeightsError
+from lightning_rl.learn import auto_packs
+from lightning_rl.models.memory import forward_tokens
 from lightning_rl.run import rundir as runlock
 from lightning_rl.run.checkpoint_io import newest_good, write_checkpoint
 from lightning_rl.sync.schedule import FixedSchedule
@@ -103,6 +105,29 @@ def test_what_is_allowed_holds_and_both_configurations_are_kept(run, capsys, cap
     assert starts[1]["changed"]["data.group_size"] == [2, 4]
     checkpoint = torch.load(run / "checkpoints" / "iteration_2.ckpt", weights_only=True)
     assert checkpoint["lightning_rl"]["run"]["configuration"]["data.group_size"] == 4
+
+
+def test_what_auto_was_settled_to_is_in_the_configuration(run, monkeypatch):
+    """Of a GPU that is made up, with room for 3 MB and passes of 1 KB a token: 2,550 tokens."""
+    shutil.rmtree(run)
+    monkeypatch.setattr(auto_packs, "free_bytes", lambda device: 3_000_000)
+    monkeypatch.setattr(
+        auto_packs, "peak_bytes", lambda compute, pack, device: 1_000 * forward_tokens(pack)
+    )
+    auto = ("--model.max_tokens_per_pack", "auto")
+    assert main(["fit", "--config", "run.yaml", *auto]) == 0
+
+    def settled(name):
+        return yaml.safe_load((run / name).read_text())["model"]["init_args"]["max_tokens_per_pack"]
+
+    assert settled("config.yaml") == 2_048
+    # Whoever goes on says auto again, which is what it was settled to.
+    monkeypatch.setattr(auto_packs, "free_bytes", lambda device: pytest.fail("measured again"))
+    assert go_on(*auto) == 0
+    assert not list(run.glob("config_*.yaml"))
+    assert main(["rerun", str(run), "--iteration", "1"]) == 0
+    assert go_on(*auto, *MORE) == 0
+    assert settled("config.yaml") == settled("config_1.yaml") == 2_048
 
 
 def test_a_new_schedule_is_where_it_would_have_been(tiny_model, tmp_path):

@@ -245,6 +245,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "model's ReinforcePlusPlus may look at the whole batch",
             "use SyncCollector, or what compares groups",
         ],
+        "--data.collector StreamedCollector --model.max_tokens_per_pack auto": [
+            "model.max_tokens_per_pack=auto is measured on a whole one"
+        ],
         "--data.collector StreamedCollector --data.filters+=RewardSpread --model.minibatches 2": [
             "not known which groups are in the first of several model.minibatches"
         ],

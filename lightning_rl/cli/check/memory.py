@@ -14,11 +14,11 @@ from lightning_rl.cli.check.activations import Activations, measure_activations
 from lightning_rl.cli.check.advice import LESS_ACTIVATIONS, LESS_STATE, Advice, next_advice
 from lightning_rl.cli.check.allocations import Held
 from lightning_rl.cli.check.moments import Alone, Residence, Sharded, Sizes, size_of
-from lightning_rl.cli.check.optimizer_state import state_bytes, step_bytes
 from lightning_rl.cli.check.parts import one_part, parts_of
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.cli.check.token_shares import token_share
 from lightning_rl.data.batch import select
+from lightning_rl.learn.optimizer_state import state_bytes, step_bytes
 from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy

@@ -143,7 +143,7 @@ class Learning:
             partial(self._measured, policy, placement.tensor, placement.expert),
             plan.packs * placement.sequence * placement.tensor,
         )
-        return [*plan.lines(), *_schedule(policy, plan)], memory
+        return [*plan.lines(), *_schedule(policy, plan), *_open(policy)], memory
 
     def _measured(
         self,
@@ -210,6 +210,15 @@ def card_plan(
 def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:
     """The device that will compute: a GPU if one was given, else what the Trainer found."""
     return trainer.strategy.root_device if card_gb is None else torch.device("cuda")
+
+
+def _open(policy: PolicyModule) -> Iterator[str]:
+    """What only the run itself will know."""
+    if policy.packs is not None:
+        yield (
+            "max_tokens_per_pack auto is measured on a GPU before the first update, to fit beside "
+            f"the engine; it is planned as {policy.max_tokens_per_pack:,} here"
+        )
 
 
 def _schedule(policy: PolicyModule, plan: BatchPlan) -> Iterator[str]:

@@ -10,8 +10,8 @@ from lightning_rl.cli.check.activations import Activations, Pass
 from lightning_rl.cli.check.advice import Advice
 from lightning_rl.cli.check.allocations import Held
 from lightning_rl.cli.check.memory import training_memory
-from lightning_rl.cli.check.optimizer_state import state_bytes, step_bytes
 from lightning_rl.cli.check.placement import Placement
+from lightning_rl.learn.optimizer_state import state_bytes, step_bytes
 from lightning_rl.models.policy import Policy
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.tiers import follows_memory
