@@ -45,12 +45,13 @@ def deal_groups(places: Tensor, count: int, generator: torch.Generator) -> Seque
     return order.tensor_split(count)
 
 
-def split_packs(batch: TensorDict, max_tokens: int) -> list[Tensor]:
+def split_packs(batch: TensorDict, max_tokens: int, even: bool = True) -> list[Tensor]:
     """Cut a batch into packs of at most ``max_tokens`` forward tokens, as rollout indices.
 
-    A shared prompt is counted once per pack. Longer rollouts come first, so that neighbours have
-    like lengths; rollouts with one prompt stay neighbours. A rollout longer than the budget gets a
-    pack of its own.
+    There are as few packs as filling one after another gives. If ``even``, they are about equally
+    full: the peak is lower, and no small pack leaves a GPU idle. A shared prompt is counted once
+    per pack. Longer rollouts come first, so that neighbours have like lengths; rollouts with one
+    prompt stay neighbours. A rollout longer than the budget gets a pack of its own.
     """
     rollouts = host_of(batch)["rollouts"]
     length, prompt_length, prefix = (
@@ -60,15 +61,28 @@ def split_packs(batch: TensorDict, max_tokens: int) -> list[Tensor]:
     for p, n in zip(prefix, length, strict=True):
         longest[p] = max(longest.get(p, 0), n)
     order = sorted(range(len(length)), key=lambda i: (-longest[prefix[i]], prefix[i], -length[i]))
-    packs: list[list[int]] = []
-    used, seen = max_tokens, set[int]()
-    for i in order:
-        suffix = length[i] - prompt_length[i]
-        cost = suffix if prefix[i] in seen else length[i]
-        if used + cost > max_tokens:
-            packs.append([])
-            used, seen, cost = 0, set(), length[i]
-        packs[-1].append(i)
-        seen.add(prefix[i])
-        used += cost
+
+    def filled(budget: int) -> list[list[int]]:
+        """One pack after another, each until the next rollout would not fit."""
+        packs: list[list[int]] = []
+        used, seen = budget, set[int]()
+        for i in order:
+            suffix = length[i] - prompt_length[i]
+            cost = suffix if prefix[i] in seen else length[i]
+            if used + cost > budget:
+                packs.append([])
+                used, seen, cost = 0, set(), length[i]
+            packs[-1].append(i)
+            seen.add(prefix[i])
+            used += cost
+        return packs
+
+    packs, too_low = filled(max_tokens), 0
+    while even and max_tokens - too_low > 1 + max_tokens // 64:
+        budget = (max_tokens + too_low) // 2
+        tried = filled(budget)
+        if len(tried) == len(packs):
+            packs, max_tokens = tried, budget
+        else:
+            too_low = budget
     return [torch.tensor(sorted(pack), device="cpu") for pack in packs]

@@ -140,6 +140,6 @@ def _samples(batch: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Two packs of a batch's longest rollouts, over and over, one of twice as many as the other."""
     if not len(batch["rollouts"]):
         return empty_like(batch), empty_like(batch)
-    rows = split_packs(batch, SAMPLE)[0]
+    rows = split_packs(batch, SAMPLE, even=False)[0]
     times = ceil(SAMPLE / forward_tokens(select(batch, rows)))
     return select(batch, rows.repeat(times)), select(batch, rows.repeat(2 * times))

@@ -142,9 +142,10 @@ def widest(all_of: Sequence[SamplingDistribution]) -> SamplingDistribution:
 
 
 def cut(batch: TensorDict, minibatches: int, max_tokens_per_pack: int) -> list[list[TensorDict]]:
-    """The packs of each minibatch, as ``PolicyModule.update`` cuts them on one process."""
+    """The packs of each minibatch on one process, as full as those of any batch can be."""
     generator = torch.Generator().manual_seed(0)
     parts = [select(batch, rows) for rows in split_minibatches(batch, minibatches, generator)]
     return [
-        [select(part, rows) for rows in split_packs(part, max_tokens_per_pack)] for part in parts
+        [select(part, rows) for rows in split_packs(part, max_tokens_per_pack, even=False)]
+        for part in parts
     ]

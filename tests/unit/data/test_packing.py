@@ -133,6 +133,13 @@ def test_a_shared_prompt_is_paid_for_once(make_rollout):
     assert sorted(len(p) for p in split_packs(batch, 11)) == [1, 2]
 
 
+def test_packs_are_about_equally_full(make_rollout):
+    # Five rollouts of 10 tokens: four fit at once, and none of the two packs needs more than three.
+    batch = pack_rollouts([make_rollout([n], [n] * 9) for n in range(3, 8)])
+    assert [len(pack) for pack in split_packs(batch, 40)] == [3, 2]
+    assert [len(pack) for pack in split_packs(batch, 40, even=False)] == [4, 1]
+
+
 def test_a_rollout_longer_than_the_budget_is_a_pack_of_its_own(make_rollout):
     batch = pack_rollouts(
         [make_rollout([3], [4]), make_rollout([5] * 20, [6] * 10), make_rollout([7], [8])]
