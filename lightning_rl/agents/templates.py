@@ -364,6 +364,9 @@ class VLLMParser(ToolParser):
             raise ConfigError(
                 f"vLLM's tool parser {self.name!r} does not work with this tokenizer: {error}"
             ) from error
+        if (engine := getattr(self._parser, "_parser_engine", None)) is not None:
+            # For who streams it reads all arguments anew at each piece, in quadratic time.
+            engine._stream_arg_deltas = False
 
     def parse(self, text: str) -> tuple[str, list[ParsedCall]]:
         found = self._parser.extract_tool_calls(text, self._request)

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_rl.agents.base import (
     room,
     within,
 )
+from lightning_rl.agents.reading import CallReader
 from lightning_rl.agents.templates import (
     HermesParser,
     ParsedCall,
@@ -34,9 +36,10 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.errors import ConfigError, EpisodeError, require_at_least
 from lightning_rl.rollout import Message, Rollout
-from lightning_rl.run.threads import CallingThreads
+from lightning_rl.run.exits import UsesSignals, function_called_here
+from lightning_rl.run.threads import CallingThreads, storable
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.messages import pictures_of
 from lightning_rl.vision.results import as_content
@@ -86,13 +89,14 @@ class ToolAgent(Agent):
         self.chat_options = {"tools": self.toolbox.schemas}
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._template: TurnTemplate | None = None
+        self._reader: CallReader | None = None
         self._one_call = False  # the chat template has no place for two in a turn
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         template = TurnTemplate(tokenizer, self.chat_options)
         call = call_message(self._sample_call(), 0)
         template.check([tool_reply(call, "A result.")], [call], self.allow_rewrites)
-        self.parser.configure(tokenizer, self.toolbox.schemas)
+        self._reader = CallReader(self.parser, tokenizer, self.toolbox.schemas)
         self._check_prompt(template)
         self._check_parser(template, call)
         self._one_call = not _renders_two(template, self._sample_call())
@@ -139,7 +143,7 @@ class ToolAgent(Agent):
                 if completion.finish_reason == "abort":
                     return "abort"
                 whole = completion.finish_reason == "stop"
-                messages.append(self._read(_last_turn(rollout), messages, parse=whole))
+                messages.append(await self._read(_last_turn(rollout), messages, parse=whole))
                 if not whole:
                     return completion.finish_reason
             calls = messages[-1].get("tool_calls")
@@ -157,13 +161,16 @@ class ToolAgent(Agent):
             append_given(rollout, suffix, placed)
             messages += results
 
-    def _read(self, wrote: list[int], messages: list[Message], parse: bool) -> Message:
+    async def _read(self, wrote: list[int], messages: list[Message], parse: bool) -> Message:
         """A turn of the model as a message. One that was cut off is not searched for calls."""
-        assert self._tokenizer is not None
+        assert self._tokenizer is not None and self._reader is not None
+        reader = self._reader
         said = ends_of(self._tokenizer).cut(wrote)
         # Call formats are made of special tokens too.
         text = str(self._tokenizer.decode(said))
-        content, calls = self.parser.parse(text) if parse else (text, [])
+        calls: list[ParsedCall] = []
+        if parse:
+            content, calls = await _threads.call(lambda: reader.read(text))
         if self._one_call and len(calls) > 1:
             calls = [ParsedCall(calls[0].name, error="only one tool may be called per turn")]
         if not calls:
@@ -193,8 +200,9 @@ class ToolAgent(Agent):
 
     def _check_parser(self, template: TurnTemplate, call: Message) -> None:
         """The template shows the model how calls are written: the parser must read that."""
+        assert self._reader is not None
         text = template.call_text(call)
-        _, calls = self.parser.parse(text)
+        _, calls = self._reader.read(text)
         if [(c.name, c.arguments) for c in calls] != [tuple(call["function"].values())]:
             raise ConfigError(
                 f"{type(self.parser).__name__} does not read tool calls as this chat template "
@@ -253,8 +261,9 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 class Toolbox:
     """Runs the tool calls of any number of rollouts at once; each is answered by a message.
 
-    What a tool returns is written as JSON unless it is a text. A PIL image is a picture that the
-    model sees, and so is each in a list of texts, images and content parts.
+    What a tool returns is written as JSON unless it is a text; of a list or dictionary the message
+    has the value, too, as ``result``, for rewards. A PIL image is a picture that the model sees,
+    and so is each in a list of texts, images and content parts.
 
     An error is reported to the model: the message's content then starts with ``Error:``, and its
     ``error`` holds the kind: ``unreadable`` (not the parser's format), ``unknown_tool``,
@@ -263,7 +272,8 @@ class Toolbox:
     Args:
         functions: tools; see :func:`tool_schema`. ``async`` ones run on the event loop, plain ones
             in a thread each. A thread cannot be stopped: after a timeout it continues unheard, so
-            what may hang should be ``async``, or bound itself.
+            what may hang should be ``async``, or bound itself. ``signal.alarm``, which works in the
+            main thread only, costs the rollout.
         call_timeout: seconds that one call may take.
         picture_limits: bounds of pictures that tools show.
 
@@ -303,7 +313,11 @@ class Toolbox:
                 ) from error
 
     async def answer(self, calls: Sequence[Message]) -> list[Message]:
-        """Run the calls of one turn side by side; their results in the calls' order."""
+        """Run the calls of one turn side by side; their results in the calls' order.
+
+        Raises:
+            EpisodeError: if a tool uses signals, which no tool can.
+        """
         return list(await asyncio.gather(*(self._answer(call) for call in calls)))
 
     async def _answer(self, call: Message) -> Message:
@@ -320,10 +334,16 @@ class Toolbox:
         try:
             async with asyncio.timeout(self.call_timeout) as limit:
                 result = await _run(self._functions[name], arguments)
-            return tool_reply(call, as_content(result, self.picture_limits))
+            return _with_result(tool_reply(call, as_content(result, self.picture_limits)), result)
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return _error(call, "arguments", "; ".join(wrong))
+        except UsesSignals as error:  # no fault of the model's
+            raise EpisodeError(
+                f"tool {name!r}: {error}, and tools run in others; leave the alarm out, as "
+                f"call_timeout={self.call_timeout:g} bounds each call, or let the tool do its work "
+                "in a process, by subprocess.run(..., timeout=...)"
+            ) from error
         except Exception as error:  # a tool may raise anything; the model sees it
             if isinstance(error, TimeoutError) and limit.expired():
                 return _error(call, "timeout", f"{name} took longer than {self.call_timeout:g} s")
@@ -334,7 +354,31 @@ def _error(call: Message, kind: str, text: str) -> Message:
     return tool_reply(call, f"Error: {text}") | {"error": kind}
 
 
+def _with_result(reply: Message, result: Any) -> Message:
+    """The message with a list or dictionary beside its JSON, as a resumed run has it."""
+    written = isinstance(result, list | tuple | dict) and isinstance(reply["content"], str)
+    return reply | ({"result": json.loads(reply["content"])} if written else {})
+
+
 async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    return await _threads.call(lambda: function(**arguments))
+    if not inspect.iscoroutinefunction(function):
+        result, signals = await _threads.call(lambda: _called(function, arguments))
+        if signals is not None:
+            raise signals
+        return result
+    try:
+        with function_called_here():
+            return await function(**arguments)
+    except (asyncio.CancelledError, UsesSignals):
+        raise
+    except BaseException as error:  # SystemExit would end the loop's thread
+        raise storable(error) from error
+
+
+def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """The result, or why there can be none in this thread."""
+    try:
+        with function_called_here():
+            return function(**arguments), None
+    except UsesSignals as error:
+        return None, error

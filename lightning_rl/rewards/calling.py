@@ -1,79 +1,22 @@
 """Calling reward functions of any kind, so that none can hang or end the run."""
 
 import asyncio
-import faulthandler
 import functools
 import inspect
 import itertools
-import os
-import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import PlainScore
-from lightning_rl.run.exits import EndsProcess, no_exit
-from lightning_rl.run.keeper import die_with_parent
+from lightning_rl.run.exits import EndsProcess, UsesSignals, function_called_here
 from lightning_rl.run.loop import wait
 from lightning_rl.run.threads import CallingThread
-
-_SIGNALS = ("signal", "alarm", "setitimer")
-
-_inside: ContextVar[bool] = ContextVar("lightning_rl_reward", default=False)
-"""Whether a reward is being called here."""
-
-
-class UsesSignals(BaseException):
-    """A reward needs the main thread. No Exception, as rewards catch those and score 0."""
-
-
-@contextmanager
-def reward_called_here() -> Iterator[None]:
-    """While it lasts, these calls, and ``os._exit``, raise instead of doing harm."""
-    _install()
-    me = os.getpid()
-    token = _inside.set(True)
-    try:
-        with no_exit():
-            yield
-    finally:
-        _inside.reset(token)
-        if os.getpid() != me:  # a process that the reward forked: what is here is not its to do
-            os._exit(0)
-
-
-@functools.cache
-def _install() -> None:
-    # Not for the time of a call: one that never ends would never take it back.
-    for name in _SIGNALS:
-        setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
-    os.register_at_fork(after_in_child=_end_with_the_run)
-    if not faulthandler.is_enabled():
-        # Else a reward that crashes Python ends the run without a word.
-        faulthandler.enable(all_threads=False)
-
-
-def _end_with_the_run() -> None:
-    if _inside.get():
-        die_with_parent()
-
-
-def _refuse_outside_main(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def checked(*arguments: Any) -> Any:
-        if _inside.get() and threading.current_thread() is not threading.main_thread():
-            raise UsesSignals(f"signal.{function.__name__} works in the main thread only")
-        return function(*arguments)
-
-    return checked
-
 
 RewardFunction = Callable[..., list[Any]]
 """``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
@@ -219,7 +162,7 @@ class _NeedsMain(RewardFailure):
 def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
     """A function's list of scores, or why there is none; an awaitable as it is."""
     try:
-        with reward_called_here():
+        with function_called_here():
             result = function(**arguments)
             return result if inspect.isawaitable(result) else _scores(result)
     except BaseException as error:  # a user's code may raise anything; it is kept, not hidden
@@ -232,7 +175,7 @@ def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
 async def _call_async(call: Callable[[], Any]) -> Any:
     """The list of scores of an ``async`` function, or why there is none."""
     try:
-        with reward_called_here():
+        with function_called_here():
             return _scores(await call())
     except asyncio.CancelledError:
         raise

@@ -1,18 +1,46 @@
 """Code of others that must not end the process in which it is called."""
 
+import faulthandler
 import functools
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from lightning_rl.run.keeper import die_with_parent
+
+_SIGNALS = ("signal", "alarm", "setitimer")
+
 _inside: ContextVar[int] = ContextVar("lightning_rl_inside", default=0)
 """The process in which code of others is being called here; 0: in none."""
+_called: ContextVar[bool] = ContextVar("lightning_rl_called", default=False)
+"""Whether a user's function is being called here."""
 
 
 class EndsProcess(BaseException):
     """It called ``os._exit``, which would have ended the run, and perhaps told success."""
+
+
+class UsesSignals(BaseException):
+    """It needs the main thread. No Exception, as careful functions catch those and go on."""
+
+
+@contextmanager
+def function_called_here() -> Iterator[None]:
+    """While it lasts, signals outside the main thread, and ``os._exit``, raise and do no harm."""
+    _install_for_functions()
+    me = os.getpid()
+    token = _called.set(True)
+    try:
+        with no_exit():
+            yield
+    finally:
+        _called.reset(token)
+        if os.getpid() != me:  # a process that the function forked: what is here is not its to do
+            os._exit(0)
 
 
 @contextmanager
@@ -30,6 +58,32 @@ def no_exit() -> Iterator[None]:
 def _install() -> None:
     # Not for the time of a call: one that never ends would never take it back.
     os._exit = _refuse_exit(os._exit)
+
+
+@functools.cache
+def _install_for_functions() -> None:
+    # Not for the time of a call either.
+    for name in _SIGNALS:
+        setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
+    os.register_at_fork(after_in_child=_end_with_the_run)
+    if not faulthandler.is_enabled():
+        # Else a function that crashes Python ends the run without a word.
+        faulthandler.enable(all_threads=False)
+
+
+def _end_with_the_run() -> None:
+    if _called.get():
+        die_with_parent()
+
+
+def _refuse_outside_main(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*arguments: Any) -> Any:
+        if _called.get() and threading.current_thread() is not threading.main_thread():
+            raise UsesSignals(f"signal.{function.__name__} works in the main thread only")
+        return function(*arguments)
+
+    return checked
 
 
 def _refuse_exit(function: Callable[..., Any]) -> Any:

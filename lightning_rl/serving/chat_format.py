@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import lru_cache
-from threading import Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.agents.reading import CallReader
 from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate, tool_reply
 from lightning_rl.agents.tools import call_message
 from lightning_rl.data.ends import ends_of
@@ -51,10 +50,7 @@ class ChatFormat:
         self.tools = list(tools)
         self.key = key
         self.template = template
-        self.parser = copy(parser)
-        self._parsing = Lock()  # vLLM's parsers hold state
-        if tools:
-            self.parser.configure(self.tokenizer, self.tools)
+        self._reader = CallReader(parser, self.tokenizer, self.tools) if tools else None
         self._encoded = lru_cache(_PROMPTS_KEPT)(self._encode)
 
     def prompt(self, chat: Sequence[Said]) -> Seen:
@@ -101,11 +97,10 @@ class ChatFormat:
         A turn that was cut off is not searched for calls, and one with a call that cannot be read
         is text, as servers do it. ``before`` is the number of calls that the chat has already.
         """
-        if self.tools and calls_allowed and completion.finish_reason == "stop":
+        if self._reader and calls_allowed and completion.finish_reason == "stop":
             # Call formats are made of special tokens too.
             text, ended_by = self._text(completion, stop, skip_special_tokens=False)
-            with self._parsing:
-                content, calls = self.parser.parse(text)
+            content, calls = self._reader.read(text)
             if calls and not any(call.error for call in calls):
                 return self._with_calls(content, calls, before, parallel), ended_by
         content, ended_by = self._text(completion, stop, skip_special_tokens=True)

@@ -159,5 +159,5 @@ def test_a_parser_is_made_for_the_tools_of_each_request(policy):
     forms = [server.formats.of(tools, {}) for tools in (TOOLS, CHOOSE, TOOLS)]
     assert forms[0] is forms[2]
     call = '<tool_call>\n{"name": "go", "arguments": {"way": "left"}}\n</tool_call>'
-    assert [form.parser.parse(call)[1][0].name for form in forms] == ["go"] * 3
-    assert forms[0].parser is not forms[1].parser
+    assert [form._reader.read(call)[1][0].name for form in forms] == ["go"] * 3
+    assert forms[0]._reader is not forms[1]._reader

@@ -40,6 +40,25 @@ def test_vllms_parsers_read_their_formats(name, text, content):
     assert parser.parse("Plain text.") == ("Plain text.", [])
 
 
+def test_arguments_are_read_as_often_however_many_there_are(monkeypatch):
+    """For who streams, vLLM reads all of a call's anew at each piece of it."""
+    parser = VLLMParser("qwen3_coder")
+    parser.configure(chat_tokenizer("qwen2_5"), [tool_schema(add)])
+    engine, read = parser._parser._parser_engine, []
+    convert = engine._arg_converter
+
+    def noted(args, partial):
+        read.append(args)
+        return convert(args, partial)
+
+    monkeypatch.setattr(engine, "_arg_converter", noted)
+    parser.parse(XML)
+    times = len(read)
+    more = "".join(f"<parameter=x{n}>\n{n}\n</parameter>\n" for n in range(50))
+    _, [call] = parser.parse(XML.replace("</function>", more + "</function>"))
+    assert (len(call.arguments), len(read)) == (52, 2 * times)
+
+
 def test_a_parser_and_a_template_of_one_family_agree():
     for template, parser in (("qwen3", "hermes"), ("llama3_1", "llama3_json")):
         agent = ToolAgent([add], VLLMParser(parser), allow_rewrites=True)

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import signal
+import threading
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.agents.base import Agent, continuation_seed
-from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate
+from lightning_rl.agents.reading import CallReader
+from lightning_rl.agents.templates import HermesParser, ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import ToolAgent, tool_schema
+from lightning_rl.collect.pipeline import run_agent
 from lightning_rl.data.ends import find_ends
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -17,6 +21,7 @@ from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy, load_tokenizer
+from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.support.agents import AlwaysCalls, ShortTurns, add
 from tests.support.engine_checks import FakeEngine, own_logprobs
@@ -98,11 +103,12 @@ def test_a_call_may_end_by_another_token_than_an_answer():
     agent = ToolAgent([add])
     agent.configure(tokenizer)
     for end in (END, "<|eom_id|>"):
-        message = agent._read(tokenizer(call(a=2, b=3) + end)["input_ids"], [], parse=True)
+        asks = tokenizer(call(a=2, b=3) + end)["input_ids"]
+        message = asyncio.run(agent._read(asks, [], parse=True))
         [asked] = message["tool_calls"]
         assert (message["content"], asked["function"]["arguments"]) == ("", {"a": 2, "b": 3})
         wrote = tokenizer(f"It is 5.{end}")["input_ids"]
-        assert agent._read(wrote, [], parse=True)["content"] == "It is 5."
+        assert asyncio.run(agent._read(wrote, [], parse=True))["content"] == "It is 5."
 
 
 def test_each_turn_is_recorded_as_a_call_of_the_model():
@@ -186,6 +192,83 @@ def test_calls_of_one_turn_run_together_and_answer_in_order():
         "call00000",
         "call00001",
     ]
+
+
+class Hangs(ToolParser):
+    """Reads calls as ``HermesParser`` does; a turn with "slowly" takes until the test is over."""
+
+    released = threading.Event()
+
+    def parse(self, text):
+        if "slowly" in text:
+            self.released.wait(60)
+        return HermesParser().parse(text)
+
+
+def test_a_turn_that_a_parser_reads_too_slowly_is_one_without_a_call(monkeypatch):
+    monkeypatch.setattr(CallReader.__init__, "__defaults__", (0.2,))
+    agent = ToolAgent([add], Hangs())
+    agent.configure(TOKENIZER)
+    said = f"slowly {call(a=1, b=1)}"
+
+    async def read():
+        """Two such turns, while the loop turns; and another beside them."""
+        turns = [said, said, call(a=2, b=3)]
+        reading = (agent._read(encoded(turn + END), [], parse=True) for turn in turns)
+        return await asyncio.gather(*reading)
+
+    with pytest.warns(UserWarning, match=r"Hangs took more than 0\.2 s .* count as text") as warned:
+        first, second, third = asyncio.run(read())
+    Hangs.released.set()
+    assert first == second == {"role": "assistant", "content": said}
+    assert third["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3}
+    assert len([w for w in warned if "Hangs took" in str(w.message)]) == 1
+
+
+def test_lists_reach_rewards_as_lists():
+    def find(word: str) -> list:
+        """Find places of a word.
+
+        Args:
+            word: to be found.
+        """
+        return [word, {"at": (2, 5)}]
+
+    asks = call(word="x").replace('"add"', '"find"')
+    rollout, _ = play(asks + END, "Done." + END, tools=[find])
+    shown = '["x", {"at": [2, 5]}]'
+    assert written(rollout)[1] == (response(shown), False)
+    rollout.finish_reason, rollout.status = "stop", RolloutStatus.COMPLETED
+
+    def places(completions):
+        _, found, _ = completions[0]
+        return [float(found["content"] == shown and found["result"][1]["at"][1])]
+
+    asyncio.run(Rewards([places]).grade([[rollout]]))
+    assert rollout.reward == 5
+
+
+def test_a_tool_with_an_alarm_fails_its_rollout_and_says_why():
+    def timed(a: int) -> int:
+        """Take it.
+
+        Args:
+            a: it.
+        """
+        try:
+            signal.alarm(1)
+        except Exception:
+            return 0  # as careful tools do
+        return a
+
+    agent = ToolAgent([timed])
+    agent.configure(TOKENIZER)
+    rollout = new_rollout(agent)
+    asks = call(a=1).replace('"add"', '"timed"')
+    asyncio.run(run_agent(agent, rollout, Script(asks + END), Sampling(max_tokens=5000)))
+    assert rollout.status is RolloutStatus.FAILED
+    assert "tool 'timed': signal.alarm works in the main thread only" in rollout.error
+    assert "call_timeout=10 bounds each call" in rollout.error
 
 
 def test_numbers_of_calls_go_on_over_turns():

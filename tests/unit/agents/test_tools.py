@@ -1,6 +1,7 @@
 """Tools: schemas from functions, calls that may go wrong in any way, parsers of call formats."""
 
 import asyncio
+import os
 import sys
 import threading
 from typing import Literal
@@ -132,6 +133,7 @@ def test_results_come_in_the_order_of_the_calls():
             "tool_call_id": "call00001",
             "name": "pick",
             "content": '{"colour": "red", "names": null}',
+            "result": {"colour": "red", "names": None},
         },
     ]
 
@@ -164,6 +166,8 @@ def fail(how: str) -> str:
     """
     if how == "exit":
         sys.exit(3)
+    if how == "end":
+        os._exit(0)
     if how == "stop":
         raise StopIteration
     if how == "timeout":
@@ -173,20 +177,31 @@ def fail(how: str) -> str:
     raise KeyError(how)
 
 
+async def fail_too(how: str) -> str:
+    """Fail on the event loop.
+
+    Args:
+        how: in which way.
+    """
+    return fail(how)
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [
         ("raise", "KeyError: 'raise'"),
         ("stop", "StopIteration"),
         ("exit", "SystemExit: 3"),
+        ("end", "EndsProcess: os._exit(0)"),
         ("timeout", "TimeoutError: of its own"),
         ("return", "not JSON serializable"),
     ],
 )
 def test_a_tool_may_fail_in_any_way(how, text):
-    broken, fine = answer([fail, add], ("fail", {"how": how}), ("add", {"a": 1}))
-    assert broken["error"] == "exception"
-    assert text in broken["content"]
+    asked = ("fail", {"how": how}), ("fail_too", {"how": how}), ("add", {"a": 1})
+    *broken, fine = answer([fail, fail_too, add], *asked)
+    assert [reply["error"] for reply in broken] == ["exception"] * 2
+    assert all(text in reply["content"] for reply in broken)
     assert fine["content"] == "1"
 
 

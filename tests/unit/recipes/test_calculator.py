@@ -1,5 +1,6 @@
 """The calculator recipe: a tool that runs nothing, and warm-start turns in the agent's format."""
 
+import asyncio
 import random
 
 import pytest
@@ -64,7 +65,7 @@ def test_warm_start_turns_are_what_the_agent_reads_and_writes():
     ask, answer = rows
     wrote = tokenizer(ask["completion"])["input_ids"]
     assert len(wrote) == 7  # five characters between the two fixed parts
-    message = agent._read([*wrote, tokenizer.eos_token_id], [], parse=True)
+    message = asyncio.run(agent._read([*wrote, tokenizer.eos_token_id], [], parse=True))
     (call,) = message["tool_calls"]
     result = str(calculate(call["function"]["arguments"]["expression"]))
     assert answer["completion"] == result

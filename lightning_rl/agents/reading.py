@@ -1,0 +1,77 @@
+"""Reading the calls in a model's turn, beside the event loop and not for ever."""
+
+import warnings
+from collections.abc import Sequence
+from copy import copy
+from threading import Lock
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.agents.templates import ParsedCall, ToolParser
+from lightning_rl.run.threads import CallingThread
+
+READ_S = 5.0
+"""Seconds that a parser may take for one turn."""
+
+
+class CallReader:
+    """Reads turns with a parser of its own, one after another, each within a time.
+
+    A turn that takes longer is text without a call, with one warning. Any thread may ask; a parser
+    is Python code, which lets other threads run meanwhile.
+
+    Args:
+        parser: reads calls; it is copied, as it may hold state.
+        tokenizer: of the policy.
+        schemas: OpenAI-style, of the tools.
+        seconds: that one turn may take.
+
+    Raises:
+        ConfigError: if the parser cannot work with this tokenizer.
+    """
+
+    def __init__(
+        self,
+        parser: ToolParser,
+        tokenizer: PreTrainedTokenizerBase,
+        schemas: Sequence[dict[str, Any]],
+        seconds: float = READ_S,
+    ) -> None:
+        self._given, self._configured = parser, (tokenizer, schemas)
+        self._seconds = seconds
+        self._one_at_a_time = Lock()
+        self._thread = CallingThread("lightning_rl tool calls")
+        self._warned = False
+        self._parser = self._new_parser()
+
+    def read(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """What the parser says of a turn; it may be asked in any thread but the event loop's."""
+        with self._one_at_a_time:  # so that a turn's time begins with its own reading
+            parser = self._parser
+            call = self._thread.submit(lambda: parser.parse(text))
+            try:
+                read: tuple[str, list[ParsedCall]] = call.result(self._seconds)
+            except TimeoutError:
+                if call.done():  # it is the parser's own
+                    raise
+                self._thread.abandon(call)
+                self._parser = self._new_parser()  # the other is still being used
+                self._warn(len(text))
+                return text, []
+            return read
+
+    def _new_parser(self) -> ToolParser:
+        parser = copy(self._given)
+        parser.configure(*self._configured)
+        return parser
+
+    def _warn(self, length: int) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self._given).__name__} took more than {self._seconds:g} s to look for tool "
+                f"calls in a turn of {length} characters; such turns count as text without calls. "
+                "Lower sampling.max_tokens, or choose another parser",
+                stacklevel=2,
+            )
