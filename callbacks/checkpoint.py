@@ -15,8 +15,6 @@ from tensordict import TensorDict
 from torch.optim import Optimizer
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.early_stopping import Monitor
-from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.ranking import Ranked, ranked, require_mode, retained
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import (
@@ -36,7 +34,6 @@ from lightning_rl.run.checkpoint_io import (
     newest_good,
 )
 from lightning_rl.run.folders import link_to, remove
-from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.interrupts import Interrupts, seconds_of
 from lightning_rl.run.loop import runtime
 from lightning_rl.run.newest import continue_newest_run
@@ -76,7 +73,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             and the best of ``monitor``.
         keep_last: how many of these to keep.
         monitor: a metric such as ``eval/accuracy``, of which the best are kept too; it is looked at
-            in iterations that recorded it; see ``early_stopping.Monitor``.
+            in iterations that recorded it; see ``early_stopping.KnownMonitors``.
         keep_best: how many of the best; of equals, the newest.
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
         dirpath: another directory; None: in the run directory.
@@ -85,8 +82,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             waits for it.
 
     Raises:
-        ConfigError: for values out of range, a module that counts no iterations, or a ``monitor``
-            that nobody records.
+        ConfigError: for values out of range, or a module that counts no iterations.
         CheckpointError: if a checkpoint cannot be written, or all are damaged.
         NonFiniteWeightsError: if the weights are NaN or infinite; what was saved before stays.
         RunInterrupted: after saving.
@@ -116,7 +112,6 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         """Names of this run's files, oldest first."""
         self.best: Ranked = []
         """Values of ``monitor`` with their files, best first."""
-        self._monitor = None if monitor is None else Monitor(monitor, type(self).__name__)
         self._given = None if dirpath is None else Path(str(self.dirpath))
         self._interrupts = Interrupts(math.inf if max_time is None else seconds_of(max_time))
         self._announced: set[str] = set()  # of ``saved``, those that loggers know of
@@ -206,8 +201,6 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        if self._monitor is not None:
-            self._monitor.look(metrics, bool(find_callbacks(trainer, Evaluate)))
         told = self._interrupts.requested()
         # Any rank's signal stops all of them, in the same iteration.
         if dist.any_rank(told is not None):

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.early_stopping import StopEarly
+from lightning_rl.callbacks.early_stopping import KnownMonitors, StopEarly
 from lightning_rl.callbacks.layout_hint import LayoutHint
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
@@ -84,7 +84,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
 def rl_callbacks(trainer: Trainer) -> list[Callback]:
     """Callbacks of a run of ``PolicyModule``; a ``WeightSync`` among them."""
     push_weights(trainer)
-    return [*StopEarly.where_needed(trainer), LayoutHint(), *default_callbacks(trainer)]
+    return [*_of_monitors(trainer), LayoutHint(), *default_callbacks(trainer)]
 
 
 def env_callbacks(trainer: Trainer) -> list[Callback]:
@@ -100,7 +100,11 @@ def env_callbacks(trainer: Trainer) -> list[Callback]:
                 f"{type(callback).__name__} works with language models only, and "
                 f"{module} trains none; remove the callback"
             )
-    return [*StopEarly.where_needed(trainer), *default_callbacks(trainer)]
+    return [*_of_monitors(trainer), *default_callbacks(trainer)]
+
+
+def _of_monitors(trainer: Trainer) -> list[Callback]:
+    return [*StopEarly.where_needed(trainer), *KnownMonitors.where_needed(trainer)]
 
 
 def push_weights(trainer: Trainer) -> None:

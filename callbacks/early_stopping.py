@@ -1,10 +1,10 @@
-"""StopEarly: Lightning's EarlyStopping, after an evaluation instead of an epoch."""
+"""What Lightning's callbacks monitor: looked at after iterations, refused if nobody records it."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.evaluate import Evaluate
@@ -84,3 +84,30 @@ class StopEarly(RLCallback):
                 monitor.look(metrics, evaluates)
             if stopper.monitor in metrics:
                 stopper._run_early_stopping_check(trainer)
+
+
+class KnownMonitors(RLCallback):
+    """Ends runs whose ``ModelCheckpoint`` monitors what nobody records, so that it saves nothing.
+
+    ``fit`` adds this callback.
+
+    Raises:
+        ConfigError: after the first evaluation or update, naming what is recorded.
+    """
+
+    def __init__(self, savers: list[ModelCheckpoint]) -> None:
+        self._monitors = [Monitor(one.monitor, type(one).__name__) for one in savers if one.monitor]
+
+    @classmethod
+    def where_needed(cls, trainer: Trainer) -> list[Callback]:
+        """The addition to a Trainer's callbacks; none if it has it, or needs it not."""
+        savers = [one for one in find_callbacks(trainer, ModelCheckpoint) if one.monitor]
+        return [cls(savers)] if savers and not find_callbacks(trainer, cls) else []
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        evaluates = bool(find_callbacks(trainer, Evaluate))
+        for monitor in self._monitors:
+            # Of Lightning's own log, too.
+            monitor.look({**metrics, **trainer.callback_metrics}, evaluates)

@@ -27,7 +27,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.cli.fastest import SWITCH, layout_options
-from lightning_rl.cli.parser import RLArgumentParser, checked_sources, trainer_help
+from lightning_rl.cli.parser import RLArgumentParser, checked_sources, named_classes, trainer_help
 from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
 from lightning_rl.collect.base import CollectingDataModule
@@ -105,8 +105,10 @@ class RLCLI(LightningCLI):
             raise SystemExit(0)
         asks_help = any(a in ("-h", "--help") or a.split("=")[0].endswith(".help") for a in rest)
         if not asks_help:
-            sources = checked_sources(rest, self._subcommand_parsers[command], self.trusted)
+            own = self._subcommand_parsers[command]
+            sources = checked_sources(rest, own, self.trusted)
             _require_checkpoint(sources.tree.get("ckpt_path"))
+            rest += named_classes(sources, own)
         # super() would warn that args is not sys.argv
         self.config = parser.parse_args([command, *rest])
         self._require_trusted_parts()

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rl.cli.trust import require_trusted
+from lightning_rl.config.hints import branches, classes, is_class_name
 from lightning_rl.config.layers import Sources, read_sources
 from lightning_rl.config.mistakes import check_sources, innermost
 from lightning_rl.config.yaml_text import dump_yaml
@@ -138,6 +139,21 @@ def checked_sources(
     prints = any(argument.startswith("--print_config") for argument in arguments)
     check_sources(sources, parser, complete=not prints, files=trusted is None)
     return sources
+
+
+def named_classes(sources: Sources, parser: LightningArgumentParser) -> list[str]:
+    """Options that say ``class_path`` where a class's name stands, and any text may.
+
+    Of ``--trainer.strategy ShardedStrategy`` the parser would leave a text, for Lightning to look
+    up among its own names.
+    """
+    found = []
+    for action in parser._actions:
+        hint, value = getattr(action, "_typehint", None), sources.value(action.dest)
+        text = isinstance(value, str) and str in branches(hint)
+        if text and classes(hint) and is_class_name(value, classes(hint)):
+            found.append(f"--{action.dest}.class_path={value}")
+    return found
 
 
 def trainer_help() -> str:

@@ -39,6 +39,13 @@ class Sources:
             key = key[:-1]
         return self._places.get(key, "")
 
+    def value(self, name: str) -> Any:
+        """What a key such as ``trainer.strategy`` is set to; None if it is not."""
+        node: Any = self.tree
+        for part in name.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        return node
+
     def add_file(self, path: str) -> None:
         """Merge a YAML file; its keys win over those before."""
         tree, lines = load_yaml(path)

@@ -6,10 +6,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
+from lightning_rl.callbacks import Evaluate, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.check.batches import with_longest_whole
@@ -173,7 +173,7 @@ def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> lis
         row = data.evaluation_metrics(samples)
     unknown = []
     for callback in callbacks:
-        if not isinstance(callback, IterationCheckpoint | EarlyStopping) or not callback.monitor:
+        if not isinstance(callback, ModelCheckpoint | EarlyStopping) or not callback.monitor:
             continue
         Monitor(callback.monitor, type(callback).__name__).look(row, evaluates)
         if callback.monitor not in row:

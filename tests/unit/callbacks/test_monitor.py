@@ -1,6 +1,7 @@
 """What is refused by name: metrics that nobody records, and syncs that come too seldom or twice."""
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl.callbacks import IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
@@ -46,12 +47,19 @@ def test_what_was_recorded_once_is_good():
             monitor.look(row, evaluates=True)
 
 
-def test_the_run_ends_after_its_first_iteration_which_is_saved(tiny_model, tmp_path):
-    saver = IterationCheckpoint(10, monitor="policy/entropi")
-    trainer = trainer_of(tmp_path, [WeightSync(), saver], enable_checkpointing=True)
+@pytest.mark.parametrize("saver", [IterationCheckpoint, ModelCheckpoint])
+def test_the_run_ends_after_its_first_iteration_which_is_saved(tiny_model, tmp_path, saver):
+    savers = [saver(monitor="reward/meen")]
+    if saver is ModelCheckpoint:
+        savers = [ModelCheckpoint(monitor="reward/mean"), *savers, IterationCheckpoint(10)]
+    trainer = trainer_of(tmp_path, [WeightSync(), *savers], enable_checkpointing=True)
     data = data_module(groups_per_iteration=2, group_size=2, eval_prompts=None)
-    with pytest.raises(ConfigError, match="did you mean policy/entropy"):
+    with pytest.raises(ConfigError) as refused:
         trainer.fit(grpo(tiny_model), data)
+    assert str(refused.value).startswith(
+        f"{saver.__name__}(monitor='reward/meen'): no such metric was recorded; did you mean "
+        "reward/mean? There are reward/"
+    )
     assert [p.name for p in tmp_path.rglob("iteration_*")] == ["iteration_1.ckpt"]
 
 

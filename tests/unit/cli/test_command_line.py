@@ -54,6 +54,19 @@ def test_a_later_class_keeps_only_the_arguments_that_it_has(place, capsys):
     assert "amsgrad" not in made["init_args"]
 
 
+@pytest.mark.parametrize("source", ["file", "option"])
+def test_short_names_of_classes_stand_where_any_text_may(place, capsys, source):
+    (place / "more.yaml").write_text("trainer: {strategy: ShardedStrategy, profiler: simple}")
+    of_file = ["--config", "more.yaml"]
+    of_option = ["--trainer.strategy", "ShardedStrategy", "--trainer.profiler", "simple"]
+    options = of_file if source == "file" else of_option
+    text = printed(capsys, "fit", "--config", "good.yaml", *options, "--print_config")
+    trainer = yaml.safe_load(text)["trainer"]
+    assert trainer["strategy"]["class_path"] == "lightning_rl.ShardedStrategy"
+    assert trainer["strategy"]["init_args"]["tensor"] == 1
+    assert (trainer["profiler"], trainer["accelerator"]) == ("simple", "cpu")  # Lightning's names
+
+
 CALLBACK = """
 from enum import Enum
 from typing import Any, Literal, TypedDict
