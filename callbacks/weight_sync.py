@@ -1,13 +1,14 @@
 """WeightSync: the engine samples from the weights that its version names."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from tensordict import TensorDict
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.checks import check_sleep, check_sync
@@ -32,7 +33,7 @@ class _Link:
     """A policy, the engine that writes for it, and what carries its weights there.
 
     ``probe`` are prompts to verify with; ``sent``, digests of what was pushed, None without any;
-    ``pushed``, the version that the engine was given last.
+    ``pushed``, the version that the engine was given last, -1 before.
     """
 
     policy: OwnLoop
@@ -40,7 +41,7 @@ class _Link:
     transport: WeightTransport
     probe: list[Prompt]
     sent: SentWeights | None
-    pushed: int | None = None
+    pushed: int = -1
 
     @property
     def behind(self) -> bool:
@@ -164,20 +165,33 @@ class WeightSync(RLCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        datamodule = self.rl_data_of(trainer)
+        datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
         due = []
         for name, link in self._links.items():
             state = datamodule.sync_state(link.policy.iteration, name)
+            own = partial(module.written_by, name, batch)
+            # On a rank that drives no engine, that has no version.
+            state = replace(
+                state,
+                engine_version=link.pushed,
+                measure_kl=partial(self._measure_kl, trainer, link, own),
+            )
             # All ranks push together: as soon as one engine needs new weights.
             if any_rank(self.schedule.should_sync(state) and drives_engine(link.engine)):
                 due.append(link)
-        self._asked = self.rollout_module_of(pl_module).iteration
+        self._asked = module.iteration
         if due:
             self._sync(trainer, pl_module, due)
         else:
             if datamodule.engine.sleep_level is not None:
                 self._compare_awake()
             self._tell(datamodule.engine, self._asked)
+
+    def _measure_kl(self, trainer: Trainer, link: _Link, own: Callable[[], TensorDict]) -> float:
+        with trainer.precision_plugin.forward_context():
+            kl = link.policy.kl_from_engine(own(), link.pushed)
+        self._record(link.policy, {"sync/kl": kl})
+        return kl
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sync, unless the engine has the present weights, without waiting for the schedule.

@@ -1,5 +1,6 @@
 """PolicyModule: everything that is learning. One Lightning batch is one RL iteration."""
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lightning_rl.algos.kl import (
     KLPenalty,
     beyond_target,
     check_target_kl,
+    k3,
 )
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import (
@@ -34,6 +36,7 @@ from lightning_rl.data.batch import (
     empty_like,
     host_of,
     select,
+    token_rows,
     with_host,
 )
 from lightning_rl.data.splitting import split_minibatches, split_packs
@@ -333,7 +336,7 @@ class PolicyModule(OwnLoop, RolloutModule):
     def score(self, batch: TensorDict, name: str) -> TensorDict:
         """Add the present policy's logprobs as ``name`` (T,), and with a critic ``values`` (T,).
 
-        Rollouts that are known to be left out of the update get zeros.
+        Rollouts that are known to be left out of the update get the engine's, and no values.
         """
         left_out = self.left_out.rows(batch) if "advantages" in batch["tokens"] else None
         return self._score(self.loaded_policy, batch, name, left_out)
@@ -348,6 +351,9 @@ class PolicyModule(OwnLoop, RolloutModule):
         records = self.routing_replay is not None and self.routing_replay.is_of(name)
         with self.clock("logprob"):
             batch = policy.score(batch, name, self.max_tokens_per_pack, rows, records)
+            if left_out is not None:  # whoever compares the two finds no difference there
+                tokens, idle_T = batch["tokens"], left_out[token_rows(batch)]
+                tokens[name] = tokens["rollout_logprobs"].where(idle_T, tokens[name])
         if self.stream is not None and known is not None:
             self.stream.fill(batch, name, "values", *(["routed_experts"] if records else []))
         return batch
@@ -371,6 +377,20 @@ class PolicyModule(OwnLoop, RolloutModule):
         if "trainer_logprobs" not in tokens:
             self.score(batch, "trainer_logprobs")
         return tokens["trainer_logprobs"]
+
+    def kl_from_engine(self, batch: TensorDict, version: int) -> float:
+        """KL, in nats per token, from the weights of a version to the present ones.
+
+        On what an engine wrote with that version, for which this takes one forward pass; nan if it
+        wrote nothing in this batch. The same on all ranks, which call it together. The estimate is
+        k3, which is never negative.
+        """
+        self.loaded_policy.score(batch, "present_logprobs", self.max_tokens_per_pack)
+        tokens = batch["tokens"]
+        written = tokens["loss_mask"] & (tokens["versions"] == version)
+        kl = k3(tokens["rollout_logprobs"][written], tokens["present_logprobs"][written])
+        total, count = all_sum(torch.stack([kl.double().sum(), written.sum().double()])).tolist()
+        return total / count if count else math.nan
 
     def compute_ref_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl``."""

@@ -70,6 +70,10 @@ class OwnLoop(RecordingModule, LearningModule):
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let what adapts over iterations do so."""
 
+    @abstractmethod
+    def kl_from_engine(self, batch: TensorDict, version: int) -> float:
+        """KL, in nats per token, from the weights of a version to the present ones."""
+
     def prepare(self, fabric: Fabric | None = None) -> None:
         """Load the model, make optimizer and learning-rate schedule, move all to its device.
 

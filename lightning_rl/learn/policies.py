@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning.pytorch import Callback
+from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
@@ -33,6 +34,10 @@ class RolloutModule(RecordingModule):
     @abstractmethod
     def roles(self) -> Mapping[str, str]:
         """The name of the policy that plays each role; empty where one plays whatever there is."""
+
+    def written_by(self, name: str, batch: TensorDict) -> TensorDict:
+        """The rows of a packed batch that a policy learns from."""
+        return batch
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

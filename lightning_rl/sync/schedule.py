@@ -1,11 +1,12 @@
 """When to sync: one predicate to override."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import ReplicaStatus, RunState
-from lightning_rl.errors import require_at_least
+from lightning_rl.errors import ConfigError, require_at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,28 @@ class SyncState:
     collector: CollectorStatus = field(default_factory=CollectorStatus)
     trainer: RunState = RunState.RUNNING
     replicas: tuple[ReplicaStatus, ...] = ()
+    measure_kl: Callable[[], float] | None = None
 
     @property
     def updates(self) -> int:
         """Iterations trained since the engine's weights."""
         return self.trainer_version - self.engine_version
+
+    def kl(self) -> float:
+        """Mean KL per token, in nats, from the engine's weights to the policy's.
+
+        It is measured when asked for, by one forward pass, on what the engine wrote with its
+        present weights for the batch that was trained on last; nan if it wrote none of it. With
+        several processes it is the same on all, and all have to ask.
+
+        Raises:
+            ConfigError: if there is no such batch, as where no ``WeightSync`` asks.
+        """
+        if self.measure_kl is None:
+            raise ConfigError(
+                "SyncState.kl() is known to a schedule, when WeightSync asks it after an iteration"
+            )
+        return self.measure_kl()
 
 
 class SyncSchedule(ABC):

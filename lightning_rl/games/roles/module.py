@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.batch import select
+from lightning_rl.data.batch import empty_like, select
 from lightning_rl.errors import ConfigError
 from lightning_rl.games.roles.group import SharedModelGroup
 from lightning_rl.learn.base import LanguageModule, save_primitive_hparams
@@ -128,6 +128,10 @@ class RolesModule(RolloutModule, LanguageModule):
         own = [n for n, policy in enumerate(self.roles.values()) if policy == name]
         role = batch["rollouts", "role"].cpu()
         return torch.isin(role, torch.tensor(own, device="cpu")).nonzero().squeeze(1)
+
+    def written_by(self, name: str, batch: TensorDict) -> TensorDict:
+        rows = self.rows_of(name, batch)
+        return select(batch, rows) if len(rows) else empty_like(batch)
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration: an update of every policy that is due and has written anything."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_rl import WeightSync, errors
-from lightning_rl.callbacks import Evaluate
+from lightning_rl.callbacks import Evaluate, RLCallback
 from lightning_rl.config.names import HOME, SURFACES
 from lightning_rl.envs import ActorCritic, ActorCriticModule, EnvDataModule, Gym, MLPBody
 from lightning_rl.extend import pack_rollouts
@@ -40,7 +40,7 @@ def mine(tmp_path_factory):
 def test_there_is_a_page_for_each_part_on_public_names_alone():
     parts = {"loss", "advantage", "aggregation", "correction", "agent", "prompts", "filter"}
     parts |= {"episode", "collector", "engine", "transport", "metered", "schedule", "guard"}
-    parts |= {"update", "env", "head", "turns", "loop", "count"}
+    parts |= {"drift", "folder", "update", "env", "head", "turns", "loop", "count"}
     assert {name.removeprefix("my_") for name in FILES} == parts
     for name, code in FILES.items():
         for node in ast.walk(ast.parse(code)):
@@ -170,6 +170,50 @@ def test_a_transport_of_ones_own_brings_the_trainers_weights(mine, tiny_model, t
     assert metrics["rollout/logprob_gap_max"] < 1e-4
     names = {name for name, _ in module.policy.named_weights()}
     assert {path.stem for path in (tmp_path / "weights").iterdir()} == names
+
+
+class Drift(RLCallback):
+    """Notes versions, and for each iteration the KL, as measured and by hand.
+
+    With d the change of a token's logprob since it was written: the mean of exp(d) - 1 - d.
+    """
+
+    def __init__(self):
+        self.synced, self.measured, self.by_hand = [], [], []
+
+    def on_weights_synced(self, trainer, pl_module, version):
+        self.synced.append(version)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        tokens = batch["tokens"].copy()
+        copied = batch.copy()
+        copied["tokens"] = tokens
+        pl_module.policy.score(copied, "now", 4096)
+        d = (tokens["now"] - tokens["rollout_logprobs"])[tokens["loss_mask"]].double()
+        self.by_hand.append(float((d.exp() - 1 - d).mean()))
+
+    def on_iteration_end(self, trainer, pl_module, metrics):
+        if "sync/kl" in metrics:
+            self.measured.append(metrics["sync/kl"])
+
+
+@pytest.mark.parametrize(("max_kl", "synced"), [(1e9, [0, 3]), (1e-9, [0, 1, 2, 3])])
+def test_a_sync_by_kl_through_a_folder_of_versions(mine, tiny_model, tmp_path, max_kl, synced):
+    transport = mine["folder"].Versions(str(tmp_path / "weights"), keep=2)
+    drift = Drift()
+    sync = WeightSync(transport, mine["drift"].WhenFar(max_kl, at_most=3))
+    data = data_module(
+        eval_prompts=None, group_size=4, groups_per_iteration=3, iterations_per_epoch=3
+    )
+    trainer = trainer_of(tmp_path, [sync, drift])
+    trainer.fit(grpo(tiny_model, optimizer=adamw(1e-3)), data)
+    assert drift.synced == synced
+    asked = 2  # after the third iteration it is due in any case
+    assert drift.measured[:asked] == pytest.approx(drift.by_hand[:asked], rel=1e-3)
+    assert min(drift.measured) > 1e-8
+    kept = {path.name for path in (tmp_path / "weights").iterdir()}
+    assert kept == {f"version_{version}" for version in synced[-2:]}
+    assert trainer.callback_metrics["sync/probe_gap"] < 1e-4
 
 
 def test_the_formulas_are_what_their_docstrings_say(mine, make_rollout):

@@ -106,7 +106,11 @@ def test_old_logprobs_are_of_the_rollouts_that_will_be_trained_on(tiny_model, ro
     )
     alike = torch.tensor([g % 2 == 0 for g in range(7) for _ in range(3)])
     lengths = batch["rollouts", "length"]
-    assert not batch["tokens", "old_logprobs"][torch.repeat_interleave(alike, lengths)].any()
+    idle = torch.repeat_interleave(alike, lengths)
+    # The engine's: a zero would read as a certain token, and as a KL where there is none.
+    old, written = batch["tokens", "old_logprobs"], batch["tokens", "rollout_logprobs"]
+    assert written[idle].any()
+    assert torch.equal(old[idle], written[idle])
 
 
 class Anchored(PolicyLoss):
