@@ -80,6 +80,9 @@ class RLDataModule(CollectingDataModule):
         filters: groups that any of them rejects are dropped and replaced by groups of new prompts.
         max_rounds: how often to generate for one batch before giving up on the filters; each round
             replaces only the groups that are missing.
+        refill_seconds: no round begins later than so many seconds after the first; None: no limit.
+        train_on_rest: complete a batch for which no round is left with the last groups that filters
+            rejected, in place of ending the run.
         agent: how one rollout comes about.
         collector: when which group is generated for training; None: all of a batch at once,
             ``SyncCollector``, which is also what collects without training.
@@ -116,6 +119,8 @@ class RLDataModule(CollectingDataModule):
         buffer: ReplayBuffer | None = None,
         filters: list[GroupFilter] | None = None,
         max_rounds: int = 40,
+        refill_seconds: float | None = None,
+        train_on_rest: bool = False,
         agent: Agent = SingleTurn(),
         collector: Collector | None = None,
         sampling: Sampling = Sampling(),
@@ -143,7 +148,8 @@ class RLDataModule(CollectingDataModule):
             max_rounds=max_rounds,
         )
         check_rollouts(groups_per_iteration, group_size)
-        require_finite(success_reward=success_reward)
+        require_finite(success_reward=success_reward, refill_seconds=refill_seconds)
+        require_at_least(0, refill_seconds=refill_seconds)
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts
         self.engine = engine if engine is not None else default_engine()
@@ -152,6 +158,8 @@ class RLDataModule(CollectingDataModule):
         self.buffer = buffer
         self.filters = filters or []
         self.max_rounds = max_rounds
+        self.refill_seconds = refill_seconds
+        self.train_on_rest = train_on_rest
         self.agent = agent
         self.collector = collector if collector is not None else SyncCollector()
         self.sampling = sampling
@@ -278,7 +286,13 @@ class RLDataModule(CollectingDataModule):
         works = stage == "fit" and drives_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(
-            self._pipeline, collector, self._source(stage), self.filters, self.max_rounds
+            self._pipeline,
+            collector,
+            self._source(stage),
+            self.filters,
+            self.max_rounds,
+            self.refill_seconds,
+            self.train_on_rest,
         )
 
     def _made_pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:

@@ -1,5 +1,6 @@
 """Batches of graded groups, and Lightning's view of them: one batch per RL iteration."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -184,6 +185,9 @@ class RolloutBatches:
         source: issues the groups.
         filters: rejected groups are replaced by groups of new prompts (DAPO's dynamic sampling).
         max_rounds: how often to ask for replacements in one iteration.
+        refill_seconds: after which no more are asked for; None: no limit.
+        train_on_rest: groups that are still missing then are made up by the last that filters
+            rejected, in place of an error.
     """
 
     def __init__(
@@ -193,12 +197,16 @@ class RolloutBatches:
         source: GroupSource,
         filters: Sequence[GroupFilter] = (),
         max_rounds: int = 1,
+        refill_seconds: float | None = None,
+        train_on_rest: bool = False,
     ) -> None:
         self.pipeline = pipeline
         self.collector = collector
         self.source = source
         self.filters = filters
         self.max_rounds = max_rounds
+        self.refill_seconds = math.inf if refill_seconds is None else refill_seconds
+        self.train_on_rest = train_on_rest
         self._acked: float | None = None
         self._clear()
         collector.bind(pipeline, source)
@@ -207,6 +215,8 @@ class RolloutBatches:
         self.generated: list[Rollout] = []
         self.kept: list[Group] = []
         self.rejected: Counter[str] = Counter()
+        self._set_aside: list[tuple[Group, list[Rollout]]] = []
+        self._made_up = 0
         self.seconds = 0.0
         self._ahead: dict[str, float] = {}
         self._taken: list[Group] = []
@@ -218,7 +228,8 @@ class RolloutBatches:
 
         Raises:
             EngineError: if the engine is not ready, or fails.
-            FilterError: if too few groups were kept in ``max_rounds`` rounds.
+            FilterError: if too few groups were kept in ``max_rounds`` rounds, or
+                ``refill_seconds``, and ``train_on_rest`` is not set.
             RewardError: if too large a share could not be graded.
         """
         self._clear()
@@ -233,22 +244,34 @@ class RolloutBatches:
     def _fill(self, iteration: int, consumer: Consumer | None) -> None:
         """Keep ``source.num_groups`` groups."""
         self.pipeline.engine.require_ready()
-        for _ in range(self.max_rounds):
-            missing = self.source.num_groups - len(self.kept)
-            if missing == 0:
+        begin, rounds = time.monotonic(), 0
+        while missing := self.source.num_groups - len(self.kept):
+            over = rounds == self.max_rounds or time.monotonic() - begin >= self.refill_seconds
+            if rounds and over:
+                self._make_up(missing, rounds)
                 return
+            rounds += 1
             groups = self._take(iteration, missing, consumer)
             self._taken += groups
             for group in groups:
                 self.add(group)
             self.pipeline.rewards.require_graded([r for group in groups for r in group])
-        if len(self.kept) < self.source.num_groups:
+
+    def _make_up(self, missing: int, rounds: int) -> None:
+        """Train on what there is: take the last rejected groups back, if that is wanted."""
+        if not self.train_on_rest:
             raise FilterError(
-                f"after {self.max_rounds} rounds only {len(self.kept)} of "
+                f"after {rounds} rounds only {len(self.kept)} of "
                 f"groups_per_iteration={self.source.num_groups} groups passed the filters "
                 f"({self.tell()}): the prompts are exhausted, too easy or too hard; raise "
-                "max_rounds, change the prompts, or drop the filter"
+                "max_rounds (or refill_seconds), change the prompts, drop the filter, or set "
+                "train_on_rest: true"
             )
+        for group, completed in self._set_aside[-missing:]:
+            for rollout in completed:
+                rollout.status = RolloutStatus.COMPLETED
+            self.kept.append(group)
+        self._made_up = missing
 
     def _take(self, iteration: int, count: int, consumer: Consumer | None) -> list[Group]:
         begin, since = time.perf_counter(), self._acked
@@ -297,9 +320,10 @@ class RolloutBatches:
         for group_filter in self.filters:
             if not group_filter.keep(group):
                 self.rejected[type(group_filter).__name__] += 1
-                for rollout in group:
-                    if rollout.completed:
-                        rollout.status = RolloutStatus.SKIPPED
+                completed = [rollout for rollout in group if rollout.completed]
+                self._set_aside.append((group, completed))
+                for rollout in completed:
+                    rollout.status = RolloutStatus.SKIPPED
                 return
         self.kept.append(group)
 
@@ -309,8 +333,10 @@ class RolloutBatches:
         return [rollout for group in self.kept for rollout in group]
 
     def metrics(self) -> dict[str, float]:
-        """Groups that each filter rejected, and what the collector has in hand."""
-        return self._ahead | {f"filter/{name}": float(n) for name, n in self.rejected.items()}
+        """Groups that each filter rejected, or that made up a batch; what the collector has."""
+        made_up = {"filter/made_up": float(self._made_up)} if self.train_on_rest else {}
+        rejected = {f"filter/{name}": float(n) for name, n in self.rejected.items()}
+        return self._ahead | rejected | made_up
 
     def of_all_ranks(
         self, version: int, versions: Mapping[str, int] | None = None

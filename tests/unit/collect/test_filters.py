@@ -105,10 +105,10 @@ class Collecting:
         self.pipeline = RolloutPipeline(self.engine, SingleTurn(), Rewards([reward]), tokenizer)
         self.collector = Noted(self.drawn)
 
-    def collect(self, filters, groups: int = 4, rounds: int = 10, iteration: int = 0):
+    def collect(self, filters, groups: int = 4, rounds: int = 10, iteration: int = 0, **options):
         sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
         source = GroupSource(self.prompts, groups, 3, sampling, seed=4)
-        batches = RolloutBatches(self.pipeline, self.collector, source, filters, rounds)
+        batches = RolloutBatches(self.pipeline, self.collector, source, filters, rounds, **options)
         batches.collect(iteration)
         batches.ack()
         return batches
@@ -175,6 +175,33 @@ def test_too_few_good_groups_end_with_a_clear_error(tiny_model):
         run.collect([RewardSpread()], rounds=3)
     assert run.drawn == [4, 3, 2]
     assert isinstance(error.value, LightningRLError)
+
+
+def test_a_batch_may_be_made_up_of_what_was_rejected(tiny_model):
+    run = Collecting(tiny_model, useful=3)
+    collection = run.collect([RewardSpread()], rounds=3, train_on_rest=True)
+    # 1 2 [3] 4 | 5 [6] 7 | 8 [9], and the last that was rejected
+    assert run.drawn == [4, 3, 2]
+    assert numbers(collection.rollouts) == [n for n in (3, 6, 9, 8) for _ in range(3)]
+    assert {r.status for r in collection.rollouts} == {RolloutStatus.COMPLETED}
+    assert collection.metrics() == {"filter/RewardSpread": 6.0, "filter/made_up": 1.0}
+    skipped = [r for r in collection.generated if r.status is RolloutStatus.SKIPPED]
+    assert numbers(skipped) == [n for n in (1, 2, 4, 5, 7) for _ in range(3)]
+    # Of what is useful alone, nothing is made up; where nothing is, everything.
+    assert run.collect([], iteration=1, train_on_rest=True).metrics() == {"filter/made_up": 0.0}
+    nothing = Collecting(tiny_model, useful=100).collect(
+        [RewardSpread()], rounds=2, train_on_rest=True
+    )
+    assert numbers(nothing.rollouts) == [n for n in (5, 6, 7, 8) for _ in range(3)]
+
+
+def test_no_round_begins_after_the_deadline(tiny_model):
+    run = Collecting(tiny_model, useful=3)
+    collection = run.collect([RewardSpread()], refill_seconds=0.0, train_on_rest=True)
+    assert run.drawn == [4]  # the first is none that refills
+    assert numbers(collection.rollouts) == [n for n in (3, 1, 2, 4) for _ in range(3)]
+    with pytest.raises(FilterError, match=r"after 1 rounds only 1 of .* set train_on_rest: true"):
+        run.collect([RewardSpread()], refill_seconds=0.0, iteration=1)
 
 
 class Even(GroupFilter):
