@@ -38,6 +38,7 @@ from lightning_rl.rollout import (
     as_text,
     of_whole_characters,
 )
+from lightning_rl.run.exits import EndsProcess, UsesSignals, function_called_here
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.messages import pictures_of
 
@@ -267,10 +268,14 @@ class _EnvironmentFailure(Exception):
 
 @contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Separate an environment's errors, which cost a rollout, from the engine's, which end runs."""
+    """Separate an environment's errors, which cost a rollout, from the engine's, which end runs.
+
+    Nor does it end the process, as by an alarm that nobody handles.
+    """
     try:
-        yield
-    except Exception as error:
+        with function_called_here():
+            yield
+    except (Exception, EndsProcess, UsesSignals) as error:
         raise _EnvironmentFailure(f"{what}: {type(error).__name__}: {error}") from error
 
 

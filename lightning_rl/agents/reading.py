@@ -53,8 +53,8 @@ class CallReader:
             try:
                 read: tuple[str, list[ParsedCall]] = call.result(self._seconds)
             except TimeoutError:
-                if call.done():  # it is the parser's own
-                    raise
+                if call.done():  # just now, or the error is the parser's own
+                    return call.result()
                 self._thread.abandon(call)
                 self._parser = self._new_parser()  # the other is still being used
                 self._warn(len(text))

@@ -1,6 +1,9 @@
 """MultiTurn: token-exact turns, limits, resuming, failures, and who gets the credit."""
 
 import asyncio
+import os
+import signal
+import threading
 from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, replace
@@ -473,6 +476,7 @@ def boom():
     [
         (making(init=boom), "environment: LookupError: no such game"),
         (making(step=boom), "Broken.step: LookupError: no such game"),
+        (making(step=lambda: os._exit(0)), "Broken.step: EndsProcess: os._exit(0)"),
         (making(step=lambda: None), "Broken.step: TypeError: returned None; expected a Reply"),
         (making(step=lambda: Reply("=", reward=float("nan"))), "reward=nan; it must be finite"),
         (making(step=lambda: Reply()), "no observation; the model needs one unless done=True"),
@@ -486,6 +490,19 @@ def test_an_environments_mistakes_cost_one_rollout(environment, error, play):
     assert rollout.status is RolloutStatus.FAILED
     assert error in rollout.error
     assert rollout.finish_reason is None
+
+
+def test_an_environment_that_uses_signals_costs_one_rollout(play):
+    """It is asked in the loop's thread, where an alarm without a handler would end the process."""
+    played = []
+    environment = making(step=lambda: signal.alarm(60))
+    asking = threading.Thread(
+        target=lambda: played.append(play(Scripted([[4, EOS]] * 2), environment))
+    )
+    asking.start()
+    asking.join()
+    assert played[0].status is RolloutStatus.FAILED
+    assert "signal.alarm works in the main thread only" in played[0].error
 
 
 def test_half_of_a_character_is_read_as_another(play):
