@@ -50,6 +50,7 @@ def slowly(*values):
     [
         ("ddp", "everything"),
         ("ddp", "critic minibatches everything"),
+        slowly("ddp", "shared measuring"),
         slowly("ddp", "qlora"),
         slowly("ddp", "turns"),
         slowly("ddp", "branches"),
@@ -57,7 +58,7 @@ def slowly(*values):
         slowly("ddp", "curriculum"),
         slowly("ddp", "mixture"),
         slowly("ddp", "three replay"),
-        ("fsdp", "everything"),
+        ("fsdp", "everything measuring"),
         slowly("fsdp", "critic"),
         slowly("fsdp", "lora export"),
         slowly("fsdp", "qlora export"),

@@ -15,6 +15,7 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.models.sharding import ShardedStrategy, full_tensor
 from lightning_rl.module import PolicyModule
+from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from tests.support.lots import LotEngine
 from tests.support.small_run import trainer_of
 
@@ -74,6 +75,7 @@ def fit(
     strategy: Strategy | str = "auto",
     *,
     callbacks: Iterable[Any] = (),
+    schedule: SyncSchedule = FixedSchedule(),
     iterations: int = ITERATIONS,
     epochs: int = 1,
     ckpt_path: str | None = None,
@@ -108,7 +110,7 @@ def fit(
     seen = Seen()
     trainer = trainer_of(
         where,
-        [WeightSync(), *callbacks, seen, StepTimer()],
+        [WeightSync(schedule=schedule), *callbacks, seen, StepTimer()],
         devices=1 if strategy == "auto" else int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
         precision=precision,

@@ -41,6 +41,7 @@ from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import BaseReference, FrozenReference, PeriodicReference
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt
+from lightning_rl.sync.schedule import SyncSchedule, SyncState
 from tests.support.lots import LotEngine
 from tests.support.ranks_faults import (
     BreaksOnRankOne,
@@ -110,6 +111,13 @@ def streaming() -> Settings:
     """Groups are complete one after another."""
     engine = LotEngine(max_batch_size=GROUP_SIZE)
     return {"collector": StreamedCollector(max_groups_in_flight=1), "engine": engine}
+
+
+class Measuring(SyncSchedule):
+    """Asks for the KL after every iteration, and pushes if there is any."""
+
+    def should_sync(self, state: SyncState) -> bool:
+        return state.kl() > 0
 
 
 class Evens(Environment):
@@ -197,6 +205,7 @@ RUNS: dict[str, Callable[[str, Path], Settings]] = {
     "ahead": lambda model, where: {"data": {"collector": AsyncCollector()}},
     "stale_ahead": lambda model, where: {"data": {"collector": AsyncCollector(max_staleness=1)}},
     "eight_bits": lambda model, where: {"optimizer": eight_bits},
+    "measuring": lambda model, where: {"schedule": Measuring()},
     "poisoned": lambda model, where: {"callbacks": [PoisonsRankOne()]},
     "filtered": lambda model, where: {"data": {"filters": [NotOnRankOne()]}},
     "broken_reward": lambda model, where: {"data": {"rewards": [broken_on_rank_one]}},
