@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.decoding import Decoder
@@ -131,6 +131,6 @@ class AdaptedDecoder(Decoder):
         super().__init__(lm, ends, kept, tower)
         self._adapters = adapters
 
-    def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:
+    def compute(self, rows: Sequence[DecodeRequest], cache: Cache, **inputs: Any) -> Tensor:
         self._adapters.begin(row.writer for row in rows)
-        return super().compute(rows, **inputs)
+        return super().compute(rows, cache, **inputs)

@@ -1,12 +1,14 @@
 """Columns: keys and values of rows that are written side by side, and of their beginnings."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import DynamicCache
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from lightning_rl.engines.kept_texts import KeptText
@@ -33,7 +35,9 @@ class Columns(DynamicLayer):
         self._parts = parts
         self.keys, self.values = (part[:width].permute(1, 2, 0, 3) for part in parts)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         width = self.get_seq_length()
         more = width + key_states.shape[-2]
         parts = self._parts
@@ -77,11 +81,10 @@ def _with_room(part: Tensor, columns: int) -> Tensor:
     return wider
 
 
-def begun_cache(kept: Sequence[KeptText | None], starts: Tensor, columns: int) -> DynamicCache:
+def begun_cache(kept: Sequence[KeptText | None], starts: Tensor, columns: int) -> Cache:
     """A cache of so many columns for N rows that begin in ``starts`` (N,), of what is kept."""
-    cache = DynamicCache()
     if columns <= 0:
-        return cache
+        return DynamicCache()
     counts = [columns - start for start in starts.tolist()]
     texts = [text for text in kept if text is not None]  # all of them, if there are columns
 
@@ -92,5 +95,18 @@ def begun_cache(kept: Sequence[KeptText | None], starts: Tensor, columns: int) -
             rows.append(F.pad(own, (0, 0, columns - own.shape[1], 0)))
         return torch.stack(rows)
 
-    cache.layers = [Columns(column(n, 0), column(n, 1)) for n in range(len(texts[0].layers))]
-    return cache
+    return Cache([Columns(column(n, 0), column(n, 1)) for n in range(len(texts[0].layers))])
+
+
+def as_argument(kept: Cache, model: nn.Module) -> dict[str, Cache]:
+    """A cache as an argument of ``model(...)``, which adds to it what it reads.
+
+    transformers 5.24 calls it ``cache`` and older ones ``past_key_values``, as a model's own code
+    may go on to do.
+    """
+    return {_name(type(model).forward): kept}
+
+
+@cache
+def _name(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightning_rl.engines.columns import Columns, begun_cache
+from lightning_rl.engines.columns import Columns, as_argument, begun_cache
 from lightning_rl.engines.drawing import draw
 from lightning_rl.engines.kept_texts import KeptText, KeptTexts
 from lightning_rl.engines.requests import DecodeRequest
-from lightning_rl.vision.decoding import SeenOnce, seeing_output
+from lightning_rl.vision.decoding import SeenOnce, seeing_inputs
 from lightning_rl.vision.reader import attention
 
 ATTENTION = "lightning_rl_decode"
@@ -83,7 +83,7 @@ class Decoder:
             lm.set_attn_implementation(attention(lm.config, ATTENTION))
         self.ends = list(ends)
         self.rows: list[DecodeRequest] = []
-        self._cache = DynamicCache()
+        self._cache: Cache = DynamicCache()
         self._starts = torch.empty(0, dtype=torch.long)  # the first column of each row
         self._logits = torch.empty(0, device=lm.device)  # (N, V), of each row's next token
 
@@ -158,15 +158,20 @@ class Decoder:
 
     # ---------------------------------------------------------------- the model
 
-    def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:
-        """The model's output for a batch in which each of ``rows`` has a line.
+    def compute(self, rows: Sequence[DecodeRequest], cache: Cache, **inputs: Any) -> Tensor:
+        """Logits (N, 1, V) of what follows a batch in which each of ``rows`` has a line.
 
-        ``position_ids`` (N, T) among the inputs are the tokens' indices in the rows' texts.
+        The keys and values of its tokens are added to the cache. ``position_ids`` (N, T) among the
+        inputs are the tokens' indices in the rows' texts.
         """
         if any(row.pictures for row in rows):
             assert self.tower is not None
-            return seeing_output(self.tower, self.lm, [row.seen for row in rows], **inputs)
-        return self.lm(**inputs, use_cache=True, logits_to_keep=1)
+            body = self.tower.family.language_model(self.lm)
+            inputs = seeing_inputs(self.tower, self.lm, [row.seen for row in rows], **inputs)
+            output = body(**inputs, **as_argument(cache, body), use_cache=True)
+            return self.lm.get_output_embeddings()(output.last_hidden_state[:, -1:])
+        inputs |= as_argument(cache, self.lm)
+        return self.lm(**inputs, use_cache=True, logits_to_keep=1).logits
 
     def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:
         """Read texts that one row or several have, each from where what is kept of it ends.
@@ -183,28 +188,28 @@ class Decoder:
         starts = torch.tensor([width - len(text) for text in texts])
         columns = torch.arange(width)
         mask = (columns >= starts[:, None]) if starts.any() or new < width else None
-        output = self.compute(
+        cache = begun_cache([kept for _, kept in chosen], starts, width - new)
+        logits = self.compute(
             firsts,
+            cache,
             input_ids=ids.to(device),
             attention_mask=None if mask is None else mask.long().to(device),
             position_ids=(columns[-new:] - starts[:, None]).clamp(min=0).to(device),
-            past_key_values=begun_cache([kept for _, kept in chosen], starts, width - new),
         )
         copies = [place for place, rows in enumerate(alike) for _ in rows]
         which = torch.tensor(copies, device=device)
-        layers = output.past_key_values.layers
         if not self.rows:
-            self._cache.layers = [
-                Columns(layer.keys[which], layer.values[which]) for layer in layers
-            ]
-            self._starts, self._logits = starts[copies], output.logits[which, -1]
+            self._cache = Cache(
+                [Columns(one.keys[which], one.values[which]) for one in cache.layers]
+            )
+            self._starts, self._logits = starts[copies], logits[which, -1]
         else:
             old = self._cache.get_seq_length()
-            for mine, new in zip(self._cache.layers, layers, strict=True):
+            for mine, new in zip(self._cache.layers, cache.layers, strict=True):
                 mine.join(new.keys, new.values, which)
             final = max(old, width)
             self._starts = torch.cat([self._starts + final - old, starts[copies] + final - width])
-            self._logits = torch.cat([self._logits, output.logits[which, -1]])
+            self._logits = torch.cat([self._logits, logits[which, -1]])
         self.rows += [row for rows in alike for row in rows]
 
     def _keep_texts(self, kept: KeptTexts, over: Sequence[DecodeRequest]) -> None:
@@ -225,14 +230,14 @@ class Decoder:
         mask = None
         if self._starts.any():
             mask = (torch.arange(width + 1) >= self._starts[:, None]).long().to(device)
-        output = self.compute(
+        logits = self.compute(
             self.rows,
+            self._cache,
             input_ids=torch.tensor([[row.tokens[-1]] for row in self.rows], device=device),
             attention_mask=mask,
             position_ids=(width - self._starts)[:, None].to(device),
-            past_key_values=self._cache,
         )
-        self._logits = output.logits[:, -1]
+        self._logits = logits[:, -1]
 
     def _drop_dead(self, at_most: float) -> None:
         """Take rows out that are over, once they are more than this share of all."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from lightning_rl.engines.adapted_decoding import AdaptedDecoder, Adapters
 from lightning_rl.engines.kept_texts import KeptText
@@ -26,16 +26,16 @@ class RoutedDecoder(AdaptedDecoder):
         super().__init__(lm, ends, None, adapters)  # of kept texts the experts are not known
         self._routing = routing
 
-    def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:
+    def compute(self, rows: Sequence[DecodeRequest], cache: Cache, **inputs: Any) -> Tensor:
         self._routing.begin()
-        output = super().compute(rows, **inputs)
+        logits = super().compute(rows, cache, **inputs)
         lines, columns = inputs["input_ids"].shape
         experts = self._routing.chosen().cpu().unflatten(0, (lines, columns))
         for row, line in zip(rows, experts, strict=True):
             if row.reason is None:
                 # The last column is the text's last token so far.
                 _extend(row, line, len(row.prompt) + len(row.tokens))
-        return output
+        return logits
 
     def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:
         super()._read(chosen)

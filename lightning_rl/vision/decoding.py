@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,16 +52,15 @@ class SeenOnce:
         return features
 
 
-def seeing_output(
+def seeing_inputs(
     tower: SeenOnce,
     lm: PreTrainedModel,
     seen: Sequence[SeenText | None],
     input_ids: Tensor,
     position_ids: Tensor,
-    past_key_values: Any,
-    attention_mask: Tensor | None = None,
-) -> Any:
-    """``logits`` (N, 1, V) of the last of N x T tokens, and ``past_key_values``.
+    **others: Any,
+) -> dict[str, Any]:
+    """What the language model takes of N x T tokens, for those and their indices; others as given.
 
     ``position_ids`` (N, T) are the tokens' indices in their rows' texts, and ``seen`` (N) says what
     those see; None of a text without pictures. What lies before a row's first token, as padding,
@@ -74,15 +72,11 @@ def seeing_output(
         positions = torch.stack([_positions(family, text, at) for text, at in rows], 1)
         picture, part, shown = _shown(seen, index)
     inputs = picture_inputs(family, tower.features, lm, input_ids, picture, part, shown.__getitem__)
-    output = family.language_model(lm)(
+    return {
+        **others,
         **inputs,
-        attention_mask=attention_mask,
-        position_ids=as_position_ids(positions.to(input_ids.device)),
-        past_key_values=past_key_values,
-        use_cache=True,
-    )
-    logits = lm.get_output_embeddings()(output.last_hidden_state[:, -1:])
-    return SimpleNamespace(logits=logits, past_key_values=output.past_key_values)
+        "position_ids": as_position_ids(positions.to(input_ids.device)),
+    }
 
 
 def _positions(family: Family, seen: SeenText | None, index: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ def read(monkeypatch):
     """The columns and rows of tokens that a model was given, call by call."""
     shapes, compute = [], Decoder.compute
 
-    def noted(decoder, rows, **inputs):
+    def noted(decoder, rows, cache, **inputs):
         shapes.append(tuple(inputs["input_ids"].shape))
-        return compute(decoder, rows, **inputs)
+        return compute(decoder, rows, cache, **inputs)
 
     monkeypatch.setattr(Decoder, "compute", noted)
     return shapes
