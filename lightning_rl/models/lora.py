@@ -132,9 +132,9 @@ class LoRA:
             ConfigError: if peft is missing, or no layer has one of the names.
         """
         try:
-            from peft import LoraConfig
+            from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
-            raise ConfigError("lora needs peft: `pip install 'peft>=0.17'`") from error
+            raise ConfigError("lora needs peft: `pip install 'peft>=0.18'`") from error
         everything = self.target_modules == ["all-linear"]
         names = (linear or all_linear(lm)) if everything else self.target_modules
         options = {name: v for name, v in self.options.items() if name != "modules_to_save"}
@@ -144,9 +144,11 @@ class LoRA:
                 lora_alpha=self.alpha,
                 target_modules=names,
                 task_type="CAUSAL_LM",
+                base_model_name_or_path=lm.name_or_path,
                 **options,
             )
-            lm.add_adapter(config, ADAPTER)
+            # Not lm.add_adapter: transformers 5.24 asks for a peft there that is not released.
+            inject_adapter_in_model(config, lm, ADAPTER)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"lora.target_modules={self.target_modules}: {error}") from error
         layers = adapted_layers(lm)
@@ -264,6 +266,12 @@ def adapted_layers(lm: PreTrainedModel) -> dict[str, Any]:
     """Layers with an adapter, by their original names."""
     modules = lm.named_modules()
     return {name: module for name, module in modules if hasattr(module, "get_delta_weight")}
+
+
+def switch_adapters(lm: PreTrainedModel, on: bool) -> None:
+    """Compute with the adapters from now on, or without them."""
+    for layer in adapted_layers(lm).values():
+        layer.enable_adapters(on)
 
 
 MERGED = (

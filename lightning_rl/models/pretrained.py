@@ -299,7 +299,7 @@ def _require_plain(lm: nn.Module) -> None:
             f"model: expected a directory, a hub name or a transformers PreTrainedModel, got "
             f"{kind}; of a peft model give merge_and_unload(), or train adapters by lora=LoRA()"
         )
-    if getattr(lm, "_hf_peft_config_loaded", False):
+    if hasattr(lm, "peft_config"):
         raise ConfigError(
             f"model: this {kind} carries an adapter; give the model without, and lora=LoRA() to "
             "train one"

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.lora import switch_adapters
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, model_of
 
@@ -105,9 +106,9 @@ class BaseReference(Reference):
         # Without its critic: the base's values must not replace the policy's own.
         value_head, policy.value_head = policy.value_head, None
         replays, policy.replays = policy.replays, False
-        policy.lm.disable_adapters()
+        switch_adapters(policy.lm, on=False)
         try:
             yield policy
         finally:
-            policy.lm.enable_adapters()
+            switch_adapters(policy.lm, on=True)
             policy.value_head, policy.replays = value_head, replays
