@@ -20,6 +20,15 @@ _CALLED: list[Message] = [  # Mistral's templates want ids of nine characters
     },
     {"role": "tool", "tool_call_id": "call00001", "name": "look_up", "content": "A result."},
 ]
+_NO_CONTENT = """\
+{%- set told = namespace(messages=[]) -%}
+{%- for m in messages -%}
+{%- set filled = dict({"content": none}, **m) if m.tool_calls is defined else m -%}
+{%- set told.messages = told.messages + [filled] -%}
+{%- endfor -%}
+{%- set messages = told.messages %}
+"""
+"""A beginning for templates that tell calls by None: transformers 5.22 drops keys with None."""
 
 
 def as_chat(messages: Sequence[Any]) -> list[Any]:
@@ -55,24 +64,31 @@ def render(
         Exception: whatever the template raises.
     """
 
-    def written(some: Sequence[list[Message]]) -> list[str]:
+    def written(some: Sequence[list[Message]], **template: str) -> list[str]:
         return list(
             tokenizer.apply_chat_template(
-                list(some), tokenize=False, add_generation_prompt=True, **options
+                list(some), tokenize=False, add_generation_prompt=True, **{**options, **template}
             )
         )
 
+    def in_form(some: Sequence[list[Message]], content: str | None, as_text: bool) -> list[str]:
+        formed = [_in_form(chat, content, as_text) for chat in some]
+        if content is not None:
+            return written(formed)
+        given = {**getattr(tokenizer.apply_chat_template, "keywords", {}), **options}
+        template = tokenizer.get_chat_template(given.get("chat_template"), given.get("tools"))
+        return written(formed, chat_template=_NO_CONTENT + template)
+
     def shows(form: tuple[str | None, bool]) -> bool:
         try:
-            return _SIGN in written([_in_form(_CALLED, *form)])[0]
+            return _SIGN in in_form([_CALLED], *form)[0]
         except Exception:  # it takes another form, or no calls at all
             return False
 
     if not any("tool_calls" in message for chat in chats for message in chat):
         return written(chats)
     forms = [(content, as_text) for as_text in (False, True) for content in ("", None)]
-    form = next(filter(shows, forms), forms[0])
-    return written([_in_form(chat, *form) for chat in chats])
+    return in_form(chats, *next(filter(shows, forms), forms[0]))
 
 
 def _message(given: Mapping[str, Any]) -> Message:

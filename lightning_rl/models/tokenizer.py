@@ -1,7 +1,7 @@
 """Tokenizers: how one is loaded, and which variables its chat template gets."""
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,24 +98,57 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
         reader.family.processor.save_pretrained(directory)
 
 
-class RunDay:
+class RunDay(Mapping[str, str]):
     """The day that chat templates tell (``strftime_now``): the one on which a run began.
 
-    It is today, unless a run goes on, or is done again: then ``date`` is what was recorded.
+    It is today, unless a run goes on, or is done again: then ``date`` is what was recorded. Its
+    items are what stands for each directive of ``strftime``, such as ``%d``.
     """
 
     def __init__(self) -> None:
         self.date = datetime.date.today().isoformat()
 
-    def __call__(self, form: str) -> str:
-        """The day in a format of ``strftime``."""
-        return datetime.date.fromisoformat(self.date).strftime(form)
+    def __getitem__(self, directive: str) -> str:
+        return datetime.date.fromisoformat(self.date).strftime(directive)
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"%{dash}{letter}" for dash in ("", "-") for letter in _DIRECTIVES)
+
+    def __len__(self) -> int:
+        return 2 * len(_DIRECTIVES)
 
     def __repr__(self) -> str:
         return f"RunDay({self.date})"
 
     def __deepcopy__(self, memo: Any) -> "RunDay":
         return self  # a tokenizer that was copied is of the same run
+
+
+_DIRECTIVES = "aAbBcdFHIjmMpSuUwWxXyYZ"
+_TELLS_DAY = """\
+{%- macro strftime_now(form) -%}
+{%- set told = namespace(text=form) -%}
+{%- for directive, text in run_day.items() -%}
+{%- set told.text = told.text.replace(directive, text) -%}
+{%- endfor -%}
+{{- told.text -}}
+{%- endmacro %}
+"""
+"""A beginning for templates that tell a day: from transformers 5.22 on they get no functions."""
+
+
+def _render_on(
+    tokenizer: PreTrainedTokenizerBase,
+    render: Callable[..., Any],
+    conversation: Any,
+    tools: Any = None,
+    documents: Any = None,
+    chat_template: str | None = None,
+    **options: Any,
+) -> Any:
+    """As ``apply_chat_template``, on the day that ``run_day`` tells."""
+    template = _TELLS_DAY + tokenizer.get_chat_template(chat_template, tools)
+    return render(conversation, tools, documents, template, **options)
 
 
 _OURS = ("conversation", "tokenize", "add_generation_prompt", "tools", "return_dict")
@@ -147,8 +180,10 @@ def with_chat_variables(
             )
     variables = dict(chat_template_kwargs)
     template = variables.get("chat_template", tokenizer.chat_template)
+    render = tokenizer.apply_chat_template
     if day is not None and "strftime_now" in str(template):
-        variables["strftime_now"] = day
+        variables["run_day"] = day
+        render = partial(_render_on, tokenizer, render)
     if variables:  # a caller's variables take precedence
-        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
+        tokenizer.apply_chat_template = partial(render, **variables)
     return tokenizer
