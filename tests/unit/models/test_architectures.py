@@ -73,7 +73,10 @@ REFUSED = {
         lambda: hf.BertConfig(**TOKENS | HEADS | WIDTH, is_decoder=True), "not exact",
     ),
     "a table of attention classes": (
-        lambda: hf.GPTJConfig(**GPT2, rotary_dim=4), "no other attention than its own",
+        lambda: hf.FalconConfig(
+            **TOKENS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+        ),
+        "no other attention than its own",
     ),
     "layers that pass no arguments on": (
         lambda: hf.StableLmConfig(**GROUPED), "cannot score packed rollouts",

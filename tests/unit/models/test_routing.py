@@ -194,8 +194,6 @@ def test_prompts_that_were_read_otherwise_are_scored_apart(policy, make_rollout)
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        # Its routers are plain linear layers.
-        (hf.JambaConfig, {"num_experts": 4, "use_mamba_kernels": False, "mamba_dt_rank": 4}),
         # Its routers take states of whole batches.
         (hf.AfmoeConfig, {"num_experts": 4, "moe_intermediate_size": 32, "num_dense_layers": 0}),
     ],
