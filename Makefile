@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-touched test-rounding lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-all test-range test-touched test-rounding lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -14,12 +14,13 @@ setup:  ## make or update .venv (the others do it by themselves)
 
 # One OpenMP thread: two on a busy machine are many times slower than one. No vLLM plugins:
 # an installed torchrl would load its own and change how processes start.
-test test-all test-touched test-rounding bench-floor: export OMP_NUM_THREADS ?= 1
-test test-all test-touched test-rounding bench-floor: export VLLM_PLUGINS ?=
-test test-all test-touched test-rounding bench-floor: export LIGHTNING_RL_LAYOUT ?= plain
-test test-all test-touched test-rounding bench-floor: export VLLM_NO_USAGE_STATS ?= 1
+ALL_TESTS := test test-all test-range test-touched test-rounding
+$(ALL_TESTS) bench-floor: export OMP_NUM_THREADS ?= 1
+$(ALL_TESTS) bench-floor: export VLLM_PLUGINS ?=
+$(ALL_TESTS) bench-floor: export LIGHTNING_RL_LAYOUT ?= plain
+$(ALL_TESTS) bench-floor: export VLLM_NO_USAGE_STATS ?= 1
 # Tests make their own models and data; a hub look-up is a mistake, and fails at once.
-test test-all test-touched test-rounding: export HF_HUB_OFFLINE ?= 1
+$(ALL_TESTS): export HF_HUB_OFFLINE ?= 1
 
 # A test that takes its worker down is tried again, by which a hang would never end.
 TWO := -n 2 --max-worker-restart 2
@@ -40,6 +41,16 @@ test-all: environments  ## every test; notes each file's seconds in .ci/duration
 	$(PY) -m pytest $(ENGINES) $(NOTED)
 	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow  # left out above
 	@install/wheel.sh
+	@$(MAKE) --no-print-directory test-range
+
+# Where we build on others most; all unit tests would take three times as long.
+RANGE := $(addprefix tests/unit/,data models vision engines learn) $(TWO)
+
+test-range: setup  ## unit tests with the oldest and the newest packages that setup.cfg admits
+	@install/range.sh oldest
+	@install/range.sh newest
+	build/oldest/bin/python -m pytest $(RANGE)
+	build/newest/bin/python -m pytest $(RANGE)
 
 test-touched: environments  ## the slow tests that changes since the last whole test-all touch
 	$(PY) -m tests.touched $(TWO)

@@ -14,10 +14,11 @@ extras=$backend,dev,docs,recipes
 [ -z "${PIP_FIND_LINKS:-}" ] || export UV_FIND_LINKS=${UV_FIND_LINKS:-$PIP_FIND_LINKS}
 
 # Makes build/NAME, an empty environment for what is not to meet .venv's packages, or ends the script
-# if the one that install/NAME.* asks for is there. Sets $place; at the end call environment_made.
+# if it is there as setup.cfg and install/ ask for it now, of which .venv's stamp is made. Sets $place;
+# at the end call environment_made.
 begin_environment() {
     place=build/$1
-    wanted=$(cat "install/$1.txt" "install/$1.sh" .venv/setup.stamp | sha256sum)
+    wanted=$(cat .venv/setup.stamp)
     [ "$(cat "$place/made" 2>/dev/null)" != "$wanted" ] || exit 0
     .venv/bin/uv venv --quiet --clear --python .venv/bin/python "$place"
 }
