@@ -166,7 +166,7 @@ FAULTS: list[Callable[[], Scores]] = [
 
 
 def _require_sandbox() -> None:
-    if os.getppid() != 1:
+    if os.getppid() != 0:  # process 1 of its room
         raise RuntimeError("only to be tried in a sandbox")
 
 
@@ -192,18 +192,17 @@ def opens_connection() -> Scores:
 
 def reads_secrets() -> Scores:
     """reads the environment of other processes"""
-    found = b""
-    for process in Path("/proc").glob("[0-9]*"):
-        if process.name != os.readlink("/proc/self"):
-            found += (process / "environ").read_bytes()
-    return [float(len(found))]
+    _require_sandbox()
+    others = [p for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()]
+    if not others:
+        raise LookupError("there is none")
+    return [float(len(b"".join((process / "environ").read_bytes() for process in others)))]
 
 
 def lists_processes() -> Scores:
     """reads the command lines of other processes"""
     _require_sandbox()
-    own = {1, os.getpid()}
-    others = [p for p in Path("/proc").glob("[0-9]*") if int(p.name) not in own]
+    others = [p for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()]
     lines = [(other / "cmdline").read_bytes() for other in others]
     if not lines:
         raise LookupError("there is none")

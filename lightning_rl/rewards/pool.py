@@ -107,16 +107,17 @@ class Isolated(PerSample):
 
     # As many threads as workers: one that finds no idle worker may start one.
     def _grade(self, sample: dict[str, Any]) -> dict[str, Any]:
-        try:
-            worker = self._idle.pop() if self._idle else self._start()
-        except ConfigError as error:
-            return {"error": str(error)}
-        result = worker.grade(sample)
-        if result is None:  # with the worker gone nobody can say more
-            worker.kill()
-            return {"fault": "its worker died or got stuck, and was replaced"}
-        self._idle.append(worker)
-        return result
+        for again in (False, True):
+            try:
+                worker = self._start() if again or not self._idle else self._idle.pop()
+            except ConfigError as error:
+                return {"error": str(error)}
+            result = worker.grade(sample)
+            if result is not None:
+                self._idle.append(worker)
+                return result
+            worker.kill()  # it may be what it graded before that made it of no use: ask a new one
+        return {"error": "its worker died or got stuck, and so did a new one"}
 
     def _start(self) -> "_Worker":
         worker = _Worker(self.limits)

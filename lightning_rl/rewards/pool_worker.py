@@ -12,11 +12,12 @@ import pickle
 import resource
 import select
 import shutil
+import signal
 import tempfile
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 # Not used here, but by rewards: torch has to be imported before there is a sandbox, in which it
 # finds no directory for temporary files.
@@ -24,7 +25,7 @@ import lightning_rl.config.arguments  # noqa: F401
 from lightning_rl.rewards.calling import RewardFailure, only_score
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import plain_score
-from lightning_rl.rewards.sandbox import run_in_sandbox
+from lightning_rl.rewards.sandbox import forks_into_a_room, run_in_sandbox, shut
 from lightning_rl.run.child import ending
 from lightning_rl.run.keeper import adopt_orphans, die_with_parent, end_all
 
@@ -61,10 +62,9 @@ def _serve(connection: Connection, home: str) -> None:
         score.write("1000")  # where memory runs out, the kernel takes samples, not the trainer
     try:
         if limits.sandbox:
-            run_in_sandbox(server.serve, home, FILES_MB, first=server.watch_memory)
+            run_in_sandbox(server.serve, home, FILES_MB)
         else:
             adopt_orphans()
-            server.watch_memory()
             server.serve()
     except ConnectionError:
         raise
@@ -78,17 +78,13 @@ def _serve(connection: Connection, home: str) -> None:
 class Server:
     """Answers each request, a pickled sample, with the JSON of what came of it.
 
-    ``{"score": x, "log": {...}}``, ``{"error": reason}`` if the function failed, or
-    ``{"fault": reason}`` if its process broke a limit or died.
+    ``{"score": x, "log": {...}}``, ``{"error": reason}`` if the function failed or could not be
+    called, or ``{"fault": reason}`` if its process broke a limit or died.
     """
 
     connection: Connection
     limits: Limits
     home: str
-
-    def watch_memory(self) -> None:
-        """Open what tells how much this process has mapped: later there may be no ``/proc``."""
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
     def serve(self) -> None:
         """First load the function, and say ``{}`` or ``{"error": reason}``."""
@@ -100,34 +96,29 @@ class Server:
             self.connection.send_bytes(_json(error=_describe(error)))
             return
         self.connection.send_bytes(_json())
+        at_first = _own_limits()
         with contextlib.suppress(EOFError, ConnectionError):  # the other end is gone: the end
-            while request := self.connection.recv_bytes():
+            # Without a sandbox a sample can lower them: then another worker grades the next.
+            while (request := self.connection.recv_bytes()) and _own_limits() == at_first:
                 self.connection.send_bytes(self._run(function, request))
 
     def _run(self, function: Any, request: bytes) -> bytes:
-        place = tempfile.mkdtemp(dir=self.home)
+        place = self.home if self.limits.sandbox else tempfile.mkdtemp(dir=self.home)
         reader, writer = os.pipe()
-        mapped = int(os.pread(self._statm, 100, 0).split()[0]) * resource.getpagesize()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.close(reader)
-                os.close(self._statm)
-                self.connection.close()
-                _confine(place, self.limits, mapped)
-                me = os.getpid()
-                result = _grade(function, request, self.limits)
-                if os.getpid() == me:  # and no copy that the function forked
-                    os.write(writer, result)
-            finally:
-                os._exit(0)  # whatever happened: this process must not become a second server
+        with open("/proc/self/statm") as statm:
+            mapped = int(statm.read().split()[0]) * resource.getpagesize()
+        with forks_into_a_room() if self.limits.sandbox else contextlib.nullcontext():
+            pid = os.fork()
+            if pid == 0:
+                self._be_sample(function, request, place, mapped, reader, writer)
         os.close(writer)
         in_time = self._wait(pid)
         status = end_all(pid)
         os.set_blocking(reader, False)
         with os.fdopen(reader, "rb", buffering=0) as results:
             result = results.read(_RESULT_BYTES)
-        shutil.rmtree(place, ignore_errors=True)
+        if place != self.home:
+            shutil.rmtree(place, ignore_errors=True)
         if not in_time:
             return _json(fault=f"ran longer than timeout_s={self.limits.timeout_s:g}")
         if os.WIFSIGNALED(status):
@@ -136,6 +127,24 @@ class Server:
             code = os.WEXITSTATUS(status)
             return _json(fault=f"its process ended without a score (exit status {code})")
         return result
+
+    def _be_sample(
+        self, function: Any, request: bytes, place: str, mapped: int, reader: int, writer: int
+    ) -> NoReturn:
+        try:
+            os.close(reader)
+            self.connection.close()
+            me = os.getpid()
+            try:
+                _confine(place, self.limits, mapped)
+            except Exception as error:  # nothing of the sample has run: it is not to blame
+                result = _json(error=f"its process could not be confined: {_describe(error)}")
+            else:
+                result = _grade(function, request, self.limits)
+            if os.getpid() == me:  # and no copy that the function forked
+                os.write(writer, result)
+        finally:
+            os._exit(0)  # whatever happened: this process must not become a second server
 
     def _wait(self, pid: int) -> bool:
         """Whether the process ended in time; not, if nobody waits for its result any more."""
@@ -148,6 +157,12 @@ class Server:
         return descriptor in ready
 
 
+def _own_limits() -> list[tuple[int, int]]:
+    """All limits that the kernel holds this process to."""
+    kinds = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
+    return [resource.getrlimit(getattr(resource, kind)) for kind in kinds]
+
+
 def _confine(place: str, limits: Limits, mapped: int) -> None:
     """Limits, a directory, and nowhere to print to, for the process of one sample.
 
@@ -155,9 +170,13 @@ def _confine(place: str, limits: Limits, mapped: int) -> None:
     """
     os.setsid()
     die_with_parent()
+    # As Python handles it, what the sample starts could interrupt the sample itself.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
+    if limits.sandbox:
+        shut(place, FILES_MB)
     os.chdir(place)
     os.environ |= {"HOME": place, "TMPDIR": place}
     tempfile.tempdir = None

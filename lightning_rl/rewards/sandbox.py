@@ -1,12 +1,16 @@
 """A sandbox of Linux namespaces, without privileges and without a container.
 
-Inside there is no network, no process but the sandbox's own, also in ``/proc``, and no file to
-write outside one directory in memory. Only the standard library is imported: workers start quickly.
+Process 1 of a sandbox runs programs one after another, each as process 1 of a room of its own. In
+a room there is no network, no process but its own, also in ``/proc``, and no file to write outside
+one directory in memory, new in each room. A room's processes cannot name any process outside of it:
+so they cannot signal, trace or limit what runs them. Only the standard library is imported: workers
+start quickly.
 """
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from lightning_rl.run.keeper import die_with_parent, keep_others_out
 from lightning_rl.run.namespaces import (
@@ -32,42 +36,33 @@ _PR_SET_NO_NEW_PRIVS = 38
 _NOBODY = 65534
 
 
-def run_in_sandbox(
-    body: Callable[[], None],
-    directory: str,
-    megabytes: int,
-    first: Callable[[], None] = lambda: None,
-) -> None:
+def run_in_sandbox(body: Callable[[], None], directory: str, megabytes: int) -> None:
     """Run ``body`` as process 1 of a new sandbox, and return when it is done.
 
     When it ends, or this process does, the kernel kills whatever still runs inside.
 
     Args:
-        body: must not raise.
-        directory: the only place that can be written inside; empty, and empty again afterwards.
-        megabytes: what it can hold.
-        first: called in process 1 while it still has all privileges of the user's.
+        body: must not raise; forks each program within :func:`forks_into_a_room`.
+        directory: what :func:`shut` gets, as the next; one room is tried before ``body`` is run.
+        megabytes: likewise.
 
     Raises:
         OSError: if this machine does not allow it; names the call that was refused.
     """
     user, group = os.getuid(), os.getgid()
     # Not root inside, or each program that is started would get capabilities again.
-    unshare(NEWUSER | NEWPID | NEWNET | NEWIPC, (user or _NOBODY, group or _NOBODY))
+    unshare(NEWUSER | NEWPID | NEWNET, (user or _NOBODY, group or _NOBODY))
     reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(reader)
-            die_with_parent()
-            first()
-            _restrict(directory, megabytes)
-            os.close(writer)
-            body()
-        except OSError as error:
-            os.write(writer, f"{error.errno} {error.strerror}".encode())
-        finally:
-            os._exit(0)
+
+    def first() -> None:
+        _make_read_only()
+        with forks_into_a_room():
+            tried = _fork(lambda: shut(directory, megabytes), writer)
+        os.waitpid(tried, 0)
+        os.close(writer)
+        body()
+
+    pid = _fork(first, writer, reader)
     os.close(writer)
     with os.fdopen(reader) as refusal:
         said = refusal.read()
@@ -77,12 +72,27 @@ def run_in_sandbox(
         raise OSError(int(number), text)
 
 
-def _restrict(directory: str, megabytes: int) -> None:
-    """All files read-only but for a file system in memory; then give up every privilege."""
-    root, target = b"/", directory.encode()
+def _fork(work: Callable[[], None], refusals: int, *unused: int) -> int:
+    """A child that does this and ends; what it may not do it writes to ``refusals``."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent()
+            for descriptor in unused:
+                os.close(descriptor)
+            work()
+        except OSError as error:
+            os.write(refusals, f"{error.errno} {error.strerror}".encode())
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _make_read_only() -> None:
+    """All files are read-only from here on; the privileges that rooms take stay with process 1."""
     # Only now, so that the process outside keeps its own view and can tidy up.
     unshare(NEWNS)
-    check("mount", libc.mount(None, root, None, MS_REC | MS_PRIVATE, None))
+    check("mount", libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
     # struct mount_attr: what to set, what to clear, propagation, user namespace
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
     check(
@@ -90,16 +100,45 @@ def _restrict(directory: str, megabytes: int) -> None:
         libc.syscall(
             _SYS_MOUNT_SETATTR,
             _AT_FDCWD,
-            root,
+            b"/",
             _AT_RECURSIVE,
             ctypes.byref(attributes),
             ctypes.c_size_t(ctypes.sizeof(attributes)),
         ),
     )
-    options = f"size={megabytes}m,nr_inodes=4096,mode=700".encode()
-    check("mount", libc.mount(b"none", target, b"tmpfs", MS_NOSUID | MS_NODEV, options))
-    hide_processes()
     check("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    drop_capabilities()
-    # Process 1 serves the next sample too: no sample may trace it, or write to its memory.
     keep_others_out()
+
+
+@contextlib.contextmanager
+def forks_into_a_room() -> Iterator[None]:
+    """What process 1 of a sandbox forks in here is process 1 of a room; call :func:`shut` in it.
+
+    Raises:
+        OSError: if this machine does not allow it.
+    """
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    unshare(NEWPID)
+    try:
+        yield
+    finally:
+        check("setns", libc.setns(own, NEWPID))
+        os.close(own)
+
+
+def shut(directory: str, megabytes: int) -> None:
+    """Shut the room that this process is the first of: afterwards nothing in it has a privilege.
+
+    Args:
+        directory: the only place that can be written in this room, empty.
+        megabytes: what it can hold.
+
+    Raises:
+        OSError: if this machine does not allow it.
+    """
+    unshare(NEWNS | NEWIPC)
+    options = f"size={megabytes}m,nr_inodes=4096,mode=700".encode()
+    mounted = libc.mount(b"none", directory.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    check("mount", mounted)
+    hide_processes()
+    drop_capabilities()

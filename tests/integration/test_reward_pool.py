@@ -19,6 +19,7 @@ from lightning_rl.rewards.pool import Isolated
 
 HELPERS = """
 import os
+import resource
 
 calls = 0
 
@@ -54,6 +55,14 @@ def pids(completions):
 def logs(completions, trainer_state, log_extra, log_metric):
     log_extra("long", ["x" * 70_000 if completions[0] == "long" else trainer_state.epoch])
     log_metric("length", len(completions[0]))
+    return [1.0]
+
+
+def lowers_limits(completions):
+    if completions[0] == "lower":
+        resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))
+    with open("result", "w") as file:
+        file.write("1")
     return [1.0]
 
 
@@ -128,7 +137,7 @@ OUTCOMES = {
     "large_output": 1.0,
     "large_file": "File too large",
     "lingering_child": 1.0,
-    "kills_parent": "its worker died or got stuck",
+    "kills_parent": "its worker died or got stuck, and so did a new one",
     "damages_result": "it wrote over its own result",
 }
 
@@ -145,6 +154,20 @@ def test_each_fault_fails_its_completion_and_no_other():
         else:
             assert isinstance(score, RewardFailure), fault
             assert expected in score.reason, fault
+
+
+def test_a_worker_whose_limits_a_completion_lowered_is_replaced(helpers):
+    """Without a sandbox nothing keeps a completion from that."""
+    pool = Isolated(helpers.lowers_limits, workers=1, fault_score=0.0)
+    assert run(pool, completions=["x", "lower", "x", "x"]) == [1.0] * 4
+    pool.close()
+
+
+def test_what_could_not_be_confined_is_an_error_and_no_score(helpers):
+    pool = Isolated(helpers.mixed, workers=1, fault_score=0.0, memory_mb=2**43)
+    (score,) = run(pool, completions=["1"])
+    pool.close()
+    assert "its process could not be confined: " in score.reason
 
 
 HANGING = ["stubborn_loop", "many_children", "stopped", "floods_result"]
@@ -188,7 +211,7 @@ def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_sandbox_keeps_from_network_files_processes_and_secrets(sandboxed):
     reasons = [
-        "No such process", "Read-only file system", "Network is unreachable", "Permission denied",
+        "No such process", "Read-only file system", "Network is unreachable", "there is none",
         "there is none",
     ]  # fmt: skip
     scores = run(sandboxed, completions=[*(f.__name__ for f in SANDBOX_ONLY), "good"])

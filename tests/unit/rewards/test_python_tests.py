@@ -5,6 +5,7 @@ import datetime
 
 import pytest
 
+from benchmarks.attacks import ATTACKS, HONEST, TESTS
 from benchmarks.forgeries import FORGERIES
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.calling import RewardFailure
@@ -189,14 +190,28 @@ def test_a_score_beyond_those_of_tests_is_none(python_tests, monkeypatch):
     assert "returned 1000000.0, which is no result of tests" in score.reason
 
 
+def test_programs_are_paid_whatever_runs_before_and_beside_them():
+    """24 honest ones between 15 attacks on what runs them; two are judged at a time."""
+    programs: list[str] = []
+    for attack in ATTACKS.values():
+        programs += [attack, HONEST]
+    programs += [HONEST] * (24 - len(ATTACKS))
+    pool = PythonTests(workers=2, timeout_s=60)
+    scores = run(pool, completions=programs, tests=[TESTS] * len(programs))
+    workers = [worker.running for worker in pool._idle]
+    pool.close()
+    assert scores == [0.0, 1.0] * len(ATTACKS) + [1.0] * (24 - len(ATTACKS))
+    assert workers == [True, True]
+
+
 def test_a_program_sees_no_process_of_this_machine(python_tests):
-    """Only process 1 of its sandbox, its judge and itself."""
+    """Only its judge, which is process 1 of its room, and itself."""
     program = (
         "import os\ndef others():\n"
         "    found = {int(p) for p in os.listdir('/proc') if p.isdigit()}\n"
-        "    return sorted(found - {1, os.getppid(), os.getpid()})\n"
+        "    return os.getppid(), sorted(found - {1, os.getpid()})\n"
     )
-    assert run(python_tests, completions=[program], tests=["assert others() == []"]) == [1.0]
+    assert run(python_tests, completions=[program], tests=["assert others() == (1, [])"]) == [1.0]
 
 
 def test_a_program_that_hangs_is_wrong(python_tests):
