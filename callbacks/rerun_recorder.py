@@ -15,6 +15,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.layers import config_files
 from lightning_rl.data.rollouts.ledger import Ledger, digest_of_file, digest_of_json
 from lightning_rl.data.rollouts.log import Outcome, RerunLog
+from lightning_rl.data.rollouts.seals import Seals, folders_in
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.run.checkpoint_io import checkpoints_in, written_digest
 from lightning_rl.run.digest import digests
@@ -29,9 +30,9 @@ class RerunRecorder(RLCallback):
 
     Rollouts and checksums go to ``rerun`` in the run directory, in about nine bytes per token. The
     ledger is ``ledger.jsonl``: configuration and environment of each start, for each iteration the
-    digests of its rollouts, metrics and weights before and after, and the digest of each
-    checkpoint, chained by hash; ``lightning-rl audit`` checks it. The command line adds this
-    callback to every ``fit`` that has a logger, and so a run directory.
+    digests of its rollouts, metrics and weights before and after, the digest of each checkpoint,
+    and those of all other files, chained by hash; ``lightning-rl audit`` checks it. The command
+    line adds this callback to every ``fit`` that has a logger, and so a run directory.
 
     Args:
         rollouts: False keeps the checksums and metrics only; then a rollout can be done again if
@@ -51,6 +52,7 @@ class RerunRecorder(RLCallback):
         trainer.strategy.barrier()
         made = outcome(trainer, module, {})
         self._ledger = Ledger(run)
+        self._seals, self._ended = Seals(run), False
         self._sealed = {entry["file"]: entry["sha256"] for entry in self._checkpoints()}
         self._version, self._weights = made.version, digest_of_json(made.weights)
         if not trainer.is_global_zero:
@@ -87,7 +89,12 @@ class RerunRecorder(RLCallback):
         self._seal_checkpoints(trainer)
         metrics_digest, weights = digest_of_json(made.metrics), digest_of_json(made.weights)
         if made.version == self._version:  # a row of metrics beside that of the iteration
-            self._ledger.append("metrics", version=made.version, metrics=metrics_digest)
+            self._ledger.append(
+                "metrics",
+                version=made.version,
+                metrics=metrics_digest,
+                files=self._seals.grown(),
+            )
             return
         self._ledger.append(
             "iteration",
@@ -96,18 +103,36 @@ class RerunRecorder(RLCallback):
             weights_before=self._weights,
             weights_after=weights,
             metrics=metrics_digest,
+            files=self._seals.grown(),
         )
         self._version, self._weights = made.version, weights
 
+    def on_report_written(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seal_end(trainer)  # also where the run fails
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.is_global_zero and hasattr(self, "_ledger"):
-            self._seal_checkpoints(trainer)
+        if stage == "fit":
+            self._seal_end(trainer)
+
+    def _seal_end(self, trainer: Trainer) -> None:
+        """Enter all that the run leaves; once, and again if something was written since."""
+        if not trainer.is_global_zero or not hasattr(self, "_ledger"):
+            return
+        run = run_dir(trainer)
+        for logger in trainer.loggers:  # what they keep in memory until their own end
+            logger.save()
+        self._seal_checkpoints(trainer)
+        files = self._seals.all()
+        if files or not self._ended:
+            self._ledger.append("end", version=self._version, files=files, folders=folders_in(run))
+            self._ended = True
 
     def _checkpoints(self) -> list[dict[str, Any]]:
-        return [entry for _, entry in self._ledger.lines() if entry and "sha256" in entry]
+        entries = (entry for _, entry in self._ledger.lines())
+        return [entry for entry in entries if entry and entry.get("kind") == "checkpoint"]
 
     def _seal_checkpoints(self, trainer: Trainer) -> None:
-        """Enter the digests of checkpoints that appeared since, which the files themselves tell."""
+        """Enter checkpoints that appeared since, with the digests they tell, and that are gone."""
         run = run_dir(trainer)
         for folder in checkpoint_folders(trainer):
             for file in reversed(checkpoints_in(folder)):
@@ -115,6 +140,10 @@ class RerunRecorder(RLCallback):
                 if digest is not None and self._sealed.get(name) != digest:
                     self._ledger.append("checkpoint", file=name, sha256=digest)
                     self._sealed[name] = digest
+        for name in [name for name, digest in self._sealed.items() if digest is not None]:
+            if not (run / name).exists():
+                self._ledger.append("checkpoint", file=name, sha256=None)
+                self._sealed[name] = None
 
 
 def checkpoint_folders(trainer: Trainer) -> list[Path]:

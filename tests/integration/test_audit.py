@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.forged_runs import FOUND, chain_anew, rechained_ledger
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main
 from lightning_rl.data.rollouts.ledger import Ledger, hash_of
@@ -22,7 +23,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(place, tiny_model) -> Path:
-    return train(place, tiny_model)
+    return train(place, tiny_model, "--trainer.callbacks+=PreviewTable")
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +54,8 @@ def test_every_iteration_and_a_rollout_of_each_come_out_again(finished, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     status, lines = audit(finished, capsys, "--share", "1", "--seed", "3")
     assert status == 0, lines
-    # A start, its metrics, four iterations, and the checkpoints of versions 2 and 4.
-    assert lines[0].startswith("ledger: 8 entries, one chain; 4 iterations, 1 start, 2 checkpoints")
+    # A start, its metrics, four iterations, the checkpoints of versions 2 and 4, and the end.
+    assert lines[0].startswith("ledger: 9 entries, one chain; 4 iterations, 1 start, 2 checkpoints")
     assert [line.endswith("bit for bit") for line in lines[3:7]] == [True] * 4
     assert [" tokens equal, reward " in line for line in lines[7:11]] == [True] * 4
     assert lines[-1] == "nothing was changed"
@@ -137,6 +138,48 @@ def test_whatever_was_changed_is_named(run, capsys, forge, found):
     [changed] = [line for line in lines if line.startswith("CHANGED: ")]
     assert changed.startswith(f"CHANGED: {found}")
     assert lines[-1] == "CHANGED"
+
+
+@pytest.mark.parametrize("forge", FOUND, ids=lambda forge: forge.__name__)
+def test_every_forgery_is_found(run, capsys, forge):
+    head = Ledger(run).head
+    forge(run)
+    noted = ["--head", head] if forge is rechained_ledger else []
+    status, lines = audit(run, capsys, "--share", "0", *noted)
+    assert status in (1, 2)
+    assert [line for line in lines if FOUND[forge] in line], lines
+    assert not [c for line in lines for c in line if c < " "]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"kind": 3}, "it is of kind 3"),
+        ({"kind": "x" * 99}, "it is of kind 'xxx"),
+        ({"version": None}, "version of 'iteration' is None"),
+        ({"version": True}, "version of 'iteration' is True"),
+        ({"rollouts": ["a"]}, "rollouts of 'iteration' is ['a']"),
+        ({"rollouts": {"a": 1}}, "rollouts of 'iteration' are no digests"),
+        ({"metrics": {}}, "metrics of 'iteration' is {}"),
+        ({"files": 3}, "files of 'iteration' are no digests"),
+        ({"files": {"metrics.jsonl": {"bytes": -1, "sha256": ""}}}, "files of 'iteration' are no"),
+    ],
+)
+def test_an_entry_that_no_run_writes_is_named(run, capsys, change, what):
+    chain_anew(run, lambda e: e.update(change) if e["kind"] == "iteration" else None)
+    status, lines = audit(run, capsys, "--share", "0")
+    assert status == 2
+    assert f"is no entry that a run writes: {what}" in lines[-1]
+
+
+def test_a_run_that_was_told_to_go_on_where_nothing_was_comes_out_again(
+    tmp_path, tiny_model, monkeypatch, capsys
+):
+    run = train(make_place(tmp_path), tiny_model, "--ckpt_path", "last")
+    stand_in(tmp_path, monkeypatch)
+    status, lines = audit(run, capsys, "--share", "1", "--rollouts", "0")
+    assert status == 0, lines
+    assert any(line.startswith("iteration 1, from the initial weights: eq") for line in lines)
 
 
 def test_a_changed_ledger_is_no_chain(run, capsys):
@@ -226,7 +269,7 @@ def test_what_a_kill_left_of_a_line_is_removed(run, capsys):
     again = Ledger(run)
     again.append("metrics", version=4, metrics="0" * 64)
     assert again.path.read_bytes().startswith(whole)
-    assert len(again.entries()) == 9
+    assert len(again.entries()) == 10
 
 
 def test_options_out_of_range(capsys):

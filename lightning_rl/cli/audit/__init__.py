@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.errors import ConfigError, require_at_least
@@ -65,18 +65,23 @@ def main(arguments: Sequence[str]) -> int:
     from lightning.pytorch.utilities import rank_zero_only
 
     from lightning_rl.cli.audit.records import examine
+    from lightning_rl.cli.process import printable
     from lightning_rl.cli.rerun.run import RecordedRun
 
     trust = [f"--trust={module}" for module in options.trust]
     run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
     records = examine(run, options.head)
-    say = rank_zero_only(print)
-    say("\n".join(told_of(records)), flush=True)
+
+    @rank_zero_only
+    def say(*lines: str) -> None:
+        print(*(printable(line).replace("\n", " ") for line in lines), sep="\n", flush=True)
+
+    say(*told_of(records))
     good = not records.changed
     if options.share > 0:
         with _only_warnings():
             good = _again(run, records, options, say) and good
-    say("nothing was changed" if good else "CHANGED", flush=True)
+    say("nothing was changed" if good else "CHANGED")
     return 0 if good else 1
 
 
@@ -108,12 +113,14 @@ def told_of(records: "Records") -> list[str]:
     lines += [f"not in the ledger, so not vouched for: {name}" for name in records.unknown]
     lines += [f"CHANGED: {what}" for what in records.changed]
     if not records.changed:
-        lines.append("configuration, rollouts, metrics, weights' checksums, checkpoints: unchanged")
+        lines.append(
+            "configuration, rollouts, metrics, results, weights' checksums, checkpoints: unchanged"
+        )
     return lines
 
 
 def _again(
-    run: "RecordedRun", records: "Records", options: argparse.Namespace, say: Callable[..., None]
+    run: "RecordedRun", records: "Records", options: argparse.Namespace, say: Callable[..., Any]
 ) -> bool:
     """Do a share of the iterations again, and some rollouts of each; tell of all."""
     from lightning_rl.cli.audit.again import (
@@ -131,14 +138,14 @@ def _again(
     if not iterations:
         say("no iteration can be trained again: the run kept no rollouts")
         return True
-    say(f"doing again {len(iterations)} of them, drawn with --seed {seed}", flush=True)
+    say(f"doing again {len(iterations)} of them, drawn with --seed {seed}")
     good = True
     for iteration in iterations:
         verdict = iteration_again(run, iteration, records.environments[iteration])
-        say(verdict.line(), flush=True)
+        say(verdict.line())
         good = good and verdict.good
     for version, drawn in drawn_rollouts(run, iterations, options.rollouts, random).items():
         for found in rollouts_again(run, version, drawn):
-            say("\n".join(found.lines()), flush=True)
+            say(*found.lines())
             good = good and found.good
     return good

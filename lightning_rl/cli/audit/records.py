@@ -7,6 +7,8 @@ from typing import Any
 from lightning_rl.callbacks.rerun_recorder import name_in
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.data.rollouts.ledger import Entry, Ledger, digest_of_file, digest_of_json
+from lightning_rl.data.rollouts.parquet import ParquetRollouts
+from lightning_rl.data.rollouts.seals import Seal, folders_in, result_files, seal_of
 from lightning_rl.errors import DataError
 from lightning_rl.run.checkpoint_io import damage, written_digest
 
@@ -18,12 +20,18 @@ class Records:
     ``begins`` are the starts of the run, ``iterations`` the entries in force by version: an
     iteration that was done again after a resume counts as it was done last. ``twice`` are those
     versions that were made twice, ``otherwise`` those of them that came out with other weights.
+    ``files`` are the results as they were last, of the part of the run since its last start.
     """
 
     begins: list[Entry] = field(default_factory=list)
     iterations: dict[int, Entry] = field(default_factory=dict)
     metrics: list[tuple[int, str]] = field(default_factory=list)
-    checkpoints: dict[str, str] = field(default_factory=dict)
+    checkpoints: dict[str, str | None] = field(default_factory=dict)
+    files: dict[str, Seal] = field(default_factory=dict)
+    end: Entry | None = None
+    """The last entry, where that is the end of the run: nothing comes after it."""
+    sealed: set[str] = field(default_factory=set)
+    """All results that the ledger ever told of; empty: it is of a release that told of none."""
     twice: set[int] = field(default_factory=set)
     otherwise: set[int] = field(default_factory=set)
     environments: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -64,8 +72,11 @@ def examine(run: RecordedRun, head: str | None = None) -> Records:
         *_changed_configuration(run, records),
         *_changed_outcomes(run, records),
         *_changed_rollouts(run, records),
+        *_changed_results(run, records),
     ]
     _look_at_checkpoints(run, records)
+    if records.sealed:
+        _look_for_more(run, records)
     return records
 
 
@@ -79,10 +90,14 @@ def _replayed(entries: list[Entry]) -> Records:
             for later in [v for v in records.iterations if v > version]:
                 dropped[later] = records.iterations.pop(later)["weights_after"]
             records.metrics = [pair for pair in records.metrics if pair[0] <= version]
+            records.files = {}  # what it goes on with it may cut first
         elif kind == "checkpoint":
             records.checkpoints[entry["file"]] = entry["sha256"]
-        else:
+        elif kind in ("iteration", "metrics"):
             records.metrics.append((version, entry["metrics"]))
+        records.files |= entry.get("files", {})
+        records.sealed |= entry.get("files", {}).keys()
+        records.end = entry if kind == "end" else None
         if kind == "iteration":
             records.iterations[version] = entry
             records.environments[version] = records.begins[-1]["environment"]
@@ -120,7 +135,28 @@ def _changed_configuration(run: RecordedRun, records: Records) -> Iterator[str]:
 def _changed_rollouts(run: RecordedRun, records: Records) -> Iterator[str]:
     for version, entry in records.iterations.items():
         for name, digest in entry["rollouts"].items():
-            yield from _changed_file(run, name, digest, f"iteration {version} was trained on")
+            found = list(_changed_file(run, name, digest, f"iteration {version} was trained on"))
+            yield from found or _contradictions(run, name)
+
+
+def _contradictions(run: RecordedRun, name: str) -> Iterator[str]:
+    """Where a file that is as the ledger says contradicts itself: both were written anew."""
+    try:
+        for what in ParquetRollouts(run.path / name).contradictions():
+            yield f"{name}: {what}"
+    except DataError as error:
+        yield str(error)
+
+
+def _changed_results(run: RecordedRun, records: Records) -> Iterator[str]:
+    for name, seal in records.files.items():
+        file = run.path / name
+        if not file.is_file():
+            yield f"{name}, which the run wrote, is missing"
+        elif seal_of(file, seal["bytes"]) != seal:
+            yield f"{name} is not what the run wrote"
+        elif (more := file.stat().st_size - seal["bytes"]) and records.end is not None:
+            yield f"{name} has {more} bytes more than the run wrote"
 
 
 def _changed_file(run: RecordedRun, name: str, digest: str, use: str) -> Iterator[str]:
@@ -152,13 +188,61 @@ def _look_at_checkpoints(run: RecordedRun, records: Records) -> None:
             files[name] = elsewhere
     for name, file in sorted(files.items()):
         digest = records.checkpoints.get(name)
-        if file.is_dir() or digest is None:
+        if file.is_dir():
             records.unknown.append(name)
+        elif digest is None:
+            _added(records, name, "a checkpoint")
         elif written_digest(file) != digest:
             records.changed.append(f"{name} is not the checkpoint that the run saved")
         elif (what := damage(file)) is not None:
             records.changed.append(f"{name} was changed: {what}")
+    for name, digest in records.checkpoints.items():
+        # Of earlier releases' ledgers it may be one that keep_last removed.
+        if digest is not None and name not in files and records.sealed:
+            (records.unknown if records.end is None else records.changed).append(
+                f"{name}, which the run saved, is missing"
+            )
+    for link in run.path.rglob("*.ckpt"):
+        if link.is_symlink() and name_in(run.path, link) not in files:  # last.ckpt
+            records.changed.append(
+                f"{link.relative_to(run.path)} leads to {name_in(run.path, link)}, which is no "
+                "checkpoint of the run"
+            )
 
 
 def _is_own(path: Any) -> bool:
     return not path.is_symlink()  # last.ckpt
+
+
+def _look_for_more(run: RecordedRun, records: Records) -> None:
+    """What is there beside all that the ledger tells of."""
+    results, folders = result_files(run.path), set(folders_in(run.path))
+    for name in results.keys() - records.files.keys():
+        _added(records, name, "a file")
+    if records.end is not None:
+        for name in sorted(folders - set(records.end["folders"])):
+            records.changed.append(f"{name}/ was added after the end of the run")
+    for path in run.log.others():
+        _added(records, f"{run.log.path.name}/{path.name}", "a file")
+    last = max(records.iterations, default=records.begins[-1]["version"])
+    versions = run.log.iterations() | {line.version for line in run.log.lines()}
+    later = {version for version in versions if version > last}
+    # A run that was killed has begun one iteration more than its ledger tells of.
+    if later - ({last + 1} if records.end is None else set()):
+        records.changed.append(
+            f"{run.log.path.name}/ goes on to iteration {max(later)}, and the ledger ends with "
+            f"{last}: its last lines were removed, or iterations were added"
+        )
+    if records.end is None and "summary.json" in results.keys() - records.sealed:
+        records.changed.append(
+            "summary.json tells of an end of the run, and the ledger of none: its last lines were "
+            "removed"
+        )
+
+
+def _added(records: Records, name: str, what: str) -> None:
+    """Something that the ledger does not know: after the end of a run nothing may come."""
+    if records.end is None:
+        records.unknown.append(name)
+    else:
+        records.changed.append(f"{name}, {what}, was added after the end of the run")

@@ -18,6 +18,21 @@ from lightning_rl.run.checkpoint_io import about, require_good
 from lightning_rl.run.resume import run_day_of
 
 
+def _ckpt_path_in(config: Path) -> str | None:
+    """What a run was told to go on from.
+
+    Raises:
+        DataError: if the file is no configuration.
+    """
+    try:
+        told = yaml.safe_load(config.read_text(encoding="utf-8"))["ckpt_path"]
+    except KeyError:
+        return None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{config} is no configuration of a run ({error}); restore it") from error
+    return None if told is None else str(told)
+
+
 @dataclass(frozen=True)
 class KeptWeights:
     """Weights in a checkpoint; if ``path`` is None, those the run began with."""
@@ -90,10 +105,12 @@ class RecordedRun:
         """All weights that were kept, oldest first; checkpoints that are damaged are left out."""
         files = sorted(f for f in self.path.rglob("*.ckpt") if f.is_file())
         files = [f for f in files if not f.is_symlink()]  # last.ckpt
-        resumed = yaml.safe_load(self.config.read_text(encoding="utf-8")).get("ckpt_path")
+        resumed = _ckpt_path_in(self.config)
         if resumed is not None and Path(resumed).is_file():
             files.append(Path(resumed))
-        found = {} if resumed is not None else {0: KeptWeights(0, None)}
+        # "last" where there was nothing yet: such a run began from its start, and recorded that.
+        began = resumed is None or (not Path(resumed).exists() and self.log.began)
+        found = {0: KeptWeights(0, None)} if began else {}
         for file in files:
             version = about(file).get("iteration", 0)
             if version > 0:  # else it holds what the run began with

@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.cli.view.page import build_page
 from lightning_rl.cli.view.runs import find_runs, is_rollout_file, read_run
+from lightning_rl.data.rollouts.seals import VIEW
 from lightning_rl.errors import ConfigError, DiskError, require_at_least
 
 
@@ -23,7 +24,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "runs", nargs="+", type=Path, help="run directories, folders of some, or rollout files"
     )
     parser.add_argument(
-        "--out", type=Path, help="the file to write (default: view.html in the first RUN)"
+        "--out", type=Path, help=f"the file to write (default: {VIEW} in the first RUN)"
     )
     parser.add_argument(
         "--rollouts", type=int, default=2000, help="the last N of each run (default: 2000)"
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     paths = [path for given in options.runs for path in find_runs(given)]
     runs = [read_run(path, options.rollouts) for path in paths]
     first = options.runs[0]
-    out: Path = options.out or (first.parent if is_rollout_file(first) else first) / "view.html"
+    out: Path = options.out or (first.parent if is_rollout_file(first) else first) / VIEW
     if out.is_dir():
         raise ConfigError(f"out={str(out)!r} is a directory; name a file")
     page = build_page(runs)

@@ -226,21 +226,36 @@ def as_row(rollout: Rollout, iteration: int) -> Record:
         {"tokens": len(row["token_ids"])} | {k: v for k, v in row.items() if k not in ARRAYS}
         for row in record["rows"]
     ]
-    written = rollout.written_versions()
     return {
         "id": record.pop("id"),
+        "iteration": iteration,
+        **_told_of(rollout),
+        **{name: getattr(rollout, name) for name in ARRAYS},
+        "rest": as_json(record),
+    }
+
+
+def _told_of(rollout: Rollout) -> Record:
+    """The columns that repeat for whoever asks a database what ``rest`` and the arrays hold."""
+    written = rollout.written_versions()
+    return {
         "group_id": rollout.group_id,
         "prompt_id": rollout.prompt.id,
-        "iteration": iteration,
         "version_min": min(written, default=None),
         "version_max": max(written, default=None),
         "reward": rollout.reward,
         "status": rollout.status.value,
         "finish_reason": rollout.finish_reason,
         "tokens": rollout.length,
-        **{name: getattr(rollout, name) for name in ARRAYS},
-        "rest": as_json(record),
     }
+
+
+def contradiction_in(row: Record, rollout: Rollout) -> str | None:
+    """The first column of a row that says something else than the rollout that it holds."""
+    for name, value in _told_of(rollout).items():
+        if name in row and row[name] != value:
+            return f"its column {name} says {row[name]!r}, its JSON {value!r}"
+    return None
 
 
 def from_row(where: str, row: Record, pictures: PictureFolder) -> Rollout:

@@ -22,8 +22,8 @@ class Ledger:
     ``previous``, the hash of the line before. So whoever knows the last hash, the head, knows
     whether any line was changed, removed, added or moved.
 
-    ``kind`` is ``begin`` (a run begins, or goes on from ``version``), ``iteration`` or
-    ``checkpoint``.
+    ``kind`` is ``begin`` (a run begins, or goes on from ``version``), ``iteration``, ``metrics``
+    (a further row of an iteration), ``checkpoint`` (one was saved, or is gone) or ``end``.
     """
 
     def __init__(self, run: Path) -> None:
@@ -77,7 +77,7 @@ class Ledger:
                 return
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 entry = None
             yield number, entry if isinstance(entry, dict) else None
 
@@ -99,9 +99,56 @@ class Ledger:
                     f"{self.path}:{number} does not follow the line before: lines were removed, "
                     "added or moved"
                 )
+            if (what := _malformed(entry, bool(found))) is not None:
+                raise DataError(f"{self.path}:{number} is no entry that a run writes: {what}")
             previous = entry["hash"]
             found.append(entry)
         return found
+
+
+_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "begin": {"version": int, "weights": str, "configuration": dict, "environment": dict},
+    "iteration": {
+        "version": int,
+        "rollouts": dict,
+        "weights_before": str,
+        "weights_after": str,
+        "metrics": str,
+    },
+    "metrics": {"version": int, "metrics": str},
+    "checkpoint": {"file": str, "sha256": (str, type(None))},
+    "end": {"version": int, "files": dict, "folders": list},
+}
+
+
+def _malformed(entry: Entry, begun: bool) -> str | None:
+    """What keeps an entry from being one; releases add fields, so there may be others."""
+    kind = entry.get("kind")
+    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
+        return f"it is of kind {kind!r:.40}"
+    if not begun and kind != "begin":
+        return f"the first is of kind {kind!r}; a ledger begins with a start"
+    for name, types in fields.items():
+        value = entry.get(name)
+        if not isinstance(value, types) or isinstance(value, bool):
+            return f"{name} of {kind!r} is {value!r:.40}"
+    for name in ("configuration", "rollouts"):
+        if not all(isinstance(digest, str) for digest in entry.get(name, {}).values()):
+            return f"{name} of {kind!r} are no digests"
+    files = entry.get("files", {})
+    if not isinstance(files, dict) or not all(map(_is_seal, files.values())):
+        return f"files of {kind!r} are no digests"
+    return None
+
+
+def _is_seal(seal: Any) -> bool:
+    return (
+        isinstance(seal, dict)
+        and type(seal.get("bytes")) is int
+        and seal["bytes"] >= 0
+        and isinstance(seal.get("sha256"), str)
+    )
 
 
 def hash_of(entry: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The rerun log: every rollout that a run was trained on, and what came of each iteration."""
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -88,10 +89,20 @@ class RerunLog:
         """Iterations whose rollouts it holds."""
         return {_iteration_of(file) for file in self._files()}
 
+    @property
+    def began(self) -> bool:
+        """Whether it recorded the weights that a run begins with."""
+        return any(line.version == 0 for line in self.lines())
+
     def span(self) -> str:
         """Say in words which iterations it holds."""
         held = sorted(self.iterations())
         return f"iterations {held[0]} to {held[-1]}" if held else "no iteration"
+
+    def others(self) -> list[Path]:
+        """What is in the folder beside iterations' files and outcomes."""
+        own = {*self._files(), self._versions}
+        return sorted(path for path in self.path.glob("*") if path not in own)
 
     def all_rollouts(self) -> Iterator[Rollout]:
         """Rollouts of all iterations and ranks."""
@@ -117,8 +128,12 @@ class RerunLog:
             if not line.endswith(b"\n"):
                 continue
             try:
-                yield Outcome(**json.loads(line))
-            except (ValueError, TypeError, AttributeError) as error:
+                outcome = Outcome(**json.loads(line))
+                kinds = (type(outcome.version), type(outcome.weights), type(outcome.metrics))
+                if kinds != (int, dict, dict):
+                    raise TypeError("it is no outcome")
+                yield outcome
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 warnings.warn(
                     f"{self._versions}:{number} is damaged, and left out ({error}): "
                     f"{line[:60].decode(errors='replace')!r}",
@@ -130,8 +145,11 @@ class RerunLog:
         return earlier if earlier.exists() else self.path / FILE.format(iteration, rank)
 
     def _files(self) -> list[Path]:
-        files = [*self.path.glob("[0-9]*-*.parquet"), *self.path.glob("iteration-*.parquet")]
+        files = (file for file in self.path.glob("*.parquet") if _NAMED.fullmatch(file.name))
         return sorted(files, key=lambda file: (_iteration_of(file), file.name))
+
+
+_NAMED = re.compile(r"(?:iteration-)?[0-9]{1,9}-[0-9]{1,9}\.parquet")
 
 
 def _line(outcome: Outcome) -> str:

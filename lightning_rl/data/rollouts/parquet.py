@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.data.rollouts.files import ARRAYS, Recorded, RolloutFile, as_row, from_row
+from lightning_rl.data.rollouts.files import (
+    ARRAYS,
+    Recorded,
+    RolloutFile,
+    as_row,
+    contradiction_in,
+    from_row,
+)
 from lightning_rl.data.rollouts.pictures import PictureFolder
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
@@ -59,6 +66,18 @@ class ParquetRollouts(RolloutFile):
                 yield Recorded(
                     where, row.get("iteration") or 0, from_row(where, row, self.pictures)
                 )
+
+    def contradictions(self) -> Iterator[str]:
+        """Rows whose columns do not say what their JSON does; a row of ours never is one.
+
+        Raises:
+            DataError: if it is damaged.
+        """
+        for part in self._parts():
+            for number, row in enumerate(self._rows(part)):
+                rollout = from_row(f"{part}: row {number}", row, self.pictures)
+                if (what := contradiction_in(row, rollout)) is not None:
+                    yield f"row {number}: {what}"
 
     def _parts(self) -> list[Path]:
         return [self.path] if self.path.is_file() else sorted(self.path.glob("part-*.parquet"))
