@@ -1,8 +1,10 @@
 """The records of a run: prompts, and the rollouts sampled from them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
+from functools import cache
 from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +20,33 @@ def own(value: Any) -> Any:
     if type(value) is dict:
         return {name: own(item) for name, item in value.items()}
     return value
+
+
+_SCALARS = {int, float, bool, str, bytes, type(None)}
+
+
+def primitives(value: Any) -> Any:
+    """What ``dataclasses.asdict`` makes of a record, without a call per token.
+
+    A run that is told to end writes as many records as it has rollouts, and it may have 100,000.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is list:
+        scalars = _SCALARS.issuperset(map(type, value))
+        return value.copy() if scalars else [primitives(item) for item in value]
+    if kind is dict:
+        return {name: primitives(item) for name, item in value.items()}
+    if kind is tuple:
+        return tuple(primitives(item) for item in value)
+    names = _field_names(kind)
+    return {n: primitives(getattr(value, n)) for n in names} if names else deepcopy(value)
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
 def of_whole_characters(value: Any) -> Any:
@@ -411,7 +440,7 @@ class Rollout:
 
     def to_dict(self) -> dict[str, Any]:
         """Primitives only, so that it survives JSON and ``torch.load(weights_only=True)``."""
-        record = asdict(self)
+        record: dict[str, Any] = primitives(self)
         record["status"] = self.status.value
         prompt_ids = record["prompt"]["token_ids"]
         for row in record["rows"]:

@@ -5,14 +5,13 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.rollout import Group, Prompt, RolloutStatus
+from lightning_rl.rollout import Group, Prompt, RolloutStatus, primitives
 
 
 @configurable
@@ -214,8 +213,8 @@ class TailBatchingCollector(Collector):
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
-            "tail": [asdict(prompt) for prompt in self._tail],
-            "again": [[asdict(prompt), times] for prompt, times in self._again],
+            "tail": [primitives(prompt) for prompt in self._tail],
+            "again": [[primitives(prompt), times] for prompt, times in self._again],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

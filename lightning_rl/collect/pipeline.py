@@ -5,7 +5,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 from traceback import walk_tb
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError, PictureError, RunInterrupted
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.by_set import RewardsBySet
-from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus, primitives
 from lightning_rl.run import dist
 from lightning_rl.run.hooks import StageClock
 from lightning_rl.run.loop import note_progress, require_awaited, run_async
@@ -114,7 +114,7 @@ class GroupSource:
             "drawn": self.drawn,
             "iteration": self.iteration,
             "place": self._place,
-            "again": [asdict(prompt) for prompt in self._again],
+            "again": [primitives(prompt) for prompt in self._again],
         }
 
     def load_shares(self, states: Sequence[dict[str, Any]]) -> None:

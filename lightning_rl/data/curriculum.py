@@ -1,7 +1,6 @@
 """The order of prompts: those that are sometimes solved more often, or the same ones again."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from lightning_rl.data.prompts import PromptDataset, Prompts
 from lightning_rl.data.shaping import ShapedRows
 from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.errors import ConfigError, DataError, require_finite
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.rollout import Prompt, Rollout, primitives
 
 
 class WeightedRows:
@@ -218,7 +217,7 @@ class RepeatedPrompts:
 
     def state_dict(self) -> dict[str, Any]:
         """The data set's own, with what is repeated; primitives only."""
-        kept = [asdict(prompt) for prompt in self._kept]
+        kept = [primitives(prompt) for prompt in self._kept]
         return self._prompts.state_dict() | {"repeated": kept, "repeated_place": self._place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Call, Message, Placed, Rollout
+from lightning_rl.rollout import Call, Message, Placed, Row
 from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
 from lightning_rl.serving.chats import ChatReader, RequestChat
 from lightning_rl.serving.errors import RequestError, unknown_model, unsupported
@@ -113,12 +113,15 @@ class Ask:
 class Answer:
     """One completion, as tokens and as what a client reads.
 
-    ``prompt`` is the place of its prompt in the request. ``message`` is in the form of chat
+    The first ``start`` tokens of ``row`` were its prompt, as they were then: when the session ends,
+    rows may be cut anew while answers are still being written. ``prompt`` is the place of its
+    prompt in the request. ``message`` is in the form of chat
     templates, with arguments of calls as objects. ``finish_reason`` is ``stop``, ``length`` or
     ``tool_calls``; ``ended_by`` the string that ended it, if one did.
     """
 
-    rollout: Rollout = field(repr=False)
+    row: Row = field(repr=False)
+    start: int
     prompt: int
     completion: Completion
     call: Call
@@ -128,8 +131,8 @@ class Answer:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The tokens that it continues: the rollout has them, in its rows."""
-        return self.rollout.prompt_of(self.call)
+        """The tokens that it continues."""
+        return self.row.prompt_ids + self.row.token_ids[: self.start]
 
     @property
     def text(self) -> str:
@@ -149,5 +152,5 @@ class Wanted:
 
 def usage_of(answers: Sequence[Answer]) -> tuple[int, int]:
     """Tokens read and written; a prompt counts once, however many answers it has."""
-    read = {answer.prompt: answer.rollout.read_by(answer.call) for answer in answers}
+    read = {answer.prompt: len(answer.row.prompt_ids) + answer.start for answer in answers}
     return sum(read.values()), sum(len(answer.completion.token_ids) for answer in answers)

@@ -127,6 +127,10 @@ class Session:
                 if limit.expired():
                     raise too_slow(seconds) from error
                 raise
+            except IndexError as error:
+                if self._closed:  # its rows may have been cut anew meanwhile
+                    raise session_over() from error
+                raise
 
     async def answer(self, ask: Ask) -> list[Answer]:
         """Let the model continue, as often as requested; all of it is recorded.
@@ -152,7 +156,7 @@ class Session:
         """Note that these were not delivered: a repetition gets them, or they are dropped."""
         for answer in answers:
             self.episode.undelivered(answer.call)
-            self._history.take_back(self._chat_of(ask, answer.call), said(answer.message))
+            self._history.take_back(self._chat_of(ask, answer), said(answer.message))
 
     def name(self, name: str) -> None:
         """Record what the session is called; a client may have a name of its own for it."""
@@ -262,16 +266,17 @@ class Session:
         read: tuple[Message, str | None],
     ) -> Answer:
         turn, ended_by = read
-        self._history.answer(self._chat_of(ask, call), said(turn), ask.form, call)
         reason = "tool_calls" if "tool_calls" in turn else completion.finish_reason
-        rollout = self.episode.rollout
-        return Answer(rollout, prompt, completion, call, turn, reason, ended_by)
+        row = self.episode.rollout.rows[call.row]
+        answer = Answer(row, call.start, prompt, completion, call, turn, reason, ended_by)
+        self._history.answer(self._chat_of(ask, answer), said(turn), ask.form, call)
+        return answer
 
-    def _chat_of(self, ask: Ask, call: Call) -> RequestChat:
+    def _chat_of(self, ask: Ask, answer: Answer) -> RequestChat:
         """The request's messages; a plain prompt becomes a chat, for the transcript."""
         if ask.form is not None:
             return ask.chat
-        text = self.terms.formats.tokenizer.decode(self.episode.rollout.prompt_of(call))
+        text = self.terms.formats.tokenizer.decode(answer.prompt_ids)
         return RequestChat([said({"role": "user", "content": str(text)})])
 
 

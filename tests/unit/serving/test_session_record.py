@@ -5,10 +5,12 @@ import json
 import httpx
 import pytest
 
+from lightning_rl.agents.rows import drop_unasked
 from lightning_rl.agents.tools import ToolAgent
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.rollout import Rollout
+from lightning_rl.serving.ask import usage_of
 from tests.support.served_chats import (
     END,
     QUESTION,
@@ -55,6 +57,22 @@ async def test_tools_and_what_was_said_of_them_are_kept():
     assert choices == [None, "auto", "none", "sub", "required"]
     plain = {"name": "add", "description": "", "parameters": {"type": "object"}}
     assert rollout.extra["tools"] == [*TOOLS, SUB, {"type": "function", "function": plain}]
+
+
+async def test_an_answer_that_is_still_being_written_does_not_change_with_the_rollouts_rows():
+    """The session ends meanwhile, and its rows are cut anew, without what nobody asks for."""
+    async with opened("a" + END, "b" + END) as desk:
+        first = await desk.session.chat(QUESTION)
+        second = await desk.session.chat([{"role": "user", "content": "Another?"}])
+        before = [list(answer.prompt_ids) for answer in (first, second)]
+        rows = [answer.row for answer in (first, second)]
+        first.call.asked = False
+        drop_unasked(desk.rollout)
+        assert not any(row is was for row in desk.rollout.rows for was in rows)
+        assert [answer.prompt_ids for answer in (first, second)] == before
+        assert usage_of([second]) == (len(before[1]), 2)
+        first.call.row = 7  # as between the old rows and the new ones
+        assert usage_of([first]) == (len(before[0]), 2)
 
 
 async def test_a_session_has_the_same_name_when_it_is_played_again_and_a_client_may_say_another():
