@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from functools import cache
 from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,13 +39,8 @@ def primitives(value: Any) -> Any:
         return {name: primitives(item) for name, item in value.items()}
     if kind is tuple:
         return tuple(primitives(item) for item in value)
-    names = _field_names(kind)
+    names = getattr(kind, "__dataclass_fields__", ())
     return {n: primitives(getattr(value, n)) for n in names} if names else deepcopy(value)
-
-
-@cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
 def of_whole_characters(value: Any) -> Any:

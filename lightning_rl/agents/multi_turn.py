@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import (
@@ -39,6 +40,7 @@ from lightning_rl.rollout import (
     of_whole_characters,
 )
 from lightning_rl.run.exits import EndsProcess, UsesSignals, function_called_here
+from lightning_rl.run.stacks import name_crashes
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.messages import pictures_of
 
@@ -113,6 +115,7 @@ class MultiTurn(Agent):
         """Play until something ends the rollout, and return the reason."""
         if self._tokenizer is None:
             raise ConfigError("MultiTurn has no tokenizer yet; call configure(tokenizer) first")
+        name_crashes()  # of the environment
         chat = None if isinstance(rollout.prompt.prompt, str) else self._chat
         with _blaming("environment"):
             environment = self.environment(rollout.prompt.copy())
@@ -220,6 +223,8 @@ class _Episode:
                 raise TypeError(f"returned {reply!r:.80}; expected a Reply")
             if not math.isfinite(reply.reward):
                 raise ValueError(f"returned reward={reply.reward}; it must be finite")
+            if not isinstance(reply.done, bool | np.bool_):
+                raise TypeError(f"returned done={reply.done!r:.80}; it must be True or False")
             if not reply.observation and not reply.done:
                 raise ValueError("returned no observation; the model needs one unless done=True")
             if self.chat is None and not isinstance(reply.observation, str):

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.data.hub_faults import explained, patiently
 from lightning_rl.data.pictured import as_stored
-from lightning_rl.errors import DataError
+from lightning_rl.errors import DataError, first_line
 
 _READERS = {
     ".parquet": "parquet",
@@ -48,7 +48,14 @@ def load_rows(path: str, name: str | None, split: str | None, revision: str | No
 
     if any((Path(path) / file).exists() for file in ("state.json", "dataset_dict.json")):
         _require_no_revision(path, revision)
-        return _split_of(datasets.load_from_disk(path), path, split)
+        try:
+            saved = datasets.load_from_disk(path)
+        except Exception as error:  # whatever its reader raises of files that are not what it wrote
+            raise DataError(
+                f"{path}: damaged, or not all of what save_to_disk wrote ({first_line(error)}); "
+                "save it again, or copy the whole folder"
+            ) from error
+        return _split_of(saved, path, split)
     return _loaded(_builder_of(path, name, revision), path, split, revision)
 
 

@@ -139,12 +139,25 @@ class EnvSlot(EnvSeat):
         if not math.isfinite(reward):
             raise EnvError(f"step gave {shown(answer[1])} as reward, which is no finite number")
         self.reward += reward
-        truncated = truncated or len(self.actions) == self._limit
-        return self.seen(observed), reward, bool(terminated), bool(truncated)
+        over, cut = _flag("terminated", terminated), _flag("truncated", truncated)
+        return self.seen(observed), reward, over, cut or len(self.actions) == self._limit
 
     def over(self, terminated: bool) -> EnvEpisode:
         """What is to be told of the episode."""
         return EnvEpisode({AGENT: self.reward}, len(self.actions), self.seed, terminated)
+
+
+def _flag(name: str, value: Any) -> bool:
+    """Whether an episode is over, or was cut.
+
+    Raises:
+        EnvError: if that is not what it says: None would never end an episode.
+    """
+    if isinstance(value, bool | np.bool_ | int | np.integer) or (
+        isinstance(value, np.ndarray) and value.size == 1
+    ):
+        return bool(value)
+    raise EnvError(f"step gave {shown(value)} as {name}, which is neither True nor False")
 
 
 def close(name: str, envs: Iterable[Any]) -> None:

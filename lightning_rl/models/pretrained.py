@@ -44,6 +44,7 @@ _QUANTIZED = "to keep the frozen base of a LoRA in few bits, set lora.quantizati
 REFUSED = {
     "attn_implementation": "packed rollouts are computed by an attention of the library's own, "
     "which takes a fused kernel where there is one",
+    "_attn_implementation": "packed rollouts are computed by an attention of the library's own",
     "dtype": "master weights stay in float32; trainer.precision decides what computes",
     "torch_dtype": "master weights stay in float32; trainer.precision decides what computes",
     "device_map": "the Trainer's strategy decides where weights are",
@@ -111,13 +112,19 @@ def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
     """The configuration of a model directory or hub name.
 
     Raises:
-        ConfigError: if there is none, or it needs code that is not trusted.
+        ConfigError: if there is none, it needs code that is not trusted, or names a kernel's.
     """
     require_local(model)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model, **loading.of_model)
     except (OSError, ValueError) as error:
         raise ConfigError(not_found(model, "configuration", error)) from error
+    named = getattr(config, "_attn_implementation", None)
+    if "/" in str(named):  # transformers would fetch it, and run it
+        raise ConfigError(
+            f"model={model!r}: its config.json names a kernel of the hub's, _attn_implementation="
+            f"{named!r}, which is code; remove that line, since {REFUSED['_attn_implementation']}"
+        )
     return config
 
 

@@ -1,6 +1,5 @@
 """Code of others that must not end the process in which it is called."""
 
-import faulthandler
 import functools
 import os
 import signal
@@ -11,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from lightning_rl.run.keeper import die_with_parent
+from lightning_rl.run.stacks import name_crashes
 
 _SIGNALS = ("signal", "alarm", "setitimer")
 
@@ -66,9 +66,7 @@ def _install_for_functions() -> None:
     for name in _SIGNALS:
         setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
     os.register_at_fork(after_in_child=_end_with_the_run)
-    if not faulthandler.is_enabled():
-        # Else a function that crashes Python ends the run without a word.
-        faulthandler.enable(all_threads=False)
+    name_crashes()
 
 
 def _end_with_the_run() -> None:

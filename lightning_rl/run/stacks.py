@@ -1,14 +1,24 @@
 """Where threads and tasks are, for who asks why a run stands still."""
 
 import asyncio
+import faulthandler
 import sys
 import sysconfig
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+
+@cache
+def name_crashes() -> None:
+    """Let Python say where it is when others' code crashes it: else it ends without a word."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(all_threads=False)
+
 
 Place = tuple[str, int, str]
 """File, line and function."""

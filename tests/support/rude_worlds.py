@@ -1,5 +1,6 @@
 """Gymnasium environments that do what they should not, for tests and hostile calls."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -40,6 +41,7 @@ DEEDS = {
     "kills": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
     "interrupts": lambda *_: signal.raise_signal(signal.SIGINT),
     "sets an alarm": lambda *_: signal.signal(signal.SIGALRM, signal.SIG_DFL),
+    "crashes": lambda *_: ctypes.string_at(0),
     "ignores signals": lambda *_: [hangs() for _ in iter(int, 1)],
 }
 ANSWERS = {
@@ -54,6 +56,9 @@ ANSWERS = {
     "paid nan": lambda answer: (answer[0], float("nan"), *answer[2:]),
     "paid in text": lambda answer: (answer[0], "much", *answer[2:]),
     "paid too much": lambda answer: (answer[0], 10**400, *answer[2:]),
+    "not over": lambda answer: (*answer[:2], None, *answer[3:]),
+    "over twice": lambda answer: (*answer[:2], np.ones(2, bool), *answer[3:]),
+    "not cut": lambda answer: (*answer[:3], "no", *answer[4:]),
     "paid twice": lambda answer: (answer[0], np.ones(2), *answer[2:]),
 }
 

@@ -1,6 +1,7 @@
 """A run's parts built again from its configuration, and its weights from what was kept."""
 
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.base import RLCallback
@@ -149,6 +151,8 @@ def remade(
             are more or fewer processes now.
     """
     kept = run.nearest(version, latest, since)
+    if version > kept.version:
+        rank_zero_only(print)(run.way(kept, version), file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
         cli = _Rebuilt(run, latest, scratch)
         if not isinstance(cli.model, RolloutModule):

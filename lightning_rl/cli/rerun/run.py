@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_rl.data.rollouts.log import FILE, RerunLog
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.checkpoint_io import about, require_good
+from lightning_rl.run.metrics import MetricsLog, read_rows
 from lightning_rl.run.resume import run_day_of
 
 
@@ -140,6 +142,26 @@ class RecordedRun:
             f"versions {versions}, and the rollouts of {self.log.span()}; checkpoints keep "
             "versions (IterationCheckpoint), RerunRecorder the rollouts that lead from one to the "
             f"next{hf}"
+        )
+
+    def way(self, kept: KeptWeights, version: int) -> str:
+        """Say what it takes to make a version from kept weights, by what that took first."""
+        again = range(kept.version + 1, version + 1)
+        if not again:
+            return f"version {version}: from {kept}"
+        file = self.path / MetricsLog.NAME
+        rows = (
+            read_rows(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else []
+        )
+        known = [
+            row["time/train"] for row in rows if row["iteration"] in again and "time/train" in row
+        ]
+        took = (
+            f", whose updates took {fsum(known) / len(known) * len(again):.3g} s" if known else ""
+        )
+        return (
+            f"version {version}: {len(again)} iterations are trained again, from {kept} (version "
+            f"{kept.version}) on{took}"
         )
 
     def rollout(self, rollout_id: str) -> Rollout:

@@ -168,6 +168,23 @@ def test_a_file_of_another_kind_is_named(tmp_path, tokenizer):
         HFDatasetPrompts(str(tmp_path / "folder")).load(tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("data-00000-of-00001.arrow", b""),
+        ("data-00000-of-00001.arrow", b"\xff" * 4000),
+        ("state.json", b"{"),
+        ("state.json", b"[]"),
+        ("dataset_info.json", b'{"features": 3}'),
+    ],
+)
+def test_a_damaged_folder_of_save_to_disk_is_named(tmp_path, tokenizer, name, content):
+    prompts = from_datasets(tmp_path)
+    (tmp_path / "set" / name).write_bytes(content)
+    with pytest.raises(DataError, match="set: damaged, or not all of what save_to_disk wrote"):
+        prompts.load(tokenizer)
+
+
 def test_bytes_that_are_no_text_are_named(tmp_path, tokenizer):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é="}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.jsonl:1: expected UTF-8"):

@@ -74,6 +74,9 @@ def test_what_an_environment_does_is_told(how, words, where):
         ("paid nan", "step", "gave nan as reward, which is no finite number"),
         ("paid in text", "step", "gave 'much' as reward, which is no finite number"),
         ("paid too much", "step", "gave 1000000000.* as reward, which is no finite number"),
+        ("not over", "step", "gave None as terminated, which is neither True nor False"),
+        ("over twice", "step", r"gave array\(.*True.*\) as terminated, which is neither"),
+        ("not cut", "step", "gave 'no' as truncated, which is neither True nor False"),
         ("paid twice", "step", r"gave array\(\[1., 1.\]\) as reward, which is no finite number"),
     ],
 )

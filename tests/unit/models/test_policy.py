@@ -1,5 +1,8 @@
 """Packed scoring is the plain Hugging Face forward, rollout by rollout: values and gradients."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -13,6 +16,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models import attention, attention_batches
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import load_config
 from tests.support.doubles import EXACT
 from tests.support.tolerances import distance, scores_rounding
 
@@ -219,3 +223,12 @@ def test_a_missing_directory_is_refused_before_any_hub_is_asked(monkeypatch, tmp
     (tmp_path / "made").mkdir()
     with pytest.raises(ConfigError, match=r"there is no such directory \(working directory"):
         Policy(model)
+
+
+def test_a_configuration_that_names_a_kernel_of_the_hubs_is_refused(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    changed = config | {"_attn_implementation": "user/kernel"}
+    (folder / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=r"names a kernel of the hub's, _attn_implem.*'user/ker"):
+        load_config(str(folder))
