@@ -15,6 +15,7 @@ from lightning_rl.data.rollouts.files import as_record
 from lightning_rl.data.rollouts.jsonl import as_lines
 from lightning_rl.data.rollouts.pictures import PictureFolder
 from lightning_rl.errors import ConfigError, DiskError, RewardError, RunInterrupted
+from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run.hooks import STAGES, call_hook
 from lightning_rl.run.machine import installed_version
 from lightning_rl.run.metrics import MetricsLog
@@ -157,6 +158,7 @@ class RunReport(RLCallback):
     parts of the step time. ``summary.json`` holds ``status`` (completed, failed or interrupted),
     ``error``, ``accuracy_before`` and ``accuracy_after`` with ``accuracy_after_iteration``,
     ``reward_before`` and ``reward_after`` (the same of the mean held-out reward), ``iterations``,
+    ``rollouts`` and ``tokens`` (of all batches together; of steps in environments there are none),
     ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and
     the last row of metrics. A ``RewardError`` leaves the rollouts that it stopped at in
     ``failed_<rank>.jsonl``.
@@ -248,6 +250,7 @@ class RunReport(RLCallback):
             "reward_before": before.get("eval/reward_mean"),
             "reward_after": after.get("eval/reward_mean"),
             "iterations": module.iteration,
+            **self._totals(),
             "wall_s": self._wall_seconds(),
             "cpu_s": self._cpu_seconds(),
             "model": module.described_as,
@@ -260,6 +263,15 @@ class RunReport(RLCallback):
         if self.history:
             title = f"{'/'.join(file.parent.parts[-2:])}: {self._outcome()}"
             plot_curves(self.history, str(file.with_name("curves.png")), title)
+
+    def _totals(self) -> dict[str, int]:
+        """Rollouts and tokens of all batches; nothing where batches are of neither."""
+        rows = [row for row in self.history if "rollout/tokens" in row]
+        if not rows:
+            return {}
+        counts = [row.get(f"rollout/{status}", 0.0) for row in rows for status in RolloutStatus]
+        tokens = sum(row["rollout/tokens"] for row in rows)
+        return {"rollouts": int(sum(counts)), "tokens": int(tokens)}
 
     def _after(self, iteration: int) -> dict[str, float]:
         """The row of the trained policy; empty if there is none yet."""
@@ -283,8 +295,10 @@ class RunReport(RLCallback):
         files = sorted(
             f.name for f in directory.iterdir() if not f.name.startswith((".", "events.out."))
         )
+        totals = ", ".join(f"{count:,} {name}" for name, count in self._totals().items())
         return (
-            f"Trained in {self._wall_seconds():.0f} s: {self._outcome()}\n"
+            f"Trained in {self._wall_seconds():.0f} s{totals and f' on {totals}'}: "
+            f"{self._outcome()}\n"
             f"Results are in {directory}: {', '.join(files)}"
         )
 

@@ -35,6 +35,8 @@ SURFACES = (
     "conversions",
     "configurations",
     "trust",
+    "audits",
+    "sandboxes",
 )
 VERDICTS = ("clear", "right", "tracebacks", "hangs", "silent")
 MARK = "HOSTILE_CALL"

@@ -1,5 +1,6 @@
 """Rude-v0, which does what environments should not, and the runs of hostile calls that meet it."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -51,10 +52,16 @@ def _dies() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _crashes() -> None:
+    ctypes.string_at(0)
+
+
 DEEDS: dict[str, Callable[[], None]] = {
     "hangs": _hangs, "exits": _exits, "raises": _raises, "quits": _quits, "dies": _dies,
+    "crashes": _crashes,
 }  # fmt: skip
 ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "not over": lambda answer: (*answer[:2], None, *answer[3:]),
     "nothing": lambda answer: None,
     "old": lambda answer: answer[0] if len(answer) == 2 else answer[:4],
     "long": lambda answer: (np.zeros(3, np.float32), *answer[1:]),

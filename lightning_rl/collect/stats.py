@@ -34,6 +34,7 @@ def rollout_metrics(
     tokens = sum(r.length - (sum(r.shared()) if r.fork else 0) for r in rollouts)
     graded = [r for r in rollouts if r.reward is not None]
     metrics |= {
+        "rollout/tokens": float(tokens),
         "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
         **_endings("rollout", rollouts),
     }

@@ -230,6 +230,7 @@ def test_collection_metrics_by_hand(make_rollout):
     assert metrics == pytest.approx(
         {
             "rollout/tokens_mean": 9 / 5,
+            "rollout/tokens": 9.0,
             "rollout/tokens_per_s": 4.5,
             "rollout/truncated_share": 0.2,
             "rollout/failed_share": 0.2,
