@@ -18,9 +18,9 @@ GENEROUS = 300.0
 
 def recorded(folder: Path) -> Path:
     """A run of four iterations that ended well."""
-    model = make_model(folder / "model")
+    make_model(folder / "model")
     make_place(folder)
-    return train(folder, model or folder / "model", "--trainer.callbacks+=PreviewTable")
+    return train(folder, folder / "model", "--trainer.callbacks+=PreviewTable")
 
 
 def audited(name: str, change: Callable[[Path], object], *says: str, right: bool = False,
