@@ -17,6 +17,7 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.space import Observed
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.seeding import derived_seed
+from lightning_rl.run.stacks import name_crashes
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class EnvSlot(EnvSeat):
 
     def __init__(self, env: Any, seed: int, place: int, limit: int | None) -> None:
         super().__init__(seed, place)
+        name_crashes()  # of the environment
         self.env = env
         self.reward = 0.0
         self._limit = limit

@@ -7,6 +7,7 @@ from typing import Any
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.hints import did_you_mean, import_object, parameters
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.stacks import name_crashes
 
 AGENT = "agent"
 """The name of the one agent of an environment that has no groups of them."""
@@ -71,6 +72,7 @@ class TorchRLEnv(EnvMaker):
             ConfigError: naming the part and what it said.
         """
         require_installed("torchrl", "TorchRLEnv")
+        name_crashes()  # of the environment
         env = built(self.make, self.arguments, "data.env.make")
         from torchrl.envs import Compose, EnvBase, TransformedEnv
 

@@ -179,6 +179,12 @@ def with_chat_variables(
                 "spelled as there?"
             )
     variables = dict(chat_template_kwargs)
+    given = variables.get("chat_template")
+    if given is not None and not (isinstance(given, str) and given):
+        raise ConfigError(
+            f"chat_template_kwargs.chat_template={given!r:.80} must be a template's text, or the "
+            "name of one that the tokenizer has; leave it out for its own"
+        )
     template = variables.get("chat_template", tokenizer.chat_template)
     render = tokenizer.apply_chat_template
     if day is not None and "strftime_now" in str(template):

@@ -17,7 +17,7 @@ from typing import Any
 def name_crashes() -> None:
     """Let Python say where it is when others' code crashes it: else it ends without a word."""
     if not faulthandler.is_enabled():
-        faulthandler.enable(all_threads=False)
+        faulthandler.enable(2, all_threads=False)  # in a notebook sys.stderr may be no file
 
 
 Place = tuple[str, int, str]

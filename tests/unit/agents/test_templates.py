@@ -196,6 +196,14 @@ def test_a_turn_that_ends_otherwise_than_the_tokenizer_is_refused():
     assert "set tokenizer.eos_token" in text
 
 
+@pytest.mark.parametrize("given", [3, "", ["a"]])
+def test_a_template_that_is_no_text_is_refused_by_its_argument(given):
+    with pytest.raises(
+        ConfigError, match=r"chat_template_kwargs\.chat_template=.* must be a templ"
+    ):
+        with_chat_variables(chat_tokenizer("qwen2_5"), {"chat_template": given})
+
+
 def test_a_text_that_tells_the_day_of_the_run_may_go_on():
     dated = (
         "{{ strftime_now('%d %b') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
