@@ -58,7 +58,8 @@ def test_every_iteration_and_a_rollout_of_each_come_out_again(finished, capsys):
     assert lines[0].startswith("ledger: 9 entries, one chain; 4 iterations, 1 start, 2 checkpoints")
     assert [line.endswith("bit for bit") for line in lines[3:7]] == [True] * 4
     assert [" tokens equal, reward " in line for line in lines[7:11]] == [True] * 4
-    assert lines[-1] == "nothing was changed"
+    assert lines[11] == "nothing was changed"
+    assert lines[12].startswith("version 1: 1 iteration is trained again, from the initial weights")
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 

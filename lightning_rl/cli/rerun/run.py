@@ -159,8 +159,9 @@ class RecordedRun:
         took = (
             f", whose updates took {fsum(known) / len(known) * len(again):.3g} s" if known else ""
         )
+        count = "1 iteration is" if len(again) == 1 else f"{len(again)} iterations are"
         return (
-            f"version {version}: {len(again)} iterations are trained again, from {kept} (version "
+            f"version {version}: {count} trained again, from {kept} (version "
             f"{kept.version}) on{took}"
         )
 
