@@ -134,7 +134,7 @@ class LoRA:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
-            raise ConfigError("lora needs peft: `pip install 'peft>=0.18'`") from error
+            raise ConfigError("lora needs peft: `pip install 'peft>=0.20'`") from error
         everything = self.target_modules == ["all-linear"]
         names = (linear or all_linear(lm)) if everything else self.target_modules
         options = {name: v for name, v in self.options.items() if name != "modules_to_save"}

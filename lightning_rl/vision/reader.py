@@ -180,7 +180,7 @@ def load_reader(
         raise ConfigError(
             f"model={model!r} reads pictures, but its image processor cannot be loaded "
             f"({str(error).strip().splitlines()[0]}); save preprocessor_config.json beside the "
-            "model"
+            "model, and have transformers 5.19 or newer, or torchvision"
         ) from error
     return PictureReader(family(config, processor))
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_rl.rollout import Picture
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.loading import decode, load_picture
 from tests.support.tiny_models import byte_tokenizer
+from tests.support.versions import need_transformers
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_siglip")
 VOCAB = 272
@@ -51,6 +53,8 @@ def vision_tokenizer() -> Qwen2Tokenizer:
 
 def save_vision_model(directory: Path, family: str, **text: Any) -> Path:
     """Two layers of 32 on a tower of two; pictures of 32 x 32 pixels are 4 tokens for Qwen's."""
+    if find_spec("torchvision") is None:
+        need_transformers("5.19", "pictures without torchvision")
     tokenizer = vision_tokenizer()
     config, processor = _MAKERS[family](tokenizer, text)
     with torch.random.fork_rng(devices=[]):

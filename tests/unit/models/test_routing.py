@@ -14,6 +14,7 @@ from lightning_rl.models.routing import require_routing, routing_of
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.mixtures import KINDS, SHAPE, SIGMOIDS, saved_mixture
 from tests.support.tolerances import scores_rounding
+from tests.support.versions import need_transformers
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -217,6 +218,7 @@ def test_routers_have_names_of_their_own_for_a_factor():
 
 @pytest.fixture(scope="module", params=SIGMOIDS)
 def sigmoids(request, tmp_path_factory):
+    need_transformers("5.19", f"the experts of {request.param}")
     return Policy(str(saved_mixture(request.param, tmp_path_factory.mktemp(request.param))))
 
 
