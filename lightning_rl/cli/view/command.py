@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.cli.view.page import build_page
 from lightning_rl.cli.view.runs import find_runs, is_rollout_file, read_run
-from lightning_rl.data.rollouts.seals import VIEW
+from lightning_rl.data.rollouts.files import VIEW
 from lightning_rl.errors import ConfigError, DiskError, require_at_least
 
 

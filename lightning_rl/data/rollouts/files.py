@@ -17,6 +17,9 @@ from lightning_rl.rollout import Call, Group, Rollout, Row
 
 Record = dict[str, Any]
 
+VIEW = "view.html"
+"""The page that ``lightning-rl view`` writes into a run directory whenever it is asked to."""
+
 
 @dataclass(frozen=True)
 class Recorded:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.data.rollouts import ledger
+from lightning_rl.data.rollouts.files import VIEW
 
-VIEW = "view.html"
-"""The page that ``lightning-rl view`` writes into a run whenever it is asked to."""
 _GROWS = ".jsonl"
 _TAIL = 4096
 
