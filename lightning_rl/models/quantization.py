@@ -62,7 +62,7 @@ class NF4(Quantization):
     def __post_init__(self) -> None:
         if find_spec("bitsandbytes") is None:
             raise ConfigError(
-                "NF4 needs bitsandbytes: `pip install 'bitsandbytes>=0.49'`, or choose Int8, which "
+                "NF4 needs bitsandbytes: `pip install 'bitsandbytes>=0.50'`, or choose Int8, which "
                 "needs nothing"
             )
         if self.block_size not in _BLOCKS:
