@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from lightning_rl.engines.outages import Outages
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.errors import EngineError
+from lightning_rl.run.loop import cancel_here
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 3
@@ -70,10 +71,7 @@ class Supervision:
 
     async def close(self) -> None:
         """Watch no longer, and close all."""
-        tasks = [*self._watches.values(), *self.leaving.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_here([*self._watches.values(), *self.leaving.values()])
         replicas = [*self.replicas, *self.leaving]
         self.replicas = []
         self._watches.clear()

@@ -70,15 +70,17 @@ def killed_at(point: int, out: Path) -> dict[str, Any]:
         (out / "pid").write_text(str(os.getpid()))
         staged(out, url).fit()
 
-    while status != 0:
-        starts += 1
-        _, status = os.waitpid(in_child(run), 0)
-        if status not in (0, signal.SIGKILL):
-            raise SystemExit(f"point {point}: the run ended with status {status}")
-    jobs = get(f"{url}/fine_tuning/jobs?limit=100")["data"]
-    requests = get(f"{url}/requests")["passed"]
-    os.kill(serving, signal.SIGKILL)
-    os.waitpid(serving, 0)
+    try:
+        while status != 0:
+            starts += 1
+            _, status = os.waitpid(in_child(run), 0)
+            if status not in (0, signal.SIGKILL):
+                raise SystemExit(f"point {point}: the run ended with status {status}")
+        requests = get(f"{url}/requests")["passed"]  # not the next, of ours
+        jobs = get(f"{url}/fine_tuning/jobs?limit=100")["data"]
+    finally:  # it has our output, for whose end the caller waits
+        os.kill(serving, signal.SIGKILL)
+        os.waitpid(serving, 0)
     return {
         "starts": starts,
         "requests": requests,
