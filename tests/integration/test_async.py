@@ -1,4 +1,7 @@
-"""Asynchronous training on real vLLM: versions that are true, resuming, failing, Ctrl-C."""
+"""Asynchronous training on real vLLM: versions that are true, resuming, failing, Ctrl-C.
+
+Slow: runs are ended, resumed and run as a whole beside that.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""``compile: true`` changes what a step costs, and nothing else."""
+"""``compile: true`` changes what a step costs, and nothing else.
+
+Slow: the compiler takes half a minute for each module.
+"""
 
 import pytest
 import torch

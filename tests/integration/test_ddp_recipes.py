@@ -1,4 +1,7 @@
-"""The recipes on two processes, as a user starts them, with vLLM."""
+"""The recipes on two processes, as a user starts them, with vLLM.
+
+Slow: each recipe starts two processes, which import all and start a vLLM each.
+"""
 
 import json
 import os

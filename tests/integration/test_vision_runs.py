@@ -1,4 +1,7 @@
-"""Runs on pictures: a tiny image-text model is trained end to end."""
+"""Runs on pictures: a tiny image-text model is trained end to end.
+
+Slow: each run trains a model that sees from the start.
+"""
 
 import json
 import pickle

@@ -13,6 +13,9 @@ EXACT = 1e-12
 """How far, relatively, two float64 results of the tests' tiny models may be apart that are one
 number: more than ten times what is measured, and a ten-thousandth of what float32 would make."""
 
+PRODUCTS = (Tensor.__matmul__, Tensor.matmul)
+"""What ``@`` is, for buffers of older releases of transformers and of newer ones."""
+
 
 class Doubled(TorchFunctionMode):
     """What is computed from float64 numbers stays in float64, in the thread that enters it.
@@ -28,7 +31,7 @@ class Doubled(TorchFunctionMode):
             args, named = map(wide, args), {name: wide(value) for name, value in named.items()}
             if function is Tensor.float:
                 function = Tensor.double
-            elif function is Tensor.__matmul__:  # frequencies by positions, which were integers
+            elif function in PRODUCTS:  # of frequencies by positions, which were integers
                 args = (x.double() for x in args)
         return function(*args, **named)
 
