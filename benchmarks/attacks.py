@@ -76,7 +76,7 @@ ATTACKS: dict[str, str] = {
         + "os.setpriority(os.PRIO_USER, 0, 19)\n"
     ),
 }
-"""What each would do, and the program."""
+"""Each attack by what it would do, with its program."""
 
 HONEST = """
 import os, subprocess, tempfile

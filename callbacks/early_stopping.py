@@ -1,4 +1,4 @@
-"""What Lightning's callbacks monitor: looked at after iterations, refused if nobody records it."""
+"""Monitors of Lightning's callbacks are looked at after iterations; unknown ones are refused."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` of layers and output makes of an update: speed, memory and rounding."""
+"""An update with and without ``torch.compile``: its speed, its peak memory and its rounding."""
 
 import random
 import time
@@ -22,7 +22,7 @@ from recipes.math.make_model import SHAPES, SHARED
 from recipes.sort_digits.prepare import make_tokenizer
 
 UPDATES = 4
-"""Of each way; the first compiles, and makes the optimizer's state."""
+"""Updates are made this often in each way; the first compiles and makes the optimizer's state."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"compile": False},
     "compiled": {"compile": True},

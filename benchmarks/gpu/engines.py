@@ -30,7 +30,7 @@ KEPT_AFTER_CLOSE = (("before", "first closed", 1.5), ("first closed", "second cl
 """GiB that engines may leave taken: CUDA's libraries and kernels, which come once; no cache."""
 GAP_TOKENS = 4_000
 FREED_ASLEEP = 0.75
-"""Of an engine's weights and cache, the least that sleeping has to give back."""
+"""Sleeping has to give back at least this share of an engine's weights and cache."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ DEFAULT = 16_384
 SAMPLE = 2_048
 """About the tokens of the smaller pass that is measured; the larger has twice as many rollouts."""
 SHARE = 0.85
-"""Of the memory that is free, what a pass may take: some of its pieces are too small to use."""
+"""A pass may take this share of the free memory: some of its pieces are too small to use."""
 STEP, MOST = 1_024, 65_536
 """Budgets are whole multiples of the one, up to the other: larger packs are hardly faster."""
 

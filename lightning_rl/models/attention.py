@@ -212,42 +212,17 @@ def packed_attention(
     window = sliding_window if windowed else None
     # Token-major rows make every gather below a copy of whole rows.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if layout.exchange is None:
-        return _attention(q, k, v, layout, scaling, dropout, window)[None], None
-    return _exchanged(layout.exchange, q, k, v, layout, scaling, dropout, window)[None], None
-
-
-@torch.compiler.disable
-def _exchanged(
-    exchange: TokenExchange,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: PackLayout,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    """Attention of own tokens (s, H, D), which several ranks compute."""
-    q, k, v = exchange.gather_tokens(q, k, v)
-    return exchange.gather_heads(_attention(q, k, v, layout, scaling, dropout, window))
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: PackLayout,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    """Attention of q (Q, H, D) on k and v (K, Hkv, D), of shape (Q, H, D)."""
+    if layout.exchange is not None:
+        q, k, v = layout.exchange.gather_tokens(q, k, v)
     fused = layout.fused
-    if fused is not None and not dropout and (q.shape[-1], window is not None) in fused.heads:
+    if fused is not None and not dropout and (q.shape[-1], windowed) in fused.heads:
         q, k, v = (x.to(fused.dtype) for x in (q, k, v))
-        return attend(q, k, v, fused.layout, scaling, fused.kernel, window)
-    return _batched(q, k, v, layout, scaling, dropout, window)
+        output = attend(q, k, v, fused.layout, scaling, fused.kernel, window)
+    else:
+        output = _batched(q, k, v, layout, scaling, dropout, window)
+    if layout.exchange is not None:
+        output = layout.exchange.gather_heads(output)
+    return output[None], None
 
 
 @torch.compiler.disable  # the number of batches changes with every pack
@@ -260,7 +235,7 @@ def _batched(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """The same by SDPA, over batches of segments of similar lengths."""
+    """Attention of q (Q, H, D) on k and v (K, Hkv, D), of shape (Q, H, D), by SDPA over batches."""
     batches = layout.batches_within(window)
     repeats = q.shape[1] // k.shape[1]
     outputs = []

@@ -48,7 +48,7 @@ def _chunk_sums(
     by: SampledBy,
     vocabulary: Vocabulary,
 ) -> Sums:
-    """What the logprobs and entropies of a chunk of m tokens are made of."""
+    """Compute the sums of which a chunk's logprobs and entropies, both (m,), are made."""
     scaled = sampled_logits(states, matrix, offset, targets, by)[0]
     top = scaled.amax(-1, keepdim=True)
     exps = (scaled - top).exp_()

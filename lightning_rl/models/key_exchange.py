@@ -36,12 +36,14 @@ class KeyExchange:
     room: int
     asking: int
 
+    @torch.compiler.disable  # ranks exchange tokens
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         """Own queries (a, H, D), and keys and values (g room, Hkv, D) of all places."""
         # In one message.
         found = _Gathered.apply(torch.cat([k, v], 1), self.group)
         return q[: self.asking], *found.split([k.shape[1], v.shape[1]], 1)
 
+    @torch.compiler.disable  # ranks exchange tokens
     def gather_heads(self, output: Tensor) -> Tensor:
         """Outputs (a, H, D) to (room, H, D), for that is what a place has."""
         return F.pad(output, (0, 0, 0, 0, 0, self.room - self.asking))

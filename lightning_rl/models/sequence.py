@@ -238,6 +238,7 @@ class HeadExchange:
     def __init__(self, group: Any, size: int, tokens: int) -> None:
         self.group, self.size, self.tokens = group, size, tokens
 
+    @torch.compiler.disable  # ranks exchange tokens
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values (s, H, D) of own tokens to (S, H / n, D) of own heads."""
         size = self.size
@@ -249,6 +250,7 @@ class HeadExchange:
         received = AllToAll.apply(torch.cat(split, 2), self.group, None)
         return received.flatten(0, 1)[: self.tokens].split(counts, 1)
 
+    @torch.compiler.disable  # ranks exchange tokens
     def gather_heads(self, output: Tensor) -> Tensor:
         """Outputs (S, H / n, D) of own heads to (s, H, D) of own tokens."""
         share = -(-self.tokens // self.size)

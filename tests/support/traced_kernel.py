@@ -4,6 +4,7 @@ On CUDA torch's kernel is one; its definition (:func:`plain_varlen`) loops over 
 compiler would trace anew for each pack.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,7 +26,7 @@ def _forward(
     scale: float | None,
     window: list[int],
 ) -> Tensor:
-    return _defined(q, k, v, query_ends, key_ends, scale, window).contiguous()
+    return _defined((q, k, v), (query_ends, key_ends), scale, window).contiguous()
 
 
 @_forward.register_fake
@@ -47,9 +48,8 @@ def _backward(
     def gradients() -> tuple[Tensor, ...]:
         with torch.enable_grad():
             inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
-            return torch.autograd.grad(
-                _defined(*inputs, query_ends, key_ends, scale, window), inputs, grad
-            )
+            out = _defined(inputs, (query_ends, key_ends), scale, window)
+            return torch.autograd.grad(out, inputs, grad)
 
     # Within an operator autograd is off for the whole thread.
     with ThreadPoolExecutor(1) as thread:
@@ -63,18 +63,11 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[T
 
 
 def _defined(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    scale: float | None,
-    window: list[int],
+    inputs: Sequence[Tensor], ends: Sequence[Tensor], scale: float | None, window: list[int]
 ) -> Tensor:
-    ends = query_ends, key_ends
     left, right = window
     return plain_varlen(
-        q, k, v, *ends, 0, 0, scale=scale, window_size=(left, right), enable_gqa=True
+        *inputs, *ends, 0, 0, scale=scale, window_size=(left, right), enable_gqa=True
     )
 
 

@@ -69,7 +69,7 @@ class Side:
 
     @property
     def check(self) -> Check:
-        """What runs it; its own time is what is left of all."""
+        """The check that runs this side; its limit is cut to the time that is left."""
         return Check(self.name.replace("/", "-"), self.target, SECONDS, self._options)
 
     @property

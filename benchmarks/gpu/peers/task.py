@@ -1,4 +1,4 @@
-"""What both sides of ``benchmarks.gpu.peers`` train on, and the lines that they write; no torch."""
+"""The task of both sides of ``benchmarks.gpu.peers``, and the lines that they write; no torch."""
 
 import json
 import os

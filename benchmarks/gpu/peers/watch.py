@@ -1,4 +1,4 @@
-"""What both sides measure with: seconds of stages, tokens in passes, floating-point operations."""
+"""Measurements of both sides: seconds of stages, tokens in passes, floating-point operations."""
 
 import time
 from collections.abc import Sequence
