@@ -3,14 +3,17 @@
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, compress
-from typing import Any
+from itertools import compress
+from typing import Any, TypeGuard
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.gaming import Gaming
+from lightning_rl.callbacks.reward_alarms import component_weights
+from lightning_rl.callbacks.samples import Ends, Sample
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.datamodule import RLDataModule
@@ -18,84 +21,6 @@ from lightning_rl.errors import require_at_least
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import datamodule_of
-from lightning_rl.run.metrics import summarize
-
-SMALL_EFFECT = 0.2
-"""In standard deviations (Cohen 1988): a fall that is certain, but smaller, is not worth a word."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Mean and standard deviation of ``count`` independent values."""
-
-    mean: float
-    spread: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Sample":
-        """From given values."""
-        return cls(*summarize(list(values)), len(values))
-
-    def lowest(self, later: "Sample", sigmas: float) -> float:
-        """The lowest mean that a later sample may have by chance, or that is too little to matter.
-
-        ``sigmas`` standard errors of the difference below this one's, sqrt(s1^2/n1 + s2^2/n2), and
-        at least ``SMALL_EFFECT`` of its standard deviation.
-        """
-        error = math.hypot(self.spread / self.count**0.5, later.spread / later.count**0.5)
-        return self.mean - max(sigmas * error, SMALL_EFFECT * self.spread)
-
-
-class Ends:
-    """The values of a run's first iterations, and of equally many last ones.
-
-    Args:
-        window: iterations at either end, at least.
-        least: values at either end, at least.
-    """
-
-    def __init__(self, window: int, least: int = 1) -> None:
-        self.window = window
-        self.least = least
-        self.first: list[list[float]] = []
-        self.last: list[list[float]] = []
-
-    def add(self, values: Sequence[float]) -> None:
-        """Add those of the next iteration."""
-        if not self._enough(self.first):
-            self.first.append(list(values))
-            return
-        self.last.append(list(values))
-        while self._enough(self.last[1:]):
-            del self.last[0]
-
-    def _enough(self, rows: list[list[float]]) -> bool:
-        return len(rows) >= self.window and sum(map(len, rows)) >= self.least
-
-    @property
-    def full(self) -> bool:
-        """Whether both ends are complete, and do not overlap."""
-        return self._enough(self.last)
-
-    @property
-    def both(self) -> tuple[Sample, Sample]:
-        """All values of either end."""
-        return Sample.of(list(chain(*self.first))), Sample.of(list(chain(*self.last)))
-
-    @property
-    def iterations(self) -> tuple[int, int]:
-        """Number of iterations at each end."""
-        return len(self.first), len(self.last)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Primitives only."""
-        return {"first": self.first, "last": self.last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken."""
-        self.first, self.last = state["first"], state["last"]
-
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +40,14 @@ LEAST_GROUPS = 16
 """Of fewer, a standard error cannot be told well enough."""
 
 
+def _rewards_compare(datamodule: object) -> TypeGuard[RLDataModule]:
+    """Whether prompts of all iterations are drawn in the same way, whatever they got."""
+    return (
+        isinstance(datamodule, RLDataModule)
+        and type(datamodule.train_prompts).observe is PromptDataset.observe
+    )
+
+
 @configurable
 @dataclass(eq=False, repr=False)
 class LearningAlarms(RLCallback):
@@ -125,6 +58,10 @@ class LearningAlarms(RLCallback):
       they got (curricula), for then rewards of different iterations do not compare.
     - *evaluation*: held-out accuracy or mean reward is below that of the first evaluation, by more
       than ``eval_sigmas`` standard errors.
+    - *gaming*: what is rewarded and what is wanted come apart. The part of the reward that can pay
+      most, or one of weight 0, fell by more than ``reward_sigmas`` standard errors, though the mean
+      reward did not; or held-out accuracy is below its best by more than ``eval_sigmas``, though
+      the mean reward is above what it was then (:mod:`lightning_rl.callbacks.gaming`).
     - *entropy*: it is below ``entropy_share`` of what it was, though rollouts have had rewards far
       above the mean: the policy tries nothing new any more, and has not arrived. It is estimated
       as the mean of -log p of sampled tokens, also of groups that are not trained on.
@@ -167,6 +104,7 @@ class LearningAlarms(RLCallback):
         self.entropies, self.gaps = Ends(self.window), Ends(self.window)
         self.range = [math.inf, -math.inf]
         """The lowest and the highest reward of a rollout."""
+        self.gaming = Gaming(self.rewards, self.reward_sigmas, self.eval_sigmas)
         self.first_evaluation: dict[str, float] = {}
         self.told: list[str] = []
         """Kinds of alarms that went off."""
@@ -185,6 +123,7 @@ class LearningAlarms(RLCallback):
         if not groups:
             return
         self.rewards.add([sum(group) / len(group) for group in groups.values()])
+        self.gaming.add(datamodule.generated)
         written = [p for r in rollouts for p in compress(r.logprobs, r.loss_mask)]
         if written:
             self.entropies.add([-sum(written) / len(written)])
@@ -202,6 +141,7 @@ class LearningAlarms(RLCallback):
             "numbers": self._numbers(module, metrics),
             "rewards": self._rewards(trainer),
             "evaluation": self._evaluation(trainer, metrics),
+            "gaming": self._gaming(trainer, metrics),
             "entropy": self._entropy(),
             "gap": self._gap(),
         }
@@ -219,6 +159,7 @@ class LearningAlarms(RLCallback):
             "entropies": self.entropies.state_dict(),
             "gaps": self.gaps.state_dict(),
             "range": self.range,
+            "gaming": self.gaming.state_dict(),
             "first_evaluation": self.first_evaluation,
             "told": self.told,
         }
@@ -228,6 +169,7 @@ class LearningAlarms(RLCallback):
         self.entropies.load_state_dict(state_dict["entropies"])
         self.gaps.load_state_dict(state_dict["gaps"])
         self.range, self.told = state_dict["range"], state_dict["told"]
+        self.gaming.load_state_dict(state_dict["gaming"])
         self.first_evaluation = state_dict["first_evaluation"]
 
     # ---------------------------------------------------------------- the kinds
@@ -246,10 +188,7 @@ class LearningAlarms(RLCallback):
         )
 
     def _rewards(self, trainer: Trainer) -> str | None:
-        datamodule = datamodule_of(trainer)
-        if not isinstance(datamodule, RLDataModule) or not self.rewards.full:
-            return None
-        if type(datamodule.train_prompts).observe is not PromptDataset.observe:
+        if not self.rewards.full or not _rewards_compare(datamodule_of(trainer)):
             return None
         before, now = self.rewards.both
         bound = before.lowest(now, self.reward_sigmas)
@@ -283,6 +222,19 @@ class LearningAlarms(RLCallback):
                     f"of the first evaluation (bound {bound:.3g}, what chance explains). {UNLEARNS}"
                 )
         return None
+
+    def _gaming(self, trainer: Trainer, metrics: dict[str, float]) -> str | None:
+        datamodule = datamodule_of(trainer)
+        if not _rewards_compare(datamodule):
+            return None
+        for task in datamodule.train_tasks:
+            said = self.gaming.part_fell(component_weights(task))
+            if said is not None:
+                return said
+        if "eval/accuracy" not in metrics or datamodule.eval_prompts is None:
+            return None
+        prompts = len(datamodule.held_out_groups(datamodule.eval_limit))
+        return self.gaming.accuracy_fell(metrics["eval/accuracy"], prompts)
 
     def _entropy(self) -> str | None:
         if not self.entropies.full or not self.rewards.full:

@@ -104,7 +104,7 @@ def run(tiny_model, tmp_path, rewards, weights, callbacks, iterations):
 def test_a_policy_that_games_its_reward_sets_off_the_alarms(tiny_model, tmp_path, caplog):
     alarms = RewardAlarms(window=2, length_ratio=1.3)
     with caplog.at_level(logging.WARNING, "lightning_rl"):
-        history = run(tiny_model, tmp_path, [sevens, other_digits], [1.0, 0.0], [alarms], 7)
+        history = run(tiny_model, tmp_path, [sevens, other_digits], [1.0, 0.0], [alarms], 9)
     # Nothing can be said before 2 x 2 iterations.
     assert {row[f"alarm/{name}"] for row in history[:3] for name in alarms.on} == {0.0}
     for name in ("length", "duplicates", "components"):
@@ -112,6 +112,8 @@ def test_a_policy_that_games_its_reward_sets_off_the_alarms(tiny_model, tmp_path
         assert sum(f"alarm/{name}" in r.getMessage() for r in caplog.records) == 1
     assert "reward sevens rose" in caplog.text
     assert "while other_digits fell" in caplog.text
+    # The alarms of every run say so as soon as they have groups enough at either end.
+    assert "LearningAlarms (gaming), iteration 8: the reward other_digits went from" in caplog.text
     assert history[-1]["alarm/eval"] == 0.0  # nothing was evaluated
     assert history[-1]["rollout/duplicates_across"] > history[0]["rollout/duplicates_across"] + 0.3
 

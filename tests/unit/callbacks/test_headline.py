@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from lightning_rl.callbacks.learning_alarms import Ends, Sample
 from lightning_rl.callbacks.report import RunReport, draw_curves, headline, plot_curves
+from lightning_rl.callbacks.samples import Ends, Sample
 from lightning_rl.run.dist import announced
 
 

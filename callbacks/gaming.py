@@ -1,0 +1,109 @@
+"""Signs that a policy is paid for something else than its task, for ``LearningAlarms``."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from lightning_rl.callbacks.reward_alarms import component
+from lightning_rl.callbacks.samples import Ends, Sample
+from lightning_rl.rollout import Rollout
+
+ADVICE = (
+    "The policy is paid for something else than the task: read some rollouts, and lower the weight "
+    "of what is easy to get, such as a format, or pay it only where the answer is right"
+)
+
+
+class Gaming:
+    """Compares the parts of a reward, and held-out accuracy, with the mean reward.
+
+    Args:
+        rewards: mean rewards of the first groups and of the last, which its owner keeps.
+        reward_sigmas: by how many standard errors a part has to fall.
+        eval_sigmas: by how many accuracy has to.
+    """
+
+    def __init__(self, rewards: Ends, reward_sigmas: float, eval_sigmas: float) -> None:
+        self.rewards, self.reward_sigmas, self.eval_sigmas = rewards, reward_sigmas, eval_sigmas
+        self.parts: dict[str, Ends] = {}
+        """Mean scores of groups in each part of the reward."""
+        self.ranges: dict[str, list[float]] = {}
+        """The lowest and the highest score of a rollout in each part."""
+        self.best: dict[str, float] = {}
+        """The highest held-out accuracy, and the mean reward of the iterations before it."""
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Add the scores of an iteration's rollouts."""
+        scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for rollout in rollouts:
+            for name, score in rollout.reward_parts.items():
+                if score is not None:
+                    scores[component(rollout.prompt.set, name)][rollout.group_id].append(score)
+        for name, groups in scores.items():
+            ends = self.parts.setdefault(name, Ends(self.rewards.window, self.rewards.least))
+            ends.add([sum(group) / len(group) for group in groups.values()])
+            seen = [*chain(*groups.values()), *self.ranges.get(name, [])]
+            self.ranges[name] = [min(seen), max(seen)]
+
+    def part_fell(self, weights: Mapping[str, float]) -> str | None:
+        """What to say if a part fell that matters most, though the reward did not; else None.
+
+        Of a task's ``weights`` by part those matter whose weight times range is the largest, and
+        those of weight 0, which are there to be watched.
+        """
+        if not self.rewards.full or len(weights) < 2:
+            return None
+        before, now = self.rewards.both
+        if now.mean < before.mean:
+            return None
+        ranges = {name: high - low for name, (low, high) in self.ranges.items()}
+        pays = {name: weight * ranges.get(name, 0.0) for name, weight in weights.items()}
+        for name, ends in self.parts.items():
+            if name not in weights or not ends.full:
+                continue
+            first, last = ends.both
+            matters = weights[name] == 0 or 0 < pays[name] == max(pays.values())
+            if matters and last.mean < first.lowest(last, self.reward_sigmas):
+                return (
+                    f"the reward {name} went from {first.mean:.3g} to {last.mean:.3g}, while the "
+                    f"mean of all rewards went from {before.mean:.3g} to {now.mean:.3g}. {ADVICE}"
+                )
+        return None
+
+    def accuracy_fell(self, accuracy: float, prompts: int) -> str | None:
+        """What to say if accuracy on held-out prompts fell though the reward rose; else None."""
+        present = self.rewards.last or self.rewards.first
+        if not self.best or accuracy >= self.best["accuracy"]:
+            self.best = {"accuracy": accuracy}
+            if present:
+                self.best["reward"] = Sample.of(list(chain(*present))).mean
+            return None
+        if not self.rewards.full:
+            return None
+        first, last = (sample.mean for sample in self.rewards.both)
+        earlier = self.best.get("reward", first)
+        highest, now = (
+            Sample(share, math.sqrt(share * (1 - share)), prompts)
+            for share in (self.best["accuracy"], accuracy)
+        )
+        if last <= earlier or now.mean >= highest.lowest(now, self.eval_sigmas):
+            return None
+        return (
+            f"eval/accuracy of {prompts} prompts fell from {highest.mean:.3g} to {now.mean:.3g}, "
+            f"while the mean reward rose from {earlier:.3g} to {last:.3g}. {ADVICE}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only."""
+        parts = {name: ends.state_dict() for name, ends in self.parts.items()}
+        return {"parts": parts, "ranges": self.ranges, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken."""
+        self.parts = {}
+        for name, ends in state["parts"].items():
+            self.parts[name] = Ends(self.rewards.window, self.rewards.least)
+            self.parts[name].load_state_dict(ends)
+        self.ranges, self.best = state["ranges"], state["best"]

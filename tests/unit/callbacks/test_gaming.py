@@ -1,0 +1,85 @@
+"""Gaming: a part of the reward, or accuracy, falls while the reward rises."""
+
+import json
+
+import pytest
+
+from lightning_rl.callbacks.gaming import Gaming
+from lightning_rl.callbacks.samples import Ends
+
+GROUPS = 16
+RIGHT, FORM = "right", "form"
+
+
+@pytest.fixture
+def play(make_rollout):
+    """Iterations of 16 groups of one rollout, of which so many are right, and in form."""
+
+    def play(iterations, weights, window=1):
+        gaming = Gaming(Ends(window, GROUPS), 4.0, 3.0)
+        for right, form in iterations:
+            rollouts = []
+            for group in range(GROUPS):
+                parts = {RIGHT: float(group < right), FORM: float(group < form)}
+                reward = sum(weights[name] * score for name, score in parts.items())
+                fields = {"group_id": str(group), "reward": reward, "reward_parts": parts}
+                rollouts.append(make_rollout([3], [4, 1], **fields))
+            gaming.rewards.add([rollout.reward for rollout in rollouts])
+            gaming.add(rollouts)
+        return gaming
+
+    return play
+
+
+@pytest.mark.parametrize(
+    ("weights", "ends", "falls"),
+    [
+        # From 12 of 16 to 1: 0.75 -> 0.0625, standard errors 0.108 and 0.061, 4 of them 0.50.
+        ({RIGHT: 1.0, FORM: 1.0}, [(12, 0), (1, 16)], True),
+        ({RIGHT: 0.0, FORM: 1.0}, [(12, 0), (1, 16)], True),  # only watched
+        ({RIGHT: 0.5, FORM: 1.0}, [(12, 0), (1, 16)], False),  # form is what matters most
+        ({RIGHT: 1.0, FORM: 1.0}, [(12, 0), (8, 16)], False),  # 0.5 may be chance
+        ({RIGHT: 1.0, FORM: 0.5}, [(12, 0), (1, 16)], False),  # all of the reward fell
+        ({RIGHT: 1.0, FORM: -1.0}, [(1, 0), (12, 16)], False),  # the price of the form rose
+    ],
+)
+def test_the_part_that_matters_most_falls_while_the_reward_does_not(play, weights, ends, falls):
+    gaming = play(ends, weights)
+    said = gaming.part_fell(weights)
+    assert (said is not None) == falls
+    if falls:
+        assert said.startswith("the reward right went from 0.75 to 0.0625, while the mean of all")
+    assert gaming.part_fell({"other": 1.0, "names": 1.0}) is None
+
+
+def test_accuracy_below_its_best_counts_where_the_reward_rose(play):
+    weights = {RIGHT: 0.0, FORM: 1.0}
+
+    def said(rewards, accuracies, prompts=96):
+        gaming = play([(0, rewards[0])], weights)
+        found = []
+        for accuracy, form in zip(accuracies, rewards, strict=True):
+            found.append(gaming.accuracy_fell(accuracy, prompts))
+            gaming.rewards.add([float(group < form) for group in range(GROUPS)])
+        return found
+
+    # 3 standard errors of 0.3 and 0.07 on 96 prompts: 3 sqrt(0.21 / 96 + 0.0651 / 96) = 0.161.
+    *none, found = said([2, 5, 9, 9], [0.2, 0.3, 0.3, 0.07])
+    assert none == [None, None, None]
+    assert found.startswith(
+        "eval/accuracy of 96 prompts fell from 0.3 to 0.07, while the mean reward rose from 0.312 "
+        "to 0.562."
+    )
+    assert said([2, 5, 9, 9], [0.2, 0.3, 0.3, 0.15]) == [None] * 4  # may be chance
+    assert said([9, 5, 2, 2], [0.2, 0.3, 0.3, 0.07]) == [None] * 4  # the reward fell, too
+    assert said([2, 5, 9, 9], [0.2, 0.3, 0.3, 0.07], prompts=24) == [None] * 4
+
+
+def test_it_goes_on_where_its_state_was_taken(play):
+    weights = {RIGHT: 1.0, FORM: 1.0}
+    before = play([(12, 0), (1, 16)], weights)
+    before.accuracy_fell(0.5, 96)
+    after = Gaming(before.rewards, 4.0, 3.0)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.state_dict() == before.state_dict()
+    assert after.part_fell(weights) == before.part_fell(weights) is not None
