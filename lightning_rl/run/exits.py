@@ -16,6 +16,8 @@ _SIGNALS = ("signal", "alarm", "setitimer")
 
 _inside: ContextVar[int] = ContextVar("lightning_rl_inside", default=0)
 """The process in which code of others is being called here; 0: in none."""
+_forking: ContextVar[int] = ContextVar("lightning_rl_forking")
+"""The process that forks."""
 _called: ContextVar[bool] = ContextVar("lightning_rl_called", default=False)
 """Whether a user's function is being called here."""
 
@@ -65,13 +67,19 @@ def _install_for_functions() -> None:
     # Not for the time of a call either.
     for name in _SIGNALS:
         setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
-    os.register_at_fork(after_in_child=_end_with_the_run)
+    os.register_at_fork(before=_remember_parent, after_in_child=_end_with_the_run)
     name_crashes()
+
+
+def _remember_parent() -> None:
+    _forking.set(os.getpid())
 
 
 def _end_with_the_run() -> None:
     if _called.get():
         die_with_parent()
+        if os.getppid() != _forking.get():  # it was gone before the kernel was asked
+            os._exit(1)
 
 
 def _refuse_outside_main(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,10 +98,12 @@ async def grade():
         await calls.call_in_loop(forks, {"completions": ["a"]})
 asyncio.run(grade())
 """
+SLOW_FORKS = "import os, time\nos.register_at_fork(after_in_child=lambda: time.sleep(2))\n"
 KINDS = {
     "reward pool": POOL.format(sandbox=False, seconds=5) + SLEEP,
     "sandbox": POOL.format(sandbox=True, seconds=5) + SLEEP,
     "plain reward": PLAIN + SLEEP,
+    "plain reward, killed while it forks": SLOW_FORKS + PLAIN + SLEEP,
     "program alone": PROGRAM.format(alone=True),
     "program together": PROGRAM.format(alone=False),
     "server": SERVER + SLEEP,
