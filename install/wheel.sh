@@ -30,7 +30,8 @@ set -x
 PATH=$folder/env/bin:$PATH
 lightning-rl doctor
 lightning-rl --help | grep '^  convert '  # which only the wheel's metadata tells of
-lightning-rl quickstart --sft_steps 50 --iterations 2
+lightning-rl quickstart --help | grep -- "--model MODEL"
+python -m recipes.sort_digits.quickstart --sft_steps 50 --iterations 2
 { set +x; } 2>/dev/null
 test -f runs/sort_digits/grpo/version_0/summary.json
 test -f runs/sort_digits/grpo/version_0/hf/config.json

@@ -11,7 +11,7 @@ from lightning_rl.errors import DiskError
 _LIBRARY = Path(__file__).parents[1]
 COPIED = {".py", ".yaml", ".md"}
 """Kinds of files that recipes are of; Python leaves others beside them."""
-_RECIPE = "recipes.sort_digits.quickstart"
+_RECIPE = "recipes.smollm2.quickstart"
 
 
 def copy_recipes(place: Path) -> list[Path]:
@@ -44,7 +44,7 @@ def copy_recipes(place: Path) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``recipes/sort_digits``, and copy the recipes first where there are none."""
+    """Run ``recipes/smollm2``, and copy the recipes first where there are none."""
     here = Path.cwd()
     if copied := copy_recipes(here):
         print(f"wrote {len(copied)} files to {here / 'recipes'}: recipes to read and to change")

@@ -1,19 +1,22 @@
-"""The quickstart: warm start, GRPO in the layout that is fastest here, and what came of it.
+"""Warm start, GRPO in the layout that is fastest here, and what came of it.
 
-    lightning-rl quickstart    (make quickstart in a checkout)
+    python -m recipes.sort_digits.quickstart
 
-Each step is a command that you can run by itself; it is printed before it runs.
+Each step is a command that you can run by itself; it is printed before it runs. The quickstart runs
+this where it cannot download a model.
 """
 
 import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_rl.run.machine import driver_gpus
 
@@ -29,7 +32,7 @@ OPEN = ("--data.engine", "null", "--trainer.devices", "auto")
 
 def main(arguments: Sequence[str]) -> int:
     """Run all steps; returns 0 if held-out accuracy ends at 0.90 or more, or not all were run."""
-    parser = argparse.ArgumentParser("lightning-rl quickstart", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sft_steps", type=int, help="of the warm start; default: sft.yaml's")
     parser.add_argument("--iterations", type=int, help="of GRPO; default: grpo.yaml's")
     parser.add_argument(
@@ -69,9 +72,14 @@ def run(module: str, *arguments: str) -> None:
     print(f"\n$ python -m {shlex.join([module, *arguments])}", flush=True)
     command = [sys.executable, "-m", module, *arguments]
     threads = {} if set(OPEN) <= set(arguments) else ONE_THREAD
-    result = subprocess.run(command, env=ENVIRONMENT | threads | os.environ, check=False)
-    if result.returncode:
-        sys.exit(result.returncode)
+    process = subprocess.Popen(command, env=ENVIRONMENT | threads | os.environ)
+    own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which saves
+    try:
+        status = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, own)
+    if status:
+        sys.exit(status)
 
 
 def newest_run(directory: Path) -> Path:
@@ -80,9 +88,8 @@ def newest_run(directory: Path) -> Path:
 
 
 def report(directory: Path, seconds: float) -> float:
-    """Tell before and after, show rollouts, and say where everything lies; returns accuracy."""
+    """Show rollouts of the first and the last iteration, and the outcome; returns accuracy."""
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
     lines = (directory / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
     rollouts = [json.loads(line) for line in lines]
     first, last = (
@@ -94,6 +101,13 @@ def report(directory: Path, seconds: float) -> float:
         for rollout in shown[:: max(1, len(shown) // 4)][:4]:
             prompt = rollout["prompt"]["prompt"]
             print(f"    {prompt:<10} {rollout['completion']:<12} {rollout['reward']:g}")
+    tell_outcome(directory, summary, seconds)
+    return float(summary["accuracy_after"])
+
+
+def tell_outcome(directory: Path, summary: Mapping[str, Any], seconds: float) -> None:
+    """Print accuracy and seconds of a run, and where everything lies."""
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
     print(
         f"\nheld-out accuracy, sampled at temperature 1: {before:.3f} before, {after:.3f} after "
         f"{summary['iterations']} iterations\n"
@@ -105,7 +119,6 @@ def report(directory: Path, seconds: float) -> float:
         f"  model     {directory / 'hf'}   (for AutoModelForCausalLM.from_pretrained and vLLM)\n"
         f"  logs      tensorboard --logdir {directory.parent}\n"
     )
-    return float(after)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,10 @@ Slow: recipes train until they have learned something.
 """
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +58,33 @@ def test_every_class_is_built(path, monkeypatch):
     assert getattr(cli.model, "model", None) == given.get("model")  # agents have none
     syncs = any(isinstance(c, WeightSync) for c in cli.trainer.callbacks)
     assert syncs == isinstance(cli.model, RolloutModule)
+
+
+@pytest.mark.slow
+def test_a_quickstart_that_was_stopped_goes_on(tmp_path):
+    """Of a random model: the weights that it trains are downloaded by tests/conformance only."""
+    save_random_model(tmp_path / "model", chatml_tokenizer())
+    options = ["--model", str(tmp_path / "model"), "--iterations", "3", "--out", "elsewhere"]
+    command = [sys.executable, "-m", "lightning_rl", "quickstart", *options]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    for line in first.stdout:
+        if line.startswith("iteration 1/3"):
+            break
+    os.killpg(first.pid, signal.SIGINT)  # as Ctrl-C does
+    first.communicate()
+    assert first.returncode == 128 + signal.SIGINT
+    second = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert "fit --config recipes/smollm2/quickstart.yaml --ckpt_path last" in second.stdout
+    assert "iteration 3/3" in second.stdout
+    assert "iteration 1/3" not in second.stdout  # it went on behind it
+    assert "Questions that were not trained on, and the most likely answers:" in second.stdout
+    [run] = (tmp_path / "elsewhere" / "grpo").iterdir()
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+    assert (run / "hf" / "config.json").exists()
 
 
 def test_one_iteration_of_a_pretrained_model_with_a_stand_in(chat_model, tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
 
 def test_what_is_copied_is_what_runs(tmp_path):
     copy_recipes(tmp_path)
-    recipe = tmp_path / "recipes/sort_digits/quickstart.py"
+    recipe = tmp_path / "recipes/smollm2/quickstart.py"
     recipe.write_text("def main(arguments):\n    print(__file__, *arguments)\n    return 7\n")
     command = [sys.executable, "-m", "lightning_rl", "quickstart", "--iterations", "2"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
