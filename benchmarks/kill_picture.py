@@ -1,6 +1,6 @@
-"""The quickstart's run, killed three times, beside the same run that nothing stopped.
+"""The run of sort_digits, killed three times, beside the same run that nothing stopped.
 
-    make quickstart; python -m benchmarks.kill_picture [--out docs/images/killed.png]
+    python -m recipes.sort_digits.quickstart; python -m benchmarks.kill_picture [--out docs/images/killed.png]
 
 Both are `lightning-rl fit --config recipes/sort_digits/grpo.yaml --ckpt_path last`, with a
 checkpoint every iteration. One gets a SIGKILL while it collects, in a backward pass, and while it
@@ -108,7 +108,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "killed.png")
     path = parser.parse_args().out
     if not MODEL.is_dir():
-        raise SystemExit(f"there is no warm-started model in {MODEL}: run `make quickstart` first")
+        make = "python -m recipes.sort_digits.quickstart"
+        raise SystemExit(f"there is no warm-started model in {MODEL}; make it by `{make}`")
     with tempfile.TemporaryDirectory(prefix="killed_") as folder:
         whole, killed = Path(folder) / "whole", Path(folder) / "killed"
         whole_run(whole)

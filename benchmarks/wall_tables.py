@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FRONT = {
-    "quickstart": "quickstart, 1.6M parameters",
+    "quickstart": "sort_digits, 1.6M parameters",
     "longer": "completions of nearly equal length",
     "heavy": "completions of very different lengths",
     "long": "prompts of 512 tokens",

@@ -35,7 +35,7 @@ _APP = "lightning_rl.cli.app"
 COMMANDS = {
     "quickstart": Command(
         "lightning_rl.cli.quickstart",
-        "train a small model, in a minute or two, and show its accuracy rise",
+        "train a model of 135M parameters in minutes, and show its accuracy rise",
         False,
     ),
     "fit": Command(_APP, "train: lightning-rl fit --config recipes/sort_digits/grpo.yaml"),

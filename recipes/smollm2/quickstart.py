@@ -8,6 +8,7 @@ cannot be downloaded, a model that is made here learns to sort digits instead.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,15 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
+from lightning_rl.run.machine import driver_gpus
 from recipes.smollm2.prepare import prepare
 from recipes.smollm2.weights import WeightsUnavailable, fetch
 from recipes.sort_digits import quickstart as sort_digits
 
 OUT = Path("runs/smollm2")
-CONFIG = Path("recipes/smollm2/quickstart.yaml")
+CONFIG = Path("recipes/smollm2/grpo.yaml")
 SHOWN = 3
 """Questions whose answers are printed."""
 GAIN = 0.40
@@ -71,6 +74,8 @@ def changes(given: argparse.Namespace, model: str) -> list[str]:
         options["--data.train_prompts.path"] = given.out / "train.jsonl"
         options["--data.eval_prompts.path"] = given.out / "heldout.jsonl"
         options["--trainer.logger.save_dir"] = given.out
+    if not driver_gpus() and len(os.sched_getaffinity(0)) > 1:
+        options["--trainer.devices"] = 2  # processes of one thread each
     if find_spec("vllm") is None:
         options["--data.engine"] = "TransformersEngine"
     return [str(part) for option in options.items() for part in option]
@@ -102,6 +107,7 @@ def report(directory: Path, model: str, seconds: float) -> float:
 @torch.no_grad()
 def answers(model: str | Path, asked: Sequence[Mapping[str, Any]]) -> list[str]:
     """What plain transformers generates, greedily."""
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     lm = AutoModelForCausalLM.from_pretrained(model)
     said = []

@@ -78,7 +78,7 @@ def test_a_quickstart_that_was_stopped_goes_on(tmp_path):
     assert first.returncode == 128 + signal.SIGINT
     second = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
-    assert "fit --config recipes/smollm2/quickstart.yaml --ckpt_path last" in second.stdout
+    assert "fit --config recipes/smollm2/grpo.yaml --ckpt_path last" in second.stdout
     assert "iteration 3/3" in second.stdout
     assert "iteration 1/3" not in second.stdout  # it went on behind it
     assert "Questions that were not trained on, and the most likely answers:" in second.stdout

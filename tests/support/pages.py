@@ -14,6 +14,7 @@ import yaml
 
 from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.games.staged import command as staged
+from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -123,14 +124,18 @@ def configs_of(block: Block) -> list[str]:
     tree = yaml.safe_load(block.text)
     if "run_dir" in tree or "class_path" in tree.get("model", {}):
         return ["--config", "block.yaml"]
-    recipe = block.page.parent.name if block.page.name == "README.md" else "sort_digits"
+    if block.page.name == "README.md":
+        recipe = block.page.parent.name
+    else:
+        recipe = "smollm2" if block.page.stem in ("quickstart", "small-model") else "sort_digits"
     return ["--config", f"recipes/{recipe}/grpo.yaml", "--config", "block.yaml"]
 
 
 def visit(page: Path, model: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Go where a page's reader is: its files are at hand, its modules can be imported.
 
-    The quickstart's files are there too, with ``model`` as its models.
+    The files of sort_digits are there too, with ``model`` as its models, and the quickstart's, with
+    a random model that chats.
     """
     (place / "recipes").mkdir()
     for recipe in (ROOT / "recipes").iterdir():
@@ -142,6 +147,15 @@ def visit(page: Path, model: Path, place: Path, monkeypatch: pytest.MonkeyPatch)
     row = {"prompt": "312=", "answer": "123", "completion": "123"}
     for name in ("train", "heldout", "sft"):
         (runs / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    chats = place / "runs" / "smollm2"
+    chats.mkdir()
+    chat_model = model.parent / "chat"
+    if not chat_model.exists():
+        save_random_model(chat_model, chatml_tokenizer())
+    (chats / "model").symlink_to(chat_model, target_is_directory=True)
+    asked = {"prompt": [{"role": "user", "content": "3 times 4?"}], "answer": 12}
+    for name in ("train", "heldout"):
+        (chats / f"{name}.jsonl").write_text(json.dumps(asked) + "\n")
     for block in BLOCKS:
         if block.page == page and block.title is not None:
             file = place / block.title
