@@ -15,7 +15,7 @@ from lightning_rl.models.pretrained import model_of
 from lightning_rl.rewards.calling import SHARED, RewardFailure, Score
 from lightning_rl.rewards.openai_api import APIRefusal, OpenAIAPI
 from lightning_rl.rewards.remote import Remote
-from lightning_rl.rollout import Message
+from lightning_rl.rollout import Message, answer_in
 
 
 class JudgeError(RewardError):
@@ -138,6 +138,9 @@ class LLMJudge(Remote):
     The last match of ``pattern`` in the judge's answer is the score. A completion whose verdict
     cannot be had, has no score, or one out of bounds is FAILED with the reason, never 0.
 
+    The judge is not shown the thought of a completion's last message. A thought that did not end is
+    no answer: its score is 0, and nobody is asked.
+
     Args:
         judge: who is asked.
         question: asked for each completion; ``{prompt}``, ``{completion}`` and ``{column}`` stand
@@ -205,8 +208,11 @@ class LLMJudge(Remote):
     async def _ask(
         self, prompts: list[Any], completions: list[Any], **columns: list[Any]
     ) -> list[Score]:
+        said = answer_in(completions[0], columns.get("opened_thoughts", [False])[0])
+        if said is None:
+            return [0.0]
         try:
-            shown = {"prompt": prompts[0], "completion": completions[0]}
+            shown = {"prompt": prompts[0], "completion": _ending_with(said, completions[0])}
             shown |= {name: v[0] for name, v in columns.items() if name not in SHARED}
             return [self._score(await self.judge.ask(self._question(shown)))]
         except JudgeError as error:
@@ -233,6 +239,13 @@ class LLMJudge(Remote):
                 f"the judge's score {score:g} is not between {self.lowest:g} and {self.highest:g}"
             )
         return (score - self.lowest) / (self.highest - self.lowest)
+
+
+def _ending_with(said: str, completion: str | list[Message]) -> str | list[Message]:
+    """A completion whose last message is only what was said after its thought."""
+    if isinstance(completion, str):
+        return said
+    return [*completion[:-1], completion[-1] | {"content": said}]
 
 
 def _as_text(value: Any) -> str:

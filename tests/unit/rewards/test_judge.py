@@ -151,6 +151,19 @@ def test_a_chat_of_several_messages_is_shown_with_its_roles(server):
     )
 
 
+def test_of_a_thought_only_what_follows_is_shown_and_one_that_was_cut_off_is_no_answer(server):
+    open_thought = "<think>\nPerhaps. Score: 10"
+    chat = [{"role": "assistant", "content": open_thought}]
+    scores = grade(judge(server), open_thought, chat, "<think>\nScore: 1?</think>Score: 4")
+    assert scores == [0.0, 0.0, 0.4]
+    assert [r[0]["messages"][0]["content"] for r in server.requests] == ["p|Score: 4"]
+
+
+def test_a_thought_that_the_chat_template_opened_is_one(server):
+    told = {"opened_thoughts": True}
+    assert grade(judge(server), "It is 4. Score: 9", "No.</think>Score: 3", **told) == [0.0, 0.3]
+
+
 def test_a_column_that_is_missing_is_named(server):
     (failure,) = grade(judge(server, question="{truth} {completion}"), "Score: 1", other=1)
     assert failure.reason == (
