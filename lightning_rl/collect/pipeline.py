@@ -24,6 +24,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.by_set import RewardsBySet
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus, primitives
 from lightning_rl.run import dist
+from lightning_rl.run.exits import RAISED_BY_FUNCTIONS, UsesSignals, function_called_here
 from lightning_rl.run.hooks import StageClock
 from lightning_rl.run.loop import note_progress, require_awaited, run_async
 
@@ -232,6 +233,7 @@ class RolloutPipeline:
         async def fill(group: Group, rollout: Rollout) -> None:
             agent, own = self._by(rollout.prompt, sampling)
             if rollout.status is RolloutStatus.INIT:
+                require_awaited()  # of many, all begin before the loop can cancel one
                 async with gate:
                     await run_agent(agent, rollout, self.engine, own)
                 note_progress()
@@ -247,6 +249,8 @@ class RolloutPipeline:
                 require_awaited()
                 for rollout in group:
                     tasks.create_task(fill(group, rollout))
+        if any(r.status is RolloutStatus.INIT for group in groups for r in group):
+            require_awaited()
         for group in groups:
             group.sort(key=_place)
         done = (r for group in groups for r in group if r.finish_reason is not None)
@@ -314,7 +318,8 @@ async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sa
         RunInterrupted: if the agent raises KeyboardInterrupt.
     """
     try:
-        await agent.run(rollout, engine, sampling)
+        with function_called_here():
+            await agent.run(rollout, engine, sampling)
         drop_unasked(rollout)
     except asyncio.CancelledError as error:
         if _is_cancelled_from_outside():
@@ -322,7 +327,7 @@ async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sa
         _blame(agent, rollout, error)
     except KeyboardInterrupt as error:  # it would end the loop's thread, and hang who waits for it
         raise RunInterrupted(f"{type(agent).__name__} raised KeyboardInterrupt", 130) from error
-    except (Exception, BaseExceptionGroup, SystemExit) as error:  # a user's code may raise anything
+    except (BaseExceptionGroup, *RAISED_BY_FUNCTIONS) as error:  # a user's code may raise anything
         for cause in _causes(error):
             if isinstance(cause, _ENDS_THE_RUN) or _comes_from(engine, cause):
                 raise cause  # noqa: B904  what the agent made of it says less
@@ -331,6 +336,11 @@ async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sa
 
 def _blame(agent: Agent, rollout: Rollout, error: BaseException) -> None:
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if signals := next((e for e in _causes(error) if isinstance(e, UsesSignals)), None):
+        what = (
+            f"{signals}, and agents run in another; bound what is awaited by asyncio.timeout, or "
+            "do the work in a process, by subprocess.run(..., timeout=...)"
+        )
     rollout.fail(f"agent {type(agent).__name__}: {what} (prompt {rollout.prompt.id!r})")
 
 

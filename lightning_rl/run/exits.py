@@ -30,6 +30,10 @@ class UsesSignals(BaseException):
     """It needs the main thread. No Exception, as careful functions catch those and go on."""
 
 
+RAISED_BY_FUNCTIONS = (Exception, SystemExit, EndsProcess, UsesSignals)
+"""What may come out of a user's function besides cancellations and Ctrl-C."""
+
+
 @contextmanager
 def function_called_here() -> Iterator[None]:
     """While it lasts, signals outside the main thread, and ``os._exit``, raise and do no harm."""

@@ -66,7 +66,7 @@ class Runtime:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self.thread = threading.Thread(
-                    target=self._loop.run_forever, name="lightning_rl", daemon=True
+                    target=_run_forever, args=(self._loop,), name="lightning_rl", daemon=True
                 )
                 self.thread.start()
             return self._loop
@@ -262,6 +262,16 @@ def innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Go on where a task raised SystemExit, which asyncio lets through after the task has it."""
+    while True:
+        try:
+            loop.run_forever()
+            return
+        except (SystemExit, KeyboardInterrupt):
+            continue
 
 
 async def _tell(

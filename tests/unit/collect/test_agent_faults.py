@@ -1,6 +1,9 @@
 """What an agent raises: the fault of one rollout, or the end of the run."""
 
 import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -88,6 +91,24 @@ async def exits(rollout, engine, sampling):
     raise SystemExit(3)
 
 
+async def ends_the_process(rollout, engine, sampling):
+    os._exit(0)
+
+
+async def sets_an_alarm(rollout, engine, sampling):
+    try:
+        signal.alarm(1)  # nobody would handle it, so it would end the run
+    finally:
+        rollout.error = "tidied up"
+
+
+async def in_another_task(rollout, engine, sampling):
+    try:
+        await asyncio.ensure_future(sets_an_alarm(rollout, engine, sampling))
+    except BaseException as error:
+        raise ValueError("no move") from error
+
+
 async def cancels_itself(rollout, engine, sampling):
     task = asyncio.ensure_future(asyncio.sleep(1))
     task.cancel()
@@ -98,6 +119,7 @@ async def cancels_itself(rollout, engine, sampling):
     ("how", "name"),
     [
         (exits, "SystemExit: 3"),
+        (ends_the_process, "EndsProcess: os._exit(0)"),
         (cancels_itself, "CancelledError"),
         (runs_out_of_its_time, "TimeoutError"),
         (hides_it_and_raises_it_again, "ValueError: no move"),
@@ -107,6 +129,19 @@ def test_what_would_end_the_loop_or_go_unnoticed_fails_the_rollout(how, name, ma
     rollout = outcome(how, make_rollout)
     assert rollout.status is RolloutStatus.FAILED
     assert rollout.error == f"agent Raises: {name} (prompt 'p')"
+
+
+@pytest.mark.parametrize("how", [sets_an_alarm, in_another_task])
+def test_an_agent_that_uses_signals_is_told_what_to_do(how, make_rollout):
+    """Agents run in the loop's thread; here in another than the main one."""
+    with ThreadPoolExecutor(1) as pool:
+        rollout = pool.submit(outcome, how, make_rollout).result()
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.error == (
+        "agent Raises: signal.alarm works in the main thread only, and agents run in another; "
+        "bound what is awaited by asyncio.timeout, or do the work in a process, by "
+        "subprocess.run(..., timeout=...) (prompt 'p')"
+    )
 
 
 def test_one_of_a_checkpoint_is_tried_again_from_the_beginning(make_rollout):

@@ -1,7 +1,10 @@
 """The process's event loop is one object: a second one is apart, and a fork begins anew."""
 
+import asyncio
 import os
 import threading
+
+import pytest
 
 from lightning_rl.run.loop import Runtime, run_async, runtime
 
@@ -47,3 +50,22 @@ def test_a_forked_child_has_a_loop_and_an_engine_thread_of_its_own():
 
     assert fork() == 0
     assert run_async(runtime.in_main_thread(fork)) == 0
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_task_that_would_end_the_loops_thread_does_not(kind):
+    """Asyncio lets these through the loop, where only a task of the awaited one raised them."""
+
+    async def raises() -> None:
+        raise kind
+
+    async def hears_of_it() -> type[BaseException]:
+        try:
+            await asyncio.ensure_future(raises())
+        except BaseException as error:
+            return type(error)
+        raise AssertionError("it went unheard")
+
+    before = run_async(thread_here())
+    assert run_async(hears_of_it(), timeout=60) is kind
+    assert run_async(thread_here(), timeout=60) is before
