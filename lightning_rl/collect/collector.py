@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.rollouts.form import upgraded
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.rollout import Group, Rollout, RolloutStatus
+from lightning_rl.rollout import Group, Rollout, RolloutStatus, own
 from lightning_rl.run.loop import require_awaited
 from lightning_rl.sync.schedule import CollectorStatus
 
@@ -114,19 +114,41 @@ class Collector(ABC):
 
         Every value is a list, whose items another number of ranks may share.
         """
-        groups = [*self._issued.values(), *self._restored]
-        return {"groups": [[rollout.to_dict() for rollout in group] for group in groups]}
+        return {"groups": [_records(g) for g in (*self._issued.values(), *self._restored)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Finish those groups first; what could not be graded is graded again."""
         self._restored = [
             [
                 _retried(rollout)
-                for rollout in map(Rollout.from_dict, map(upgraded, group))
+                for rollout in map(Rollout.from_dict, map(upgraded, _each(group)))
                 if not _is_lost(rollout)
             ]
             for group in state["groups"]
         ]
+
+
+def _records(group: Group) -> list[dict[str, Any]]:
+    """A record of each rollout; of a group that has not begun one, with the ``seeds`` of all.
+
+    Of 100,000 groups in a batch nearly all have not begun when a run is told to end.
+    """
+    first = group[0]
+    new = Rollout(first.prompt, first.group_id, 0, 0, first.sampling, structured=first.structured)
+    for new.sample_index, rollout in enumerate(group):
+        new.seed = rollout.seed
+        if rollout != new:
+            return [each.to_dict() for each in group]
+    return [first.to_dict() | {"seeds": [rollout.seed for rollout in group]}]
+
+
+def _each(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A record of each rollout, from what :func:`_records` wrote."""
+    for record in records:
+        if "seeds" not in record:
+            yield record
+        for index, seed in enumerate(record.get("seeds", ())):
+            yield own(record) | {"sample_index": index, "seed": seed}
 
 
 def _is_lost(rollout: Rollout) -> bool:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -246,7 +247,8 @@ class TransformersEngine(LoRAEngine):
         with self._exclusive:
             if self._lm is None:
                 raise EngineError("the engine was closed")
-            for writer in {request.writer for request in (*self._writing, *self._waiting)}:
+            next_up = islice(self._waiting, self.max_batch_size)  # of what may be 800,000
+            for writer in {request.writer for request in (*self._writing, *next_up)}:
                 writer.require_ready()  # a push may have failed
             decoder = decoder or self._decoder(self._lm)
             return decoder, self._step(decoder)
@@ -263,7 +265,7 @@ class TransformersEngine(LoRAEngine):
                 request.reason = "abort"
                 del self._writing[request]
         joining = []
-        for request in list(self._waiting)[: self.max_batch_size - len(self._writing)]:
+        for request in list(islice(self._waiting, self.max_batch_size - len(self._writing))):
             future = self._waiting.pop(request)
             if not future.done():
                 self._writing[request] = future

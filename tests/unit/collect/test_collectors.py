@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -22,7 +23,8 @@ from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.run.loop import require_awaited, run_async, runtime
 from lightning_rl.sync.schedule import CollectorSchedule
 
 
@@ -439,3 +441,56 @@ def test_a_collector_written_for_an_earlier_interface_is_refused():
         class Noted(SyncCollector):
             def settle(self, groups):
                 pass
+
+
+def test_a_group_that_has_not_begun_is_copied_once_whatever_its_size(monkeypatch):
+    copied = []
+    to_dict = Rollout.to_dict
+    monkeypatch.setattr(Rollout, "to_dict", lambda self: copied.append(self.id) or to_dict(self))
+    collector = SyncCollector()
+    collector.bind(None, GroupSource(CountedPrompts(), 3, 4, Sampling(temperature=0.5)))
+    groups = [collector.issue() for _ in range(3)]
+    groups[1][2].rows[0].append_written([7], [-0.5], [0])
+    state = collector.state_dict()
+    # One record for four rollouts, but of a group that has begun: 1 + 4 + 1.
+    assert copied == [rollout.id for rollout in (groups[0][0], *groups[1], groups[2][0])]
+    assert [len(records) for records in state["groups"]] == [1, 4, 1]
+    again = SyncCollector()
+    again.load_state_dict(json.loads(json.dumps(state)))
+    again.bind(None, None)
+    restored = [again.issue() for _ in range(3)]
+    assert restored == groups
+    # Whoever changes one changes no other.
+    restored[0][0].prompt.columns["answer"] = restored[0][0].prompt.token_ids.append(9)
+    assert restored[0][1:] == groups[0][1:]
+
+
+def test_rollouts_that_have_not_begun_when_a_batch_is_broken_off_ask_nothing():
+    class Told(Exception):
+        """In place of a signal."""
+
+    class Blocks(SimulatedEngine):
+        asked = 0
+
+        async def generate(self, token_ids, sampling, seed):
+            self.asked += 1
+            with suppress(asyncio.CancelledError):
+                while self.asked == 3:  # until the wait is broken off, the loop does not turn
+                    require_awaited()
+            return await asyncio.get_running_loop().create_future()
+
+    def guard():
+        if engine.asked == 3 and not told:
+            told.append(True)
+            raise Told
+
+    engine, told = Blocks(lengths(1)), []
+    collector = ready_to_take(SyncCollector(), engine, 20)
+    runtime.guard = guard
+    try:
+        with pytest.raises(Told):
+            run_async(collector.take(20))
+    finally:
+        runtime.guard = None
+    assert engine.asked == 3
+    assert len(collector.state_dict()["groups"]) == 20
