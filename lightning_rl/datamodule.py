@@ -82,7 +82,8 @@ class RLDataModule(CollectingDataModule):
             replaces only the groups that are missing.
         refill_seconds: no round begins later than so many seconds after the first; None: no limit.
         train_on_rest: complete a batch for which no round is left with the last groups that filters
-            rejected, in place of ending the run.
+            rejected, in place of ending the run. After ``refill_seconds``, replacements that are
+            still being written are evicted.
         agent: how one rollout comes about.
         collector: when which group is generated for training; None: all of a batch at once,
             ``SyncCollector``, which is also what collects without training.

@@ -66,6 +66,16 @@ class WorkingAhead(Collector):
         self._missing = 0
         return taken
 
+    async def evict(self, taken: list[Group]) -> None:
+        """Give up what only this batch may train on; other groups go on, for the next one."""
+        groups = (*self._done, *self._running.values())
+        late = {g[0].group_id for g in groups if self._deadline_of(g) <= self._batch}
+        await cancel_here([t for t, g in self._running.items() if g[0].group_id in late])
+        self._done = [group for group in self._done if group[0].group_id not in late]
+        for name in late:
+            del self._deadline[name]
+        await super().evict([*taken, *self._done, *self._running.values()])
+
     def ack(self, groups: list[Group]) -> None:
         super().ack(groups)
         for group in groups:

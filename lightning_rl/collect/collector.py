@@ -80,6 +80,16 @@ class Collector(ABC):
         del self._issued[group[0].group_id]
         self.dropped.append(group)
 
+    async def evict(self, taken: list[Group]) -> None:
+        """Give up the groups of a ``take`` that was cancelled; their prompts are issued again.
+
+        These are all in hand but those that were ``taken`` before.
+        """
+        kept = {group[0].group_id for group in taken}
+        for group in [g for name, g in self._issued.items() if name not in kept]:
+            self._drop(group, RolloutStatus.EXPIRED)
+            self.source.give_back(group[0].prompt)
+
     def ack(self, groups: list[Group]) -> None:
         """These groups, that ``take`` returned, are in a batch (or rejected by a filter)."""
         for group in groups:

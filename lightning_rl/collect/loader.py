@@ -1,5 +1,6 @@
 """Batches of graded groups, and Lightning's view of them: one batch per RL iteration."""
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -187,7 +188,8 @@ class RolloutBatches:
         max_rounds: how often to ask for replacements in one iteration.
         refill_seconds: after which no more are asked for; None: no limit.
         train_on_rest: groups that are still missing then are made up by the last that filters
-            rejected, in place of an error.
+            rejected, in place of an error; what is still written after ``refill_seconds`` as a
+            replacement is evicted.
     """
 
     def __init__(
@@ -244,14 +246,15 @@ class RolloutBatches:
     def _fill(self, iteration: int, consumer: Consumer | None) -> None:
         """Keep ``source.num_groups`` groups."""
         self.pipeline.engine.require_ready()
-        begin, rounds = time.monotonic(), 0
+        end, rounds = time.monotonic() + self.refill_seconds, 0
         while missing := self.source.num_groups - len(self.kept):
-            over = rounds == self.max_rounds or time.monotonic() - begin >= self.refill_seconds
-            if rounds and over:
+            left = end - time.monotonic()
+            if rounds and (rounds == self.max_rounds or left <= 0):
                 self._make_up(missing, rounds)
                 return
             rounds += 1
-            groups = self._take(iteration, missing, consumer)
+            bounded = self.train_on_rest and rounds > 1  # what the first writes is the rest
+            groups = self._take(iteration, missing, consumer, left if bounded else math.inf)
             self._taken += groups
             for group in groups:
                 self.add(group)
@@ -273,14 +276,16 @@ class RolloutBatches:
             self.kept.append(group)
         self._made_up = missing
 
-    def _take(self, iteration: int, count: int, consumer: Consumer | None) -> list[Group]:
+    def _take(
+        self, iteration: int, count: int, consumer: Consumer | None, seconds: float
+    ) -> list[Group]:
         begin, since = time.perf_counter(), self._acked
         if self.collector.works_between_batches and since is not None:
             begin, self._acked = since, None
         with self.pipeline.clock("generate"):
             if consumer is not None and isinstance(self.collector, StreamedCollector):
                 self._stream(self.collector, iteration, count, consumer)
-            groups = run_async(self._in_loop(iteration, count))
+            groups = run_async(self._in_loop(iteration, count, seconds))
         self.seconds += time.perf_counter() - begin
         self.pipeline.grade(groups)
         return groups
@@ -302,10 +307,19 @@ class RolloutBatches:
                 kept = [p for p in places if all(f.keep(groups[p]) for f in self.filters)]
                 consumer.add([(before + place, groups[place]) for place in kept])
 
-    async def _in_loop(self, iteration: int, count: int) -> list[Group]:
+    async def _in_loop(self, iteration: int, count: int, seconds: float) -> list[Group]:
+        """The collector's next groups; none, if it does not have them in so many seconds."""
         # All that works ahead is in this thread too, so nothing changes in the middle of it.
         self.source.begin(iteration)
-        groups = await self.collector.take(count)
+        limit = asyncio.timeout(None if seconds == math.inf else seconds)
+        try:
+            async with limit:
+                groups = await self.collector.take(count)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            groups = []
+            await self.collector.evict(self._taken)
         dropped, self.collector.dropped = self.collector.dropped, []
         self.generated += [rollout for group in dropped for rollout in group]
         self._ahead = self.collector.metrics()

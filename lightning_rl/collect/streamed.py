@@ -82,6 +82,10 @@ class StreamedCollector(Collector):
         self._groups, self._tasks = [], {}
         return groups
 
+    async def evict(self, taken: list[Group]) -> None:
+        await self._cancel()
+        await super().evict(taken)
+
     async def close(self) -> None:
         await self._cancel()
         await super().close()

@@ -1,13 +1,16 @@
 """Filters and dynamic sampling: what is kept, what takes a rejected group's place, when it ends."""
 
+import asyncio
 import json
 
 import pytest
 
 from lightning_rl.agents.base import SingleTurn
+from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
 from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, FilterError, LightningRLError
@@ -202,6 +205,28 @@ def test_no_round_begins_after_the_deadline(tiny_model):
     assert numbers(collection.rollouts) == [n for n in (3, 1, 2, 4) for _ in range(3)]
     with pytest.raises(FilterError, match=r"after 1 rounds only 1 of .* set train_on_rest: true"):
         run.collect([RewardSpread()], refill_seconds=0.0, iteration=1)
+
+
+@pytest.mark.parametrize(
+    "collector", [SyncCollector(), StreamedCollector(), AsyncCollector(max_staleness=0)]
+)
+def test_replacements_that_are_still_written_at_the_deadline_are_evicted(tiny_model, collector):
+    class Stalls(Dice):
+        async def generate(self, token_ids, sampling, seed):
+            if len(self.seeds) == 4 * 3:
+                await asyncio.get_running_loop().create_future()
+            return await super().generate(token_ids, sampling, seed)
+
+    run = Collecting(tiny_model, useful=3)
+    run.pipeline.engine, run.collector = Stalls(), collector
+    found = run.collect([RewardSpread()], refill_seconds=0.5, train_on_rest=True)
+    # 1 2 [3] 4 | 5 6 7, which are never written
+    assert sorted(numbers(found.rollouts)) == [n for n in (1, 2, 3, 4) for _ in range(3)]
+    expired = [r for r in found.generated if r.status is RolloutStatus.EXPIRED]
+    assert numbers(expired) == [n for n in (5, 6, 7) for _ in range(3)]
+    state = found.state_dict()
+    assert [prompt["columns"]["number"] for prompt in state["source"]["again"]] == [5, 6, 7]
+    assert state["collector"] == {"groups": []}
 
 
 class Even(GroupFilter):
