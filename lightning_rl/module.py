@@ -288,6 +288,7 @@ class PolicyModule(OwnLoop, RolloutModule):
                 require_experts(self.policy.lm, strategy.expert)
             for policy in [part for part in self.modules() if isinstance(part, Policy)]:
                 shard(policy, mesh, precision, offload, experts)
+                policy.agree_on_passes()
                 if sequence > 1 or policy.tensor is not None:
                     if self.packs is not None:
                         raise ConfigError(
@@ -441,7 +442,10 @@ class PolicyModule(OwnLoop, RolloutModule):
 
     def fit_packs(self, batch: TensorDict, packs: AutoPacks) -> None:
         """Choose how many tokens a pack has, before anything is computed in packs."""
-        packs.measure(batch, self._trial, self.own_optimizer(), self.optimizer, self.device)
+        filling = self.loaded_policy.filling
+        packs.measure(
+            batch, self._trial, self.own_optimizer(), self.optimizer, self.device, filling
+        )
         self._use_packs()
 
     def _trial(self, pack: TensorDict) -> None:
@@ -581,15 +585,19 @@ class PolicyModule(OwnLoop, RolloutModule):
         Raises:
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
-        ranks = self.loaded_policy.sequence
+        ranks, filling = self.loaded_policy.sequence, self.loaded_policy.filling
         budget = self.max_tokens_per_pack * (1 if ranks is None else ranks.shares)
         while True:
             if done is None or self.stream is None:
                 self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory
-                measured, rest, packs = [], minibatch, split_packs(minibatch, budget)
+                measured, rest, packs = (
+                    [],
+                    minibatch,
+                    split_packs(minibatch, budget, filling=filling),
+                )
             else:
                 measured, rest = list(self.stream.metrics), without(minibatch, done)
-                packs = [] if done.all() else split_packs(rest, budget)
+                packs = [] if done.all() else split_packs(rest, budget, filling=filling)
             # Sharded weights are gathered by all ranks together, for as many packs as any has; and
             # the last backward pass averages over ranks.
             due = list(turns(packs, ranks, together=True, least=int(world_size() > 1)))
@@ -598,7 +606,7 @@ class PolicyModule(OwnLoop, RolloutModule):
                 try:
                     measured.append(self.backward_pack(pack, objective, last=place == len(due)))
                 except RuntimeError as error:
-                    budget, done = smaller_budget(pack, error, ranks), None
+                    budget, done = smaller_budget(pack, error, ranks, filling), None
                     break  # out of here first: the error holds on to what was computed so far
             else:
                 return measured
@@ -633,7 +641,8 @@ class PolicyModule(OwnLoop, RolloutModule):
         if not rows.any():
             return rows, []
         chosen = select(with_host(batch), rows.nonzero().squeeze(1))
-        packs = split_packs(chosen, self.max_tokens_per_pack)
+        filling = self.loaded_policy.filling
+        packs = split_packs(chosen, self.max_tokens_per_pack, filling=filling)
         with self.clock("train"):
             return rows, [
                 self.backward_pack(select(chosen, pack), self.objective, last=False)

@@ -1,5 +1,6 @@
 """Which rows of a packed batch go together: minibatches, a step each, and packs, a pass each."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 
@@ -45,25 +46,40 @@ def deal_groups(places: Tensor, count: int, generator: torch.Generator) -> Seque
     return order.tensor_split(count)
 
 
-def split_packs(batch: TensorDict, max_tokens: int, even: bool = True) -> list[Tensor]:
-    """Cut a batch into packs of at most ``max_tokens`` forward tokens, as rollout indices.
+class Filling(ABC):
+    """Which rollouts go into a pack together, and how many tokens a model computes of them."""
 
-    There are as few packs as filling one after another gives. If ``even``, they are about equally
-    full: the peak is lower, and no small pack leaves a GPU idle. A shared prompt is counted once
-    per pack. Longer rollouts come first, so that neighbours have like lengths; rollouts with one
-    prompt stay neighbours. A rollout longer than the budget gets a pack of its own.
-    """
-    rollouts = host_of(batch)["rollouts"]
-    length, prompt_length, prefix = (
-        rollouts[name].tolist() for name in ("length", "prompt_length", "prefix")
-    )
-    longest: dict[int, int] = {}
-    for p, n in zip(prefix, length, strict=True):
-        longest[p] = max(longest.get(p, 0), n)
-    order = sorted(range(len(length)), key=lambda i: (-longest[prefix[i]], prefix[i], -length[i]))
+    def order(self, rollouts: TensorDict) -> list[int]:
+        """Indices of rollouts so that neighbours fit together; the longest comes first."""
+        length = rollouts["length"].tolist()
+        return sorted(range(len(length)), key=lambda i: -length[i])
 
-    def filled(budget: int) -> list[list[int]]:
+    @abstractmethod
+    def filled(self, rollouts: TensorDict, order: list[int], budget: int) -> list[list[int]]:
         """One pack after another, each until the next rollout would not fit."""
+
+    @abstractmethod
+    def tokens(self, rollouts: TensorDict) -> int:
+        """What a pack of these rollouts takes of the budget."""
+
+
+class SharedPrompts(Filling):
+    """Rollouts are packed, and a prompt that they share is computed once."""
+
+    def order(self, rollouts: TensorDict) -> list[int]:
+        length, prefix = (rollouts[name].tolist() for name in ("length", "prefix"))
+        longest: dict[int, int] = {}
+        for p, n in zip(prefix, length, strict=True):
+            longest[p] = max(longest.get(p, 0), n)
+        # Rollouts with one prompt stay neighbours.
+        return sorted(
+            range(len(length)), key=lambda i: (-longest[prefix[i]], prefix[i], -length[i])
+        )
+
+    def filled(self, rollouts: TensorDict, order: list[int], budget: int) -> list[list[int]]:
+        length, prompt_length, prefix = (
+            rollouts[name].tolist() for name in ("length", "prompt_length", "prefix")
+        )
         packs: list[list[int]] = []
         used, seen = budget, set[int]()
         for i in order:
@@ -77,10 +93,54 @@ def split_packs(batch: TensorDict, max_tokens: int, even: bool = True) -> list[T
             used += cost
         return packs
 
-    packs, too_low = filled(max_tokens), 0
+    def tokens(self, rollouts: TensorDict) -> int:
+        prefix, prompt = (rollouts[name].tolist() for name in ("prefix", "prompt_length"))
+        shared = dict(zip(prefix, prompt, strict=True))
+        written = int((rollouts["length"] - rollouts["prompt_length"]).sum())
+        return written + sum(shared.values())
+
+
+class PaddedLines(Filling):
+    """Each rollout is a line with its prompt, padded to the longest of its pack."""
+
+    def filled(self, rollouts: TensorDict, order: list[int], budget: int) -> list[list[int]]:
+        length = rollouts["length"].tolist()
+        packs: list[list[int]] = []
+        longest = real = 0
+        for i in order:
+            real += length[i]
+            count = len(packs[-1]) + 1 if packs else 0
+            if not packs or count * longest > min(budget, (1 + MAX_PADDING) * real):
+                packs.append([])
+                longest = real = length[i]
+            packs[-1].append(i)
+        return packs
+
+    def tokens(self, rollouts: TensorDict) -> int:
+        return len(rollouts) * int(rollouts["length"].max())
+
+
+SHARED, PADDED = SharedPrompts(), PaddedLines()
+MAX_PADDING = 0.3
+"""Of a pack's tokens, as a share of its rollouts' own; more of it begins another pack."""
+
+
+def split_packs(
+    batch: TensorDict, max_tokens: int, even: bool = True, filling: Filling = SHARED
+) -> list[Tensor]:
+    """Cut a batch into packs of at most ``max_tokens`` forward tokens, as rollout indices.
+
+    There are as few packs as filling one after another gives. If ``even``, they are about equally
+    full: the peak is lower, and no small pack leaves a GPU idle. Longer rollouts come first, so
+    that neighbours have like lengths. ``filling`` says how tokens are counted: a shared prompt once
+    per pack. A rollout longer than the budget gets a pack of its own.
+    """
+    rollouts = host_of(batch)["rollouts"]
+    order = filling.order(rollouts)
+    packs, too_low = filling.filled(rollouts, order, max_tokens), 0
     while even and max_tokens - too_low > 1 + max_tokens // 64:
         budget = (max_tokens + too_low) // 2
-        tried = filled(budget)
+        tried = filling.filled(rollouts, order, budget)
         if len(tried) == len(packs):
             packs, max_tokens = tried, budget
         else:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch.optim import Optimizer
 
 from lightning_rl.data.batch import empty_like, select, with_host
-from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.splitting import SHARED, Filling, split_packs
 from lightning_rl.learn.optimizer_state import state_bytes
 from lightning_rl.models.memory import forward_tokens, is_out_of_memory
 from lightning_rl.models.tensor import local
@@ -54,6 +54,7 @@ class AutoPacks:
         optimizer: Optimizer,
         make: Callable[[Any], Optimizer],
         device: torch.device,
+        filling: Filling = SHARED,
     ) -> int:
         """Find the budget, on all ranks together.
 
@@ -63,11 +64,13 @@ class AutoPacks:
             optimizer: that of the run.
             make: made it, of parameters.
             device: that computes.
+            filling: how the policy's tokens are counted.
         """
         tokens = DEFAULT
         if (free := free_bytes(device)) is not None:
             owed = owed_bytes(optimizer, make)
-            tokens = -int(all_max(torch.tensor(-_fitting(batch, compute, free, owed, device))))
+            fits = _fitting(batch, compute, free, owed, device, filling)
+            tokens = -int(all_max(torch.tensor(-fits)))
             if rank() == 0:
                 _log.info(
                     "model.max_tokens_per_pack: auto is %d from here on: %.1f GiB of the GPU were "
@@ -117,9 +120,10 @@ def _fitting(
     free: int,
     owed: int,
     device: torch.device,
+    filling: Filling,
 ) -> int:
     """The budget of this rank."""
-    small, large = _samples(with_host(batch))
+    small, large = _samples(with_host(batch), filling)
     try:
         compute(small)  # libraries' buffers, which a first pass makes for good, are none of its own
         low, high = peak_bytes(compute, small, device), peak_bytes(compute, large, device)
@@ -127,7 +131,8 @@ def _fitting(
         if not is_out_of_memory(error):
             raise
         return STEP
-    tokens, more = forward_tokens(small), forward_tokens(large) - forward_tokens(small)
+    tokens = forward_tokens(small, filling)
+    more = forward_tokens(large, filling) - tokens
     if more <= 0 or high <= low:  # nothing to train on here: other ranks decide
         return MOST
     for_each = (high - low) / more
@@ -136,10 +141,10 @@ def _fitting(
     return min(MOST, max(STEP, found // STEP * STEP))
 
 
-def _samples(batch: TensorDict) -> tuple[TensorDict, TensorDict]:
+def _samples(batch: TensorDict, filling: Filling) -> tuple[TensorDict, TensorDict]:
     """Two packs of a batch's longest rollouts, over and over, one of twice as many as the other."""
     if not len(batch["rollouts"]):
         return empty_like(batch), empty_like(batch)
-    rows = split_packs(batch, SAMPLE, even=False)[0]
-    times = ceil(SAMPLE / forward_tokens(select(batch, rows)))
+    rows = split_packs(batch, SAMPLE, False, filling)[0]
+    times = ceil(SAMPLE / forward_tokens(select(batch, rows), filling))
     return select(batch, rows.repeat(times)), select(batch, rows.repeat(2 * times))

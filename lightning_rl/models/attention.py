@@ -22,6 +22,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from lightning_rl.data.batch import host_of, ranges, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention_batches import AttentionBatches, Pieces, Segments
+from lightning_rl.models.lines import Lines, lines_of
+from lightning_rl.models.open_attention import OpenScores
 from lightning_rl.models.short_attention import attend_short, is_short
 from lightning_rl.models.varlen import (
     Fused,
@@ -104,6 +106,11 @@ class PackLayout:
             made = windowed_batches((self.seen or self.segments).pieces, window)
             self._windowed[window] = made.to(self.input_ids.device)
         return self._windowed[window]
+
+    @cached_property
+    def lines(self) -> Lines:
+        """One rollout a line, for models that cannot take them packed."""
+        return lines_of(self.segments).to(self.input_ids.device)
 
     @cached_property
     def varlen(self) -> Varlen:
@@ -200,6 +207,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unsupported: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer over a pack: q (1, H, S, D), k and v (1, Hkv, S, D) to (1, S, H, D).
@@ -208,18 +217,24 @@ def packed_attention(
         ConfigError: if the model's attention has a feature that this function would ignore.
     """
     _refuse(module, unsupported)
+    scores = OpenScores.of(softcap, s_aux)
+    if s_aux is not None and layout.exchange is not None:
+        raise ConfigError(
+            f"{type(module).__name__} has attention sinks, one for each head, which processes that "
+            "share heads do not share yet; set sequence: 1"
+        )
     windowed = sliding_window is not None and layout.longest > sliding_window
     window = sliding_window if windowed else None
     # Token-major rows make every gather below a copy of whole rows.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.exchange is not None:
         q, k, v = layout.exchange.gather_tokens(q, k, v)
-    fused = layout.fused
+    fused = layout.fused if scores is None else None
     if fused is not None and not dropout and (q.shape[-1], windowed) in fused.heads:
         q, k, v = (x.to(fused.dtype) for x in (q, k, v))
         output = attend(q, k, v, fused.layout, scaling, fused.kernel, window)
     else:
-        output = _batched(q, k, v, layout, scaling, dropout, window)
+        output = _batched(q, k, v, layout, scaling, dropout, window, scores)
     if layout.exchange is not None:
         output = layout.exchange.gather_heads(output)
     return output[None], None
@@ -234,16 +249,22 @@ def _batched(
     scaling: float | None,
     dropout: float,
     window: int | None,
+    scores: OpenScores | None,
 ) -> Tensor:
     """Attention of q (Q, H, D) on k and v (K, Hkv, D), of shape (Q, H, D), by SDPA over batches."""
     batches = layout.batches_within(window)
     repeats = q.shape[1] // k.shape[1]
     outputs = []
     for batch in batches.parts:
+        mask = batch.mask_for(q)
+        if scores is not None:
+            parts = _gather(q, batch.query), _gather(k, batch.key), _gather(v, batch.key)
+            out = scores.attend(*parts, mask, scaling, dropout)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            continue
         if not dropout and is_short(batch, q, repeats):
             outputs.append(attend_short(batch, q, k, v, scaling))
             continue
-        mask = batch.mask_for(q)
         out = F.scaled_dot_product_attention(
             _gather(q, batch.query),
             _gather(k, batch.key).repeat_interleave(repeats, 1),
@@ -267,9 +288,8 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _refuse(module: nn.Module, features: dict[str, object]) -> None:
-    for name in ("softcap", "s_aux", "position_bias"):
-        if features.get(name) is not None:
-            raise ConfigError(
-                f"{type(module).__name__} uses {name}, which packed attention does not compute; "
-                "use a model without it"
-            )
+    if features.get("position_bias") is not None:
+        raise ConfigError(
+            f"{type(module).__name__} uses position_bias, which packed attention does not compute; "
+            "use a model without it"
+        )

@@ -205,9 +205,14 @@ def batch_segments(segments: Segments) -> AttentionBatches:
 def restored(parts: list[AttentionBatch], queries: int) -> AttentionBatches:
     """Batches that each of so many queries is in once."""
     slots = torch.cat([batch.query.flatten() for batch in parts])
-    restore = torch.empty(queries, dtype=torch.long, device="cpu")
-    restore[slots[slots >= 0]] = (slots >= 0).nonzero().squeeze(1)
-    return AttentionBatches(parts, restore)
+    return AttentionBatches(parts, places_of(slots, queries))
+
+
+def places_of(slots: Tensor, count: int) -> Tensor:
+    """Where in ``slots`` (n,), which has -1 where there is nothing, each of so many numbers is."""
+    places = torch.empty(count, dtype=torch.long, device="cpu")
+    places[slots[slots >= 0]] = (slots >= 0).nonzero().squeeze(1)
+    return places
 
 
 def _whole(segments: Segments) -> Tensor:

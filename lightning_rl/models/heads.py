@@ -21,7 +21,14 @@ from transformers import (
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, PackLayout
-from lightning_rl.models.pretrained import PLAIN, model_of, skeleton, without_weights
+from lightning_rl.models.logit_map import LogitMap
+from lightning_rl.models.pretrained import (
+    PLAIN,
+    keep_own_attention,
+    model_of,
+    skeleton,
+    without_weights,
+)
 from lightning_rl.models.quantized_layers import quantized_layers
 from lightning_rl.models.sampling import (
     Penalties,
@@ -93,7 +100,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """Logprob of each target and entropy of its distribution, never holding all logits at once.
 
     Backward recomputes each chunk's logits: with p = softmax(z / τ) and H its entropy,
-    d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the penalties' slope.
+    d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the slope of the
+    model's own map of logits and of penalties.
     Products are computed in ``dtype``, to which weights are cast once a pass; autocast, which would
     repeat it for each chunk, is off meanwhile.
     """
@@ -225,6 +233,7 @@ def token_logprobs(
     fp32: bool = False,
     vocabulary: Vocabulary = WHOLE,
     compiled: bool = False,
+    logit_map: LogitMap | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of ``targets`` and entropies, float32, both (M,), of the distribution sampled from.
 
@@ -235,8 +244,9 @@ def token_logprobs(
     logits are computed in float32, whatever dtype the states have. ``vocabulary`` says which part
     of the logits this rank computes. With ``compiled``, ``torch.compile`` makes few kernels of what
     is computed of a chunk of logits, where no setting but the temperature is in use.
+    ``logit_map`` is what the model makes of its head's products; None: they are its logits.
     """
-    by = sampled_by(targets, temperature, top_k, top_p, no_end, ends, min_p, penalties)
+    by = sampled_by(targets, temperature, top_k, top_p, no_end, ends, min_p, penalties, logit_map)
     by, dtype = vocabulary.settings(by), _logits_dtype(hidden, fp32)
     weight, bias = vocabulary.matrix(output)
     compiled = compiled and by.is_plain
@@ -292,8 +302,9 @@ def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"value_head model={model!r} cannot be loaded: {error}") from error
+    keep_own_attention(found)
     body = found.base_model.to(torch.get_default_device()).train()
     linear = _zero_linear(body)
     score = getattr(found, "score", None)

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.data.batch import empty_like, select, with_host
-from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.splitting import SHARED, Filling, split_packs
 from lightning_rl.errors import PackMemoryError
 from lightning_rl.models.sequence import PackRanks, turns
 from lightning_rl.run.dist import world_size
@@ -26,6 +26,7 @@ def each_pack(
     max_tokens: int,
     together: bool = False,
     ranks: PackRanks | None = None,
+    filling: Filling = SHARED,
 ) -> Iterator[tuple[Tensor, T]]:
     """``call`` on packs of the rollouts ``rows`` (r,) of a batch: the rows of each, and what came.
 
@@ -38,7 +39,7 @@ def each_pack(
     """
     batch, rows = with_host(batch), rows.cpu()
     budget = max_tokens * (1 if ranks is None else ranks.shares)
-    packs = [rows[p] for p in split_packs(select(batch, rows), budget)]
+    packs = [rows[p] for p in split_packs(select(batch, rows), budget, filling=filling)]
     left = rows
     for members in turns(packs, ranks, together):
         if members is None:
@@ -48,13 +49,13 @@ def each_pack(
         try:
             result = call(pack)
         except RuntimeError as error:
-            max_tokens = smaller_budget(pack, error, ranks)
+            max_tokens = smaller_budget(pack, error, ranks, filling)
             break  # leave the block first: the error keeps the computed tensors alive
         left = left[~torch.isin(left, members)]
         yield members, result
     else:
         return
-    yield from each_pack(call, batch, left, max_tokens, together, ranks)
+    yield from each_pack(call, batch, left, max_tokens, together, ranks, filling)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -63,7 +64,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
 
 
-def smaller_budget(pack: TensorDict, error: RuntimeError, ranks: PackRanks | None = None) -> int:
+def smaller_budget(
+    pack: TensorDict,
+    error: RuntimeError,
+    ranks: PackRanks | None = None,
+    filling: Filling = SHARED,
+) -> int:
     """Half the forward tokens of a pack that failed: for ``split_packs``, to try again.
 
     Raises:
@@ -73,7 +79,7 @@ def smaller_budget(pack: TensorDict, error: RuntimeError, ranks: PackRanks | Non
     """
     if not is_out_of_memory(error):
         raise error
-    tokens, size = forward_tokens(pack), 1 if ranks is None else ranks.shares
+    tokens, size = forward_tokens(pack, filling), 1 if ranks is None else ranks.shares
     count, what = len(pack["rollouts"]), str(error).splitlines()[0]
     if count == 1:
         raise PackMemoryError(
@@ -94,8 +100,6 @@ def smaller_budget(pack: TensorDict, error: RuntimeError, ranks: PackRanks | Non
     return tokens // 2
 
 
-def forward_tokens(pack: TensorDict) -> int:
+def forward_tokens(pack: TensorDict, filling: Filling = SHARED) -> int:
     """Tokens that the model computes for a pack: a prompt that rollouts share counts once."""
-    rollouts = pack["rollouts"]
-    shared = dict(zip(rollouts["prefix"].tolist(), rollouts["prompt_length"].tolist(), strict=True))
-    return int((rollouts["length"] - rollouts["prompt_length"]).sum()) + sum(shared.values())
+    return filling.tokens(pack["rollouts"])

@@ -14,11 +14,13 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import host_of, select, tokens_of_rows, with_host
 from lightning_rl.data.ends import ends_of
 from lightning_rl.data.routing import UNKNOWN
+from lightning_rl.data.splitting import SHARED, Filling
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout, of_all_tokens
-from lightning_rl.models.exact_packing import require_exact_packing
+from lightning_rl.models.exact_passes import agreed, exact_pass, exact_pass_of_body, own_logprobs
 from lightning_rl.models.export import ModelExport, StoredDtypes
 from lightning_rl.models.heads import ValueHead, token_logprobs
+from lightning_rl.models.logit_map import logit_map_of
 from lightning_rl.models.lora import (
     LoRA,
     adapter_weights,
@@ -28,6 +30,7 @@ from lightning_rl.models.lora import (
     merged_weights,
 )
 from lightning_rl.models.memory import each_pack
+from lightning_rl.models.passes import PACKED, BodyPass, require_packed
 from lightning_rl.models.preparation import (
     compile_each_layer,
     compiles_by_default,
@@ -103,7 +106,9 @@ class Policy(nn.Module):
         self.tensor: TensorRanks | None = None
         """Ranks that have its matrices together with this one; None: it has all of them."""
         self.vocabulary: Vocabulary = WHOLE
+        self.logit_map = logit_map_of(self.lm.config)
         self.compiled = False
+        self.body_pass: BodyPass = PACKED
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = ends_of(self.tokenizer).token_ids
@@ -131,9 +136,15 @@ class Policy(nn.Module):
         self.routing = routing_of(self.lm)
         self.replays = False
         """Whether tokens go to the ``routed_experts`` of their packs, where these are known."""
-        require_exact_packing(self.lm, lambda pack: self(pack).logprobs, self.reader)
+        critic = self._critic
+        self.critic_pass = PACKED if critic is None else exact_pass_of_body(critic, self.reader)
+        self.body_pass = exact_pass(self.lm, self._logprobs_by, own_logprobs, self.reader)
+        if compile_layers:
+            self._require_packed("compile_layers", True, False)
         if compile_layers is None:
-            compile_layers = compiles_by_default(self.lm, self.recompute, quantization is not None)
+            compile_layers = self.filling is SHARED and compiles_by_default(
+                self.lm, self.recompute, quantization is not None
+            )
         if compile_layers:
             self.compile_layers()
 
@@ -151,6 +162,7 @@ class Policy(nn.Module):
         Raises:
             ConfigError: if the ranks cannot share them.
         """
+        self._require_packed("tensor", ranks.size, 1)
         require_splittable(self.lm, self.lora, ranks.size)
         size = self.lm.get_output_embeddings().weight.shape[0]
         split(self.lm, ranks)
@@ -170,7 +182,36 @@ class Policy(nn.Module):
                 f"balance needs the routers' choices for a whole pack, and sequence={ranks} "
                 "leaves them on several processes; leave out balance, or set sequence: 1"
             )
+        if ranks > 1:
+            self._require_packed("sequence", ranks, 1)
         self.sequence = PackRanks(self.lm.config, ranks, self.tensor)
+
+    def agree_on_passes(self) -> None:
+        """Compute packs as rank 0 does, which has found out how; all ranks call it together."""
+        self.body_pass, self.critic_pass = agreed(self.body_pass), agreed(self.critic_pass)
+        self.body_pass.prepare(self.lm)
+        if (critic := self._critic) is not None:
+            self.critic_pass.prepare(critic)
+
+    @property
+    def filling(self) -> Filling:
+        """What fills a pack, be it for the model or for a critic's own body."""
+        return self.body_pass.filling if self.critic_pass.packed else self.critic_pass.filling
+
+    @property
+    def _critic(self) -> PreTrainedModel | None:
+        """The body of a critic that has its own."""
+        return None if self.value_head is None else self.value_head.body
+
+    def _logprobs_by(self, body_pass: BodyPass, pack: TensorDict) -> Tensor:
+        """Those of a pack, computed so."""
+        self.body_pass = body_pass
+        return self(pack).logprobs
+
+    def _require_packed(self, setting: str, value: int, instead: int) -> None:
+        require_packed(self.lm, self.body_pass, setting, value, instead)
+        if (critic := self._critic) is not None:
+            require_packed(critic, self.critic_pass, setting, value, instead)
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
@@ -185,8 +226,9 @@ class Policy(nn.Module):
     def _scores(self, pack: TensorDict, layout: PackLayout) -> Scores:
         if self.routing is not None:
             known = pack["tokens"].get("routed_experts", None) if self.replays else None
-            self.routing.begin(None if known is None else known[layout.tokens])
-        hidden = self._states(pack, layout, self.lm)
+            known = None if known is None else known[layout.tokens]
+            self.routing.begin(known, self.body_pass.lines(layout))
+        hidden = self._states(pack, layout, self.lm, self.body_pass)
         cuts, min_p = settings_in_use(host_of(pack)["rollouts"])
         rollouts = pack["rollouts"][layout.rows]
         logprobs, entropy = token_logprobs(
@@ -203,27 +245,24 @@ class Policy(nn.Module):
             self.cast_lm_head_to_fp32,
             self.vocabulary,
             self.compiled,
+            self.logit_map,
         )
         values = None
         if self.value_head is not None:
             if self.value_head.body is not None:
-                hidden = self._states(pack, layout, self.value_head.body)
+                hidden = self._states(pack, layout, self.value_head.body, self.critic_pass)
             values = self.value_head(hidden, layout)
         heard = None if self.routing is None else self.routing.heard()
         return Scores(layout.live, logprobs, entropy, values, heard)
 
-    def _states(self, pack: TensorDict, layout: PackLayout, lm: PreTrainedModel) -> Tensor:
+    def _states(
+        self, pack: TensorDict, layout: PackLayout, lm: PreTrainedModel, body_pass: BodyPass
+    ) -> Tensor:
         """The last states (S, D) of a model's body, of a pack's layout."""
-        layout.prepare(lm)
         if self.reader is not None and ("picture" in pack["tokens"] or world_size() > 1):
+            layout.prepare(lm)
             return scored_states(self.reader, lm, pack, layout)
-        states: Tensor = lm.base_model(
-            input_ids=layout.input_ids[None],
-            position_ids=layout.position_ids[None],
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state[0]
-        return states
+        return body_pass.states(lm, layout)
 
     def with_sight(self, batch: TensorDict) -> TensorDict:
         """Let a batch know what its tokens see, and return it; one without pictures stays.
@@ -283,7 +322,7 @@ class Policy(nn.Module):
         names = (name,) if self.value_head is None else (name, "values")
         outputs = {column: torch.zeros_like(tokens["rollout_logprobs"]) for column in names}
         for members, scores in each_pack(
-            self, hosted, rows, max_tokens, self.sharded, self.sequence
+            self, hosted, rows, max_tokens, self.sharded, self.sequence, self.filling
         ):
             # Rows of a pack ascend, so its tokens keep the batch's order.
             within = tokens_of_rows(length, members)

@@ -26,7 +26,6 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION
-from lightning_rl.models.exact_packing import OTHER_MODEL
 from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.packed_reading import PackedReading
 from lightning_rl.models.quantization import Quantization
@@ -163,13 +162,11 @@ def load_lm(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report on a refused model fills a page
     try:
-        if without_weights():
-            lm = skeleton(load_config(model, loading), loading, ATTENTION)
-        elif random_init:
-            with torch.device("cpu"):  # the same numbers for every device
-                lm = skeleton(load_config(model, loading), loading, ATTENTION)
-        else:
-            lm = _read_lm(model, loading, quantization)
+        try:
+            lm = _made(model, random_init, loading, quantization, ATTENTION)
+        except KeyError:  # an architecture with its own table of attentions
+            lm = _made(model, random_init, loading, quantization, None)
+        keep_own_attention(lm)
         if quantization is not None:
             require_finite(model, lm.named_parameters())  # while they are numbers
             quantize(lm, quantization)
@@ -182,22 +179,33 @@ def load_lm(
             f"model={model!r}: its weights are pickles of more than tensors, which could run code; "
             "use a model in safetensors"
         ) from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, KeyError) as error:
         raise ConfigError(not_found(model, "causal LM", error)) from error
-    except KeyError as error:  # an architecture with its own table of attentions
-        raise ConfigError(
-            f"model={model!r}: its architecture takes no other attention than its own, so rollouts "
-            f"cannot be packed; {OTHER_MODEL}"
-        ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(lm.config, name, None) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"model={model!r} sets {name}={getattr(lm.config, name)}, which the policy head "
-                "does not compute; use a model without it"
-            )
     return lm
+
+
+def keep_own_attention(lm: PreTrainedModel) -> None:
+    """Let masks be made as its layers need them, if these do not ask which attention is set."""
+    if lm.config._attn_implementation == ATTENTION and not lm._can_set_attn_implementation():
+        lm.config._attn_implementation = "eager"
+
+
+def _made(
+    model: str,
+    random_init: bool,
+    loading: Loading,
+    quantization: Quantization | None,
+    attention_name: str | None,
+) -> PreTrainedModel:
+    """The model, which attends by this; None: by what it has."""
+    if without_weights():
+        return skeleton(load_config(model, loading), loading, attention_name)
+    if random_init:
+        with torch.device("cpu"):  # the same numbers for every device
+            return skeleton(load_config(model, loading), loading, attention_name)
+    return _read_lm(model, loading, quantization, attention_name)
 
 
 def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
@@ -208,7 +216,9 @@ def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
     return deepcopy(lm, {id(parameter): parameter for parameter in lm.parameters()})
 
 
-def _read_lm(model: str, loading: Loading, quantization: Quantization | None) -> PreTrainedModel:
+def _read_lm(
+    model: str, loading: Loading, quantization: Quantization | None, attention_name: str | None
+) -> PreTrainedModel:
     packed = None
     if quantization is not None:
         if getattr(load_config(model, loading), "quantization_config", None):
@@ -224,7 +234,7 @@ def _read_lm(model: str, loading: Loading, quantization: Quantization | None) ->
         lm, info = lm_class(config).from_pretrained(
             model,
             dtype=torch.float32,
-            attn_implementation=attention(config, ATTENTION),
+            attn_implementation=attention_name and attention(config, attention_name),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, in our words
             quantization_config=packed,
@@ -342,13 +352,13 @@ def without_weights() -> bool:
 def skeleton(
     config: PretrainedConfig,
     loading: Loading,
-    attention_name: str,
+    attention_name: str | None,
     kind: type[AutoModel] | None = None,
 ) -> PreTrainedModel:
     """The model that ``from_pretrained`` would give, in float32, without reading its weights."""
     made: PreTrainedModel = (kind or lm_class(config)).from_config(
         config,
-        attn_implementation=attention(config, attention_name),
+        attn_implementation=attention_name and attention(config, attention_name),
         trust_remote_code=loading.trust_remote_code,
     )
     return made.float()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.lines import Lines
 
 
 class Weighing(NamedTuple):
@@ -55,14 +56,16 @@ class Routing:
         self._weighing, self._layers = weighing, list(routers)
         self._replayed: Tensor | None = None
         self._listening = False
+        self._lines: Lines | None = None
         self._passed: list[tuple[Tensor, Tensor, Tensor]] = []
         for layer, router in enumerate(routers.values()):
             router.register_forward_hook(partial(self._choose, layer))
 
-    def begin(self, replayed: Tensor | None = None) -> None:
+    def begin(self, replayed: Tensor | None = None, lines: Lines | None = None) -> None:
         """A pass over S tokens begins, with these experts (S, L, K); None: the routers' own.
 
-        Experts may also be of all layers of the model, as vLLM has them.
+        Experts may also be of all layers of the model, as vLLM has them. ``lines`` say which tokens
+        routers see, and where the S are among them; None: these.
 
         Raises:
             ConfigError: if they are of another number of layers.
@@ -74,6 +77,9 @@ class Routing:
                     f"{len(self._layers)} routers; were they recorded with another model?"
                 )
             replayed = replayed[:, self._layers]
+        if replayed is not None and lines is not None:
+            replayed = replayed[lines.source.flatten()]
+        self._lines = lines
         self._replayed, self._listening, self._passed = replayed, True, []
 
     def chosen(self) -> Tensor:
@@ -105,7 +111,10 @@ class Routing:
     def _end(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Of each layer: logits, the experts that tokens were sent to, those of the router."""
         passed, self._passed, self._listening = self._passed, [], False
-        return passed
+        if self._lines is None:
+            return passed
+        place = self._lines.place
+        return [(logits[place], chosen[place], own[place]) for logits, chosen, own in passed]
 
     @torch.compiler.disable
     def _choose(self, layer: int, router: nn.Module, inputs: Any, output: Any) -> Any:

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_rl.data.batch import token_rows
+from lightning_rl.models.logit_map import LogitMap
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ CUT = -1e9
 class SampledBy:
     """How M tokens were sampled: columns (M, 1), None where no token has such a setting.
 
-    ``no_end`` marks where the ``ends`` (E,) could not be sampled.
+    ``no_end`` marks where the ``ends`` (E,) could not be sampled. ``logit_map`` is the model's own;
+    None: its logits are the products of its output head.
     """
 
     temperature: Tensor
@@ -99,10 +101,11 @@ class SampledBy:
     no_end: Tensor | None
     ends: Tensor
     penalties: Penalties | None
+    logit_map: LogitMap | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but a temperature decided how tokens were sampled."""
+        """Whether nothing but a temperature decided how tokens were sampled from logits."""
         settings = (self.top_k, self.top_p, self.min_p, self.no_end, self.penalties)
         return all(setting is None for setting in settings)
 
@@ -111,10 +114,10 @@ class SampledBy:
         cut = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _WHOLE}
         penalties = None if self.penalties is None else self.penalties.rows(part)
         cut = {name: None if column is None else column[part] for name, column in cut.items()}
-        return SampledBy(**cut, ends=self.ends, penalties=penalties)
+        return SampledBy(**cut, ends=self.ends, penalties=penalties, logit_map=self.logit_map)
 
 
-_WHOLE = ("ends", "penalties")
+_WHOLE = ("ends", "penalties", "logit_map")
 
 
 def settings_in_use(rollouts: TensorDict) -> tuple[bool, bool]:
@@ -134,6 +137,7 @@ def sampled_by(
     ends: Sequence[int],
     min_p: Tensor | None = None,
     penalties: Penalties | None = None,
+    logit_map: LogitMap | None = None,
 ) -> SampledBy:
     """For ``sampled_logits``, of the targets (M,): settings that cut nothing are left out."""
     # Engines cut nothing where they take the likeliest.
@@ -158,6 +162,7 @@ def sampled_by(
         no_end,
         end_ids,
         penalties,
+        logit_map,
     )
 
 
@@ -171,12 +176,15 @@ def sampled_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """Logits (m, V), float32 at least, of the distribution that was sampled from; all of one dtype.
 
-    In the order of the engines: penalties, end tokens where none could be, temperature, min-p,
-    top-k, top-p. Also returns their slope (m, V) in the model's logits, but for the temperature;
-    None: 1.
+    In the order of the engines: the model's own map, penalties, end tokens where none could be,
+    temperature, min-p, top-k, top-p. Also returns their slope, (m, V) or (1, 1), in the products of
+    the output head, but for the temperature; None: 1.
     """
     logits = at_least_float32(nn.functional.linear(hidden, weight, bias))
-    slope = None if by.penalties is None else by.penalties.apply(logits)
+    slope = None if by.logit_map is None else by.logit_map.apply(logits)
+    if by.penalties is not None:
+        penalized = by.penalties.apply(logits)
+        slope = penalized if slope is None else penalized.mul_(slope)
     scaled = logits.div_(by.temperature)
     if by.no_end is not None:
         scaled[:, by.ends] = scaled[:, by.ends].masked_fill(by.no_end, CUT)

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 from lightning_rl.data.batch import PackedBatch
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
+from lightning_rl.models.attention_batches import places_of
 from lightning_rl.models.exchange import AllToAll
 from lightning_rl.models.routing import Heard
 from lightning_rl.models.sharing import (
@@ -33,7 +34,6 @@ from lightning_rl.models.sharing import (
     Sharing,
     head_counts,
     head_ranks,
-    rows_of,
 )
 from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.run.dist import all_reduce_max
@@ -163,7 +163,7 @@ class PackRanks:
         dealt = self.sharing.deal(layout.segments)
         device, share = layout.tokens.device, len(dealt.order) // self.shares
         begin = self.share * share
-        predictors = rows_of(dealt.order, len(layout.tokens)).to(device)[layout.predictors]
+        predictors = places_of(dealt.order, len(layout.tokens)).to(device)[layout.predictors]
         holder = predictors // share
         own = (holder == self.share).nonzero().squeeze(1)
         tokens = dealt.order[begin : begin + share].clamp(min=0).to(device)  # lacking: the first

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lightning_rl.models.attention import Attending, TokenExchange
-from lightning_rl.models.attention_batches import Segments
+from lightning_rl.models.attention_batches import Segments, places_of
 from lightning_rl.models.key_exchange import InTurn, KeyExchange
 from lightning_rl.models.query_shares import PlacedQueries, deal, tokens_of
 
@@ -106,15 +106,8 @@ class QuerySharing:
         dealt = deal(segments.length.tolist(), before.tolist(), self.places, room)
         tokens = [tokens_of(segments, pieces) for pieces in dealt]
         order = torch.cat([F.pad(own, (0, room - len(own)), value=-1) for own in tokens])
-        seen = PlacedQueries.of(segments, dealt[self.place], rows_of(order, count))
+        seen = PlacedQueries.of(segments, dealt[self.place], places_of(order, count))
         exchange: TokenExchange = KeyExchange(self.others, room, int(seen.asking.sum()))
         if self.exchange is not None:
             exchange = InTurn(self.exchange(room), exchange)
         return Dealt(order, exchange, seen)
-
-
-def rows_of(order: Tensor, count: int) -> Tensor:
-    """Where in ``order`` each of so many tokens is, (S,)."""
-    rows = torch.empty(count, dtype=torch.long, device="cpu")
-    rows[order[order >= 0]] = (order >= 0).nonzero().squeeze(1)
-    return rows

@@ -36,21 +36,24 @@ def is_short(batch: AttentionBatch, query: Tensor, repeats: int) -> bool:
 def attend_short(
     batch: AttentionBatch, q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> Tensor:
-    """Attention of q (S, Hq, D) on k and v (S, H, D), of a batch's N Lq queries: (N Lq, Hq, D)."""
-    heads, width = k.shape[1:]
+    """Attention of q (S, Hq, D) on k and v (S, H, D), of a batch's N Lq queries: (N Lq, Hq, D).
+
+    Values may have another width than keys.
+    """
+    heads = k.shape[1]
     made_for = q.shape[1] // heads, heads, q.dtype
     if made_for not in batch.prepared:
         batch.prepared[made_for] = _Rows.of(batch, *made_for)
     rows: _Rows = batch.prepared[made_for]
     count, _, queries = rows.query.shape
     query, key, value = (
-        F.embedding(index, x.reshape(len(x) * heads, -1)).view(count * heads, -1, width)
+        F.embedding(index, x.reshape(len(x) * heads, -1)).view(count * heads, -1, x.shape[-1])
         for index, x in ((rows.query, q), (rows.key, k), (rows.key, v))
     )
-    scale = width**-0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.baddbmm(rows.bias, query, key.transpose(1, 2), alpha=scale)
     out = scores.softmax(-1) @ value
-    return out.view(count, heads, queries, -1).transpose(1, 2).reshape(-1, q.shape[1], width)
+    return out.view(count, heads, queries, -1).transpose(1, 2).reshape(-1, q.shape[1], v.shape[-1])
 
 
 @dataclass(slots=True)

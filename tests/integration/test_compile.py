@@ -11,6 +11,7 @@ from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.extend import Policy
 from lightning_rl.models import attention, heads, varlen
 from lightning_rl.models.heads import token_logprobs
+from lightning_rl.models.logit_map import LogitMap
 from lightning_rl.module import PolicyModule
 from tests.support.mixtures import saved_mixture
 from tests.support.traced_kernel import traced_varlen
@@ -93,10 +94,13 @@ def test_compiled_passes_over_logits_are_the_same_in_any_chunk(monkeypatch):
     linear = nn.Linear(8, 50, dtype=torch.double)
     hidden = torch.randn(7, 8, dtype=torch.double, requires_grad=True)
     targets, temperature = torch.randint(50, (7,)), torch.rand(7).double() + 0.5
-    for weights in ((1.0, 0.0), (1.0, 1.0), (0.0, 1.0)):
+    capped = LogitMap(scale=0.5, cap=2.0)
+    for *weights, logit_map in ((1.0, 0.0, None), (1.0, 1.0, capped), (0.0, 1.0, None)):
         found = []
         for compiled in (False, True):
-            outputs = token_logprobs(hidden, linear, targets, temperature, compiled=compiled)
+            outputs = token_logprobs(
+                hidden, linear, targets, temperature, compiled=compiled, logit_map=logit_map
+            )
             loss = sum(w * x.square().sum() for w, x in zip(weights, outputs, strict=True) if w)
             inputs = (hidden, linear.weight, linear.bias)
             found.append((*outputs, *torch.autograd.grad(loss, inputs)))

@@ -101,7 +101,7 @@ def measure_activations(
     ``tiled``: MLPs compute some tokens at a time. ``gathered``: weights come from several
     processes, in 16 bits if these compute so. ``bonus``: entropies have a loss, too.
     """
-    mixed, tokens = precision == "bf16-mixed", forward_tokens(sample)
+    mixed, tokens = precision == "bf16-mixed", forward_tokens(sample, policy.filling)
     if precision == "bf16-true" and policy.lm.dtype != torch.bfloat16:
         policy = copy.deepcopy(policy).bfloat16()
     elif mixed and gathered:
@@ -144,7 +144,7 @@ def follow(policy: Policy, sample: TensorDict, mixed: bool = False, bonus: bool 
     vocabulary = policy.lm.get_output_embeddings().weight.shape[0]
     logits = int(sample["tokens", "loss_mask"].sum()) * vocabulary
     chunk = 4 * min(chunk_elements(policy.lm.device), logits)
-    return Pass(forward_tokens(sample), chunk, kept.grows, sent, parts.found())
+    return Pass(forward_tokens(sample, policy.filling), chunk, kept.grows, sent, parts.found())
 
 
 class _Parts:

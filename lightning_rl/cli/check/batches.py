@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from lightning_rl.data.batch import select
-from lightning_rl.data.splitting import split_minibatches, split_packs
+from lightning_rl.data.splitting import SHARED, Filling, split_minibatches, split_packs
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, SamplingDistribution
 
@@ -141,11 +141,13 @@ def widest(all_of: Sequence[SamplingDistribution]) -> SamplingDistribution:
     return SamplingDistribution(**asked)
 
 
-def cut(batch: TensorDict, minibatches: int, max_tokens_per_pack: int) -> list[list[TensorDict]]:
+def cut(
+    batch: TensorDict, minibatches: int, max_tokens_per_pack: int, filling: Filling = SHARED
+) -> list[list[TensorDict]]:
     """The packs of each minibatch on one process, as full as those of any batch can be."""
     generator = torch.Generator().manual_seed(0)
     parts = [select(batch, rows) for rows in split_minibatches(batch, minibatches, generator)]
     return [
-        [select(part, rows) for rows in split_packs(part, max_tokens_per_pack, even=False)]
+        [select(part, rows) for rows in split_packs(part, max_tokens_per_pack, False, filling)]
         for part in parts
     ]

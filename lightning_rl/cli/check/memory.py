@@ -114,7 +114,7 @@ def training_memory(
     group = pack["rollouts", "group"]
     if sample is None:
         sample = select(pack, (group == group[0]).nonzero().squeeze(1))
-    tokens, ranks = forward_tokens(pack), placement.sequence
+    tokens, ranks = forward_tokens(pack, policy.filling), placement.sequence
     tile = None if policy.recompute is None else policy.recompute.mlp_tokens
     tiled = tile is not None and tile < tokens // ranks
     # FSDP2 copies even what one process has whole.

@@ -109,13 +109,15 @@ class Learning:
         written = group_size * rows
         batch = self._largest(groups, written, tokens)
         budget = policy.max_tokens_per_pack * placement.sequence
+        filling = policy.loaded_policy.filling
         if ranks == 1:
-            parts = cut(batch, policy.minibatches, budget)
+            parts = cut(batch, policy.minibatches, budget, filling)
         else:
             # Each minibatch is dealt of all ranks' groups, and may take most from this one.
             share = largest_share(data.groups_per_iteration, ranks, policy.minibatches)
-            parts = cut(self._largest(share, written, tokens), 1, budget)
-        largest = max((pack for packs in parts for pack in packs), key=forward_tokens)
+            parts = cut(self._largest(share, written, tokens), 1, budget, filling)
+        packs = [pack for packs in parts for pack in packs]
+        largest = max(packs, key=lambda pack: forward_tokens(pack, filling))
         epochs = self.module.trainer.max_epochs
         plan = BatchPlan(
             prompts=len(self.prompts),
@@ -126,7 +128,7 @@ class Learning:
             minibatches=policy.minibatches,
             ppo_epochs=policy.ppo_epochs,
             packs=max(len(packs) for packs in parts),
-            pack_tokens=forward_tokens(largest),
+            pack_tokens=forward_tokens(largest, filling),
             iterations_per_epoch=data.iterations_per_epoch,
             epochs=epochs if epochs is not None and epochs > 0 else None,
             schedule=getattr(policy, "schedule", EveryIteration()),

@@ -1,4 +1,4 @@
-"""Which architectures packed scoring is exact for, and that all others are refused."""
+"""Which architectures packed scoring is exact for; what cannot be scored exactly is refused."""
 
 import pytest
 import torch
@@ -8,13 +8,9 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.stacked import FileNames
-from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.architectures import GROUPED, HEADS, TOKENS, WIDTH, saved
 from tests.support.tolerances import gradient_rounding, scores_rounding
 
-TOKENS = {"vocab_size": 16, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2}
-WIDTH = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
-GROUPED = TOKENS | HEADS | WIDTH | {"num_key_value_heads": 2}
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 EXACT = {
@@ -40,57 +36,48 @@ EXACT = {
         **TOKENS, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
         word_embed_proj_dim=32, max_position_embeddings=64, init_std=0.2, dropout=0.5,
     ),
-    # Mixture of experts; values narrower than keys, and no grouped heads.
+    # Mixture of experts, and no grouped heads.
     "mixtral": lambda: hf.MixtralConfig(
         **GROUPED, num_local_experts=4, router_jitter_noise=0.1
     ),
+    # Values narrower than keys.
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **TOKENS | HEADS | WIDTH, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=4, n_routed_experts=4, n_group=1,
+        topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, moe_intermediate_size=16,
+    ),
+    # Logits multiplied after the head; divided.
+    "cohere": lambda: hf.CohereConfig(**GROUPED),
+    "cohere2": lambda: hf.Cohere2Config(
+        **GROUPED, sliding_window=3, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "granite": lambda: hf.GraniteConfig(
+        **GROUPED, logits_scaling=3.0, embedding_multiplier=2.0, attention_multiplier=0.3
+    ),
+    # Logits and attention scores capped, at less than they reach.
+    "gemma2": lambda: hf.Gemma2Config(
+        **GROUPED, head_dim=8, sliding_window=3, query_pre_attn_scalar=8,
+        attn_logit_softcapping=0.5, final_logit_softcapping=1.0,
+    ),
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **GROUPED, head_dim=8, global_head_dim=16, sliding_window=3, num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=16, final_logit_softcapping=1.0,
+    ),
+    # Attention sinks.
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
 }  # fmt: skip
 REFUSED = {
-    "logits multiplied after the head": (
-        lambda: hf.CohereConfig(**GROUPED), "logit_scale=0.0625",
-    ),
-    "logits divided after the head": (
-        lambda: hf.GraniteConfig(**GROUPED, logits_scaling=2.0), "logits_scaling=2.0",
-    ),
-    "logits capped after the head": (
-        lambda: hf.Gemma2Config(**GROUPED, head_dim=8), "final_logit_softcapping=30.0",
-    ),
-    "attention scores capped": (
-        lambda: hf.Gemma2Config(**GROUPED, head_dim=8, final_logit_softcapping=None), "softcap",
-    ),
-    "attention sinks": (
-        lambda: hf.GptOssConfig(
-            **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=1
-        ), "s_aux",
-    ),
-    "a state-space model": (
-        lambda: hf.MambaConfig(**TOKENS, hidden_size=32, num_hidden_layers=2), "not exact",
-    ),
-    "convolutions between attention layers": (
-        lambda: hf.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]), "not exact",
-    ),
     "a transform before the head": (
-        lambda: hf.BertConfig(**TOKENS | HEADS | WIDTH, is_decoder=True), "not exact",
+        lambda: hf.BertConfig(**TOKENS | HEADS | WIDTH, is_decoder=True), "otherwise than alone",
     ),
-    "a table of attention classes": (
-        lambda: hf.FalconConfig(
-            **TOKENS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
-        ),
-        "no other attention than its own",
-    ),
-    "layers that pass no arguments on": (
-        lambda: hf.StableLmConfig(**GROUPED), "cannot score packed rollouts",
+    "logits multiplied by what others divide by": (
+        lambda: hf.HyperCLOVAXConfig(**GROUPED, logits_scaling=3.0), "otherwise than alone",
     ),
 }  # fmt: skip
-
-
-def saved(config, directory) -> str:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(config).float()
-    model.save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    return str(directory)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -98,6 +85,7 @@ def test_exact(name, tmp_path, random_rollouts):
     directory = saved(EXACT[name](), tmp_path)
     rollouts = random_rollouts(0)
     policy = Policy(directory)
+    assert policy.body_pass.packed
     plain = hf.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     own = FileNames(plain).each(plain.state_dict().items())
     assert dict(policy.named_weights()).keys() == dict(own).keys()

@@ -4,14 +4,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+)
 
 from benchmarks.memory import peak_while
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import heads
 from lightning_rl.models.attention import build_layout
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
+from lightning_rl.models.logit_map import LogitMap, logit_map_of
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.sampling import Penalties
 from tests.support.tiers import follows_memory
 from tests.support.tolerances import distance, norm_rounding, rounding, scores_rounding
 
@@ -111,6 +120,53 @@ def test_the_hand_calculated_case():
     # At temperature 1/2 the logits double: probabilities 9/10 and 1/10.
     assert logprobs.exp().tolist() == pytest.approx([0.75, 0.1])
     assert entropy.tolist() == pytest.approx([0.562335, 0.325083], abs=1e-6)
+
+
+def test_a_cap_and_a_scale_by_hand():
+    """Products (2, -1), halved and capped at 1: tanh(1) and tanh(-1/2)."""
+    products = torch.tensor([[2.0, -1.0]])
+    slope = LogitMap(scale=0.5, cap=1.0).apply(products)
+    assert products.tolist() == [[pytest.approx(0.761594), pytest.approx(-0.462117)]]
+    # (1 - tanh^2) / 2
+    assert slope.tolist() == [[pytest.approx(0.209987), pytest.approx(0.393224)]]
+    products = torch.tensor([[2.0, -1.0]])
+    assert LogitMap(scale=0.5).apply(products).tolist() == [[0.5]]
+    assert products.tolist() == [[1.0, -0.5]]
+
+
+def test_what_configurations_say_of_logits():
+    assert logit_map_of(Qwen2Config()) is None
+    assert logit_map_of(GraniteConfig(logits_scaling=1.0)) is None
+    assert logit_map_of(GraniteConfig(logits_scaling=8.0)) == LogitMap(scale=0.125)
+    assert logit_map_of(CohereConfig(logit_scale=0.25)) == LogitMap(scale=0.25)
+    assert logit_map_of(Gemma2Config(final_logit_softcapping=30.0)) == LogitMap(cap=30.0)
+
+
+@pytest.mark.parametrize("logit_map", [LogitMap(0.5, 1.5), LogitMap(cap=0.8), LogitMap(3.0)])
+def test_mapped_logits_and_all_gradients_match_autograd(logit_map):
+    linear, hidden, targets, temperature = problem(True)
+    linear, hidden = linear.double(), hidden.detach().double().requires_grad_()
+    inputs = [hidden, *linear.parameters()]
+    # As an engine that penalizes what it has seen: of tokens 0 to 6 those before each.
+    ids, begin, end = torch.arange(7), torch.zeros(7, dtype=torch.long), torch.arange(7)
+    penalties = Penalties(
+        ids, begin, begin, end, torch.full((7,), 1.3), torch.full((7,), 0.2), torch.full((7,), 0.1)
+    )
+    found = token_logprobs(
+        hidden, linear, targets, temperature.double(), penalties=penalties, logit_map=logit_map
+    )
+    logits = linear(hidden) * logit_map.scale
+    if logit_map.cap is not None:
+        logits = logit_map.cap * (logits / logit_map.cap).tanh()
+    seen = torch.arange(11) < end[:, None]
+    penalized = torch.where(logits > 0, logits / 1.3, logits * 1.3) - 0.1 - 0.2
+    logits = torch.where(seen, penalized, logits) / temperature.double()[:, None]
+    log_p = logits.log_softmax(-1)
+    expected = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    upstream = tuple(torch.linspace(-1, 2, 14).double().reshape(2, 7))
+    mine, theirs = (torch.autograd.grad(x, inputs, upstream) for x in (found, expected))
+    for a, b in zip((*found, *mine), (*expected, *theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # 1.3 in float32 is 5e-8 off
 
 
 def test_greedy_tokens_are_scored_at_temperature_one():

@@ -1,0 +1,165 @@
+"""Which pass over packs is exact for a model's architecture: found out when the model is loaded."""
+
+from collections.abc import Callable
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from PIL import Image
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.attention import ATTENTION, build_layout
+from lightning_rl.models.passes import OF_ANY_ATTENTION, PACKED, WITHOUT_CHOICE, BodyPass
+from lightning_rl.rollout import Prompt, Rollout, Row
+from lightning_rl.run.dist import take_from_rank_zero
+from lightning_rl.vision.limits import PictureLimits
+from lightning_rl.vision.loading import load_picture
+from lightning_rl.vision.reader import PictureReader, attention
+
+MAX_GAP = 1e-3  # nats; rounding reaches 1e-5, a token that sees too much or too little 1e-1
+OTHER_MODEL = "use another model, such as Qwen, Llama, Mistral, Gemma 3 or GPT-2"
+
+Own = Callable[[PreTrainedModel, Tensor, int, dict[str, Tensor]], Tensor]
+"""What a model makes by its own forward of a text (1, T) from a token on, given what it sees."""
+
+
+@torch.no_grad()
+def exact_pass(
+    lm: PreTrainedModel,
+    score: Callable[[BodyPass, TensorDict], Tensor],
+    own: Own,
+    reader: PictureReader | None = None,
+) -> BodyPass:
+    """Prepare a model for the first of all passes that is exact: packed, or else unpacked.
+
+    ``score`` by a pass (M, ...) of a pack is compared with the model's ``own`` forward, rollout by
+    rollout. Some architectures mix tokens outside of attention (state spaces, convolutions), or
+    compute more between body and output head than the policy knows of. A few tokens show it; where
+    a ``reader`` is given, with pictures among them, which only packs can have.
+
+    Raises:
+        ConfigError: if none is exact.
+    """
+    if any(parameter.is_meta for parameter in lm.parameters()):
+        return PACKED if reader is not None else _expected(lm)  # a strategy fills it in later
+    # Token ids high enough to miss the padding token, whose embedding may be zero.
+    rollouts = [
+        _rollout([7, 4, 6], [5, 3, 4, 6]),
+        _rollout([7, 4, 6], [3, 7]),
+        _rollout([4, 6], [5, 7, 3]),
+    ]
+    if reader is not None:
+        rollouts += _with_pictures(reader)
+    passes = (PACKED,) if reader is not None else _passes(lm)
+    if len(passes) > 1 or reader is not None:
+        lm.set_attn_implementation(attention(lm.config, "eager"))
+    alone = torch.cat([_alone(lm, own, rollout, reader) for rollout in rollouts])
+    bound, faults = MAX_GAP * max(1.0, float(alone.std())), []
+    for tried in passes:
+        tried.prepare(lm)
+        try:
+            found = score(tried, pack_rollouts(rollouts).to(lm.device))
+        except (AttributeError, KeyError, TypeError, ConfigError) as error:
+            faults.append(str(error))
+            continue
+        gap = float((found - alone).abs().nan_to_num(torch.inf).max())
+        if gap <= bound:
+            if not tried.packed:
+                _warn(lm)
+            return tried
+        faults.append(f"its scores are {gap:.3g} away, bound {bound:g}")
+    raise ConfigError(
+        f"{type(lm).__name__} scores rollouts of a pack otherwise than alone, packed or not "
+        f"({'; '.join(dict.fromkeys(faults))}); {OTHER_MODEL}"
+    )
+
+
+def own_logprobs(lm: PreTrainedModel, ids: Tensor, start: int, shown: dict[str, Tensor]) -> Tensor:
+    """Those of the tokens from ``start`` on."""
+    logits = lm(input_ids=ids, use_cache=False, **shown).logits[0, start - 1 : -1]
+    return logits.float().log_softmax(-1).gather(-1, ids[0, start:, None]).squeeze(-1)
+
+
+def own_states(body: PreTrainedModel, ids: Tensor, start: int, shown: dict[str, Tensor]) -> Tensor:
+    """The last states that predict them."""
+    states: Tensor = body(input_ids=ids, use_cache=False, **shown).last_hidden_state
+    return states[0, start - 1 : -1]
+
+
+def exact_pass_of_body(body: PreTrainedModel, reader: PictureReader | None) -> BodyPass:
+    """The same of a critic's body; of one that reads pictures it is packed, as the policy's is."""
+
+    def states(body_pass: BodyPass, pack: TensorDict) -> Tensor:
+        layout = build_layout(pack)
+        return body_pass.states(body, layout)[layout.predictors]
+
+    return PACKED if reader is not None else exact_pass(body, states, own_states)
+
+
+def agreed(own: BodyPass) -> BodyPass:
+    """Rank 0's choice, which alone may have weights to find out by; all ranks call it."""
+    known = (*OF_ANY_ATTENTION, WITHOUT_CHOICE)
+    number = torch.tensor(known.index(own), device="cpu")
+    take_from_rank_zero(number)
+    return known[int(number)]
+
+
+def _passes(lm: PreTrainedModel) -> tuple[BodyPass, ...]:
+    """Those that the model can be prepared for."""
+    chooses = lm.config._attn_implementation == ATTENTION
+    return OF_ANY_ATTENTION if chooses else (WITHOUT_CHOICE,)
+
+
+def _expected(lm: PreTrainedModel) -> BodyPass:
+    """The pass that a model without weights will need, by what its layers are."""
+    first, *others = _passes(lm)
+    carries = getattr(lm, "_is_stateful", False)
+    if others and (carries or any(isinstance(part, nn.Conv1d) for part in lm.modules())):
+        first = others[0]
+    first.prepare(lm)
+    return first
+
+
+def _warn(lm: PreTrainedModel) -> None:
+    rank_zero_warn(
+        f"{type(lm).__name__} cannot be computed in packs, so it runs unpacked: each rollout in a "
+        "line of its own, padded to the longest of its pack. A prompt is computed for each of its "
+        "rollouts, not once for a group, which takes long where prompts are long and groups large"
+    )
+
+
+def _rollout(prompt_ids: list[int], token_ids: list[int]) -> Rollout:
+    count, prompt = len(token_ids), Prompt("parity", "", prompt_ids)
+    row = Row(prompt_ids, token_ids, [True] * count, [0.0] * count, [0] * count)
+    return Rollout(prompt, "", 0, 0, rows=[row])
+
+
+def _with_pictures(reader: PictureReader) -> list[Rollout]:
+    """Two that share a picture in their prompts, which one sees a second time, from the side."""
+    images = [Image.linear_gradient("L").resize((64, 48)).convert("RGB")]
+    images.append(images[0].rotate(90, expand=True))
+    first, second = (load_picture(image, PictureLimits()) for image in images)
+    mark = reader.family.placeholder
+    a, b, c, d = [token for token in range(3, 8) if token != mark][:4]
+    rollouts = []
+    for token_ids, pictures in (([b, c], [first]), ([b, mark, c, d, b], [first, second])):
+        ids, places = reader.expand([a, mark, b, *token_ids], pictures)
+        cut = 2 + reader.prepare(first).count
+        rollout = _rollout(ids[:cut], ids[cut:])
+        rollout.rows[0].pictures, rollout.rows[0].places = pictures, places
+        rollouts.append(rollout)
+    return rollouts
+
+
+def _alone(lm: PreTrainedModel, own: Own, rollout: Rollout, reader: PictureReader | None) -> Tensor:
+    row = rollout.rows[0]
+    ids = torch.tensor(row.prompt_ids + row.token_ids, device=lm.device)
+    shown = {}
+    if reader is not None and row.pictures:
+        prepared = [reader.prepare(picture) for picture in row.pictures]
+        inputs = reader.family.own_inputs(prepared, ids[None])
+        shown = {name: value.to(lm.device) for name, value in inputs.items()}
+    return own(lm, ids[None], len(row.prompt_ids), shown)

@@ -1,0 +1,111 @@
+"""How a model's body computes a pack: at once, or where that would not be exact, line by line."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_rl.data.splitting import PADDED, SHARED, Filling
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.attention import ATTENTION, PackLayout
+from lightning_rl.models.lines import Lines
+from lightning_rl.models.row_attention import ROWS
+from lightning_rl.vision.reader import attention
+
+
+class BodyPass(ABC):
+    """A forward pass of a model's body over a pack."""
+
+    packed: ClassVar[bool]
+    filling: ClassVar[Filling]
+    """What fills a pack that is computed so."""
+
+    @abstractmethod
+    def prepare(self, lm: PreTrainedModel) -> None:
+        """Have the model's layers attend as this pass needs them to."""
+
+    @abstractmethod
+    def lines(self, layout: PackLayout) -> Lines | None:
+        """Where a layout's tokens are among those that layers compute; None: they are the same."""
+
+    @abstractmethod
+    def states(self, lm: PreTrainedModel, layout: PackLayout) -> Tensor:
+        """The body's last states (S, D), in the layout's order."""
+
+
+@dataclass(frozen=True)
+class PackedPass(BodyPass):
+    """All tokens in one row, shared prompts once (:mod:`lightning_rl.models.attention`)."""
+
+    packed = True
+    filling = SHARED
+
+    def prepare(self, lm: PreTrainedModel) -> None:
+        lm.set_attn_implementation(attention(lm.config, ATTENTION))
+
+    def lines(self, layout: PackLayout) -> None:
+        return None
+
+    def states(self, lm: PreTrainedModel, layout: PackLayout) -> Tensor:
+        layout.prepare(lm)
+        states: Tensor = lm.base_model(
+            input_ids=layout.input_ids[None],
+            position_ids=layout.position_ids[None],
+            use_cache=False,
+            layout=layout,
+        ).last_hidden_state[0]
+        return states
+
+
+@dataclass(frozen=True)
+class UnpackedPass(BodyPass):
+    """Each rollout in a line of its own behind its prompt, by the model's own forward.
+
+    Nothing tells the model where lines end, for what pads them is behind all that is read.
+
+    Args:
+        attention: transformers' name of what computes attention; None: the only one that the model
+            has.
+    """
+
+    attention: str | None
+
+    packed = False
+    filling = PADDED
+
+    def prepare(self, lm: PreTrainedModel) -> None:
+        if self.attention is not None:
+            lm.set_attn_implementation(attention(lm.config, self.attention))
+
+    def lines(self, layout: PackLayout) -> Lines:
+        return layout.lines
+
+    def states(self, lm: PreTrainedModel, layout: PackLayout) -> Tensor:
+        lines = layout.lines
+        states: Tensor = lm.base_model(
+            input_ids=layout.input_ids[lines.source], use_cache=False
+        ).last_hidden_state
+        return states.flatten(0, 1)[lines.place]
+
+
+def require_packed(
+    lm: PreTrainedModel, body_pass: BodyPass, setting: str, value: int, instead: int
+) -> None:
+    """Refuse a setting that only packs can go with.
+
+    Raises:
+        ConfigError: naming it, and what to set instead.
+    """
+    if not body_pass.packed:
+        raise ConfigError(
+            f"{setting}={value}: {type(lm).__name__} cannot be computed in packs, and runs "
+            f"unpacked, for which this is not proven; set {setting}: {instead}"
+        )
+
+
+PACKED = PackedPass()
+WITHOUT_CHOICE = UnpackedPass(None)
+OF_ANY_ATTENTION: tuple[BodyPass, ...] = (PACKED, UnpackedPass(ROWS), UnpackedPass("eager"))
+"""Of models that leave attention to transformers' interface; the first that is exact is taken."""

@@ -1,0 +1,164 @@
+"""Models that cannot be packed: each rollout in a line, as by the model's own forward."""
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.splitting import PADDED, split_packs
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.attention import build_layout, of_all_tokens
+from lightning_rl.models.heads import SeparateValueHead
+from lightning_rl.models.lines import lines_of
+from lightning_rl.models.memory import forward_tokens
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.reference import FrozenReference
+from tests.support.architectures import GROUPED, UNPACKED, saved
+from tests.support.doubles import EXACT, doubled, in_double as in_double
+
+SAME = 1e4 * EXACT
+"""Chunked recurrences take exponentials of sums, and differences of them, on the way."""
+
+
+def own_logprobs(lm, rollouts) -> Tensor:
+    found = []
+    for rollout in rollouts:
+        ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
+        start, mask = len(rollout.prompt.token_ids), torch.tensor(rollout.loss_mask)
+        logits = lm(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+        log_p = logits.log_softmax(-1)
+        found.append(log_p.gather(-1, ids[start:, None]).squeeze(-1)[mask])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_scores_and_gradients_are_those_of_the_models_own_forward(
+    name, tmp_path, random_rollouts, in_double
+):
+    directory = saved(UNPACKED[name](), tmp_path)
+    with pytest.warns(UserWarning, match="cannot be computed in packs, so it runs unpacked"):
+        policy = Policy(directory).double()
+    plain = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).double()
+    rollouts = random_rollouts(0, temperature=1.0)
+    scores = policy(doubled(pack_rollouts(rollouts)))
+    expected = own_logprobs(plain, rollouts)
+    torch.testing.assert_close(scores.logprobs, expected, rtol=SAME, atol=SAME)
+    scores.logprobs.square().sum().backward()
+    expected.square().sum().backward()
+    theirs = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    size = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
+    for parameter_name, gradient in theirs.items():
+        gap = (policy.lm.get_parameter(parameter_name).grad - gradient).norm()
+        assert gap <= SAME * size, parameter_name
+
+
+def test_lines_by_hand(make_rollout):
+    """Prompts [3, 4, 5] and [6]; in the row they come first, then completions less their last."""
+    rollouts = [
+        make_rollout([3, 4, 5], [7, 8, 9]),
+        make_rollout([3, 4, 5], [7]),  # computes no token of its own, so it has no line
+        make_rollout([6], [10, 11]),
+        make_rollout([3, 4, 5], [12, 13]),
+    ]
+    layout = build_layout(pack_rollouts(rollouts))
+    assert layout.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 10, 12]
+    lines = lines_of(layout.segments)
+    ids = layout.input_ids[lines.source]
+    assert ids.tolist() == [[3, 4, 5, 7, 8], [6, 10, 6, 6, 6], [3, 4, 5, 12, 3]]
+    assert ids.flatten()[lines.place].tolist() == layout.input_ids.tolist()
+    # The shared prompt's states are those of the first line.
+    assert lines.place.tolist() == [0, 1, 2, 5, 3, 4, 6, 13]
+
+
+def test_packs_of_lines_are_counted_with_their_padding(make_rollout):
+    """Of lengths 10, 9, 8, 4: four would be 40 tokens, nine of them padding, of 31."""
+    batch = pack_rollouts([make_rollout([3], [4] * n) for n in (3, 9, 7, 8)])
+    assert forward_tokens(batch, PADDED) == 40
+    packs = [rows.tolist() for rows in split_packs(batch, 30, even=False, filling=PADDED)]
+    assert packs == [[1, 2, 3], [0]]
+    # 40 / 31 is less than 1.3, so the budget alone may part them.
+    assert len(split_packs(batch, 40, filling=PADDED)) == 1
+    # With another of length 4 it is 50 / 35, which parts them whatever the budget is.
+    batch = pack_rollouts([make_rollout([3], [4] * n) for n in (3, 9, 7, 8, 3)])
+    assert len(split_packs(batch, 1000, filling=PADDED)) == 2
+    # A shared prompt counts for each.
+    batch = pack_rollouts([make_rollout([3] * 8, [4, 5])] * 3)
+    assert [len(rows) for rows in split_packs(batch, 20, filling=PADDED)] == [2, 1]
+
+
+def test_scoring_in_several_packs_and_a_reference_give_the_same(
+    tmp_path, random_rollouts, in_double
+):
+    policy = Policy(saved(UNPACKED["lfm2"](), tmp_path)).double()
+    reference = FrozenReference()
+    reference.configure(policy)
+    batch = doubled(pack_rollouts(random_rollouts(1)))
+    few, many = (
+        policy.score(batch.copy(), "again", budget)["tokens", "again"] for budget in (10_000, 30)
+    )
+    torch.testing.assert_close(few, many, rtol=SAME, atol=SAME)
+    copied = reference.policy.score(batch.copy(), "again", 30)["tokens", "again"]
+    assert torch.equal(copied, many)
+
+
+def test_routers_are_heard_and_told_in_the_order_of_the_pack(tmp_path, random_rollouts):
+    config = UNPACKED["qwen3_next"]()
+    config.mlp_only_layers = []
+    policy = Policy(saved(config, tmp_path))
+    batch = pack_rollouts(random_rollouts(3))
+    with torch.no_grad():
+        first = policy(batch)
+    layout = build_layout(batch)
+    assert first.heard.experts.shape == (len(layout.input_ids), 2, 2)
+    # Each expert's place changes; then only what is replayed says where tokens go.
+    spread = of_all_tokens(batch, first.heard.experts)
+    other = torch.where(spread >= 0, (spread + 1) % 4, spread)
+    batch["tokens", "routed_experts"] = other
+    policy.replays = True
+    with torch.no_grad():
+        replayed = policy(batch)
+    assert torch.equal(of_all_tokens(batch, replayed.heard.experts), other)
+    assert not torch.allclose(replayed.logprobs, first.logprobs)
+
+
+def test_a_critic_has_a_pass_of_its_own(tmp_path, random_rollouts):
+    """Of a packed policy one that cannot be packed; packs are then counted for it."""
+    critic = saved(UNPACKED["lfm2"](), tmp_path / "critic")
+    policy = Policy(
+        saved(hf.Qwen3Config(**GROUPED, head_dim=8), tmp_path / "policy"), SeparateValueHead(critic)
+    )
+    assert policy.body_pass.packed
+    assert not policy.critic_pass.packed
+    assert policy.filling is PADDED
+    batch = pack_rollouts(random_rollouts(2))
+    torch.nn.init.normal_(policy.value_head.linear.weight)
+    values, layout = policy(batch).values, build_layout(batch)
+    body = hf.AutoModel.from_pretrained(critic)
+    rollouts, expected = random_rollouts(2), []
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
+        states = body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        own = states[len(rollout.prompt.token_ids) - 1 : -1][torch.tensor(rollout.loss_mask)]
+        expected.append(policy.value_head.linear(own).squeeze(-1))
+    assert len(values) == len(layout.live)
+    torch.testing.assert_close(values, torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_what_goes_with_packs_only_is_refused(tmp_path):
+    directory = saved(UNPACKED["lfm2"](), tmp_path)
+    with pytest.raises(ConfigError, match=r"compile_layers=True: Lfm2.* set compile_layers: False"):
+        Policy(directory, compile_layers=True)
+    policy = Policy(directory)
+    with pytest.raises(ConfigError, match=r"sequence=2: Lfm2ForCausalLM.* set sequence: 1"):
+        policy.share_packs(2)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba2", "stablelm", "falcon"])
+def test_without_weights_the_pass_is_told_by_the_layers(name, tmp_path):
+    """As on ranks that are given rank 0's, and in `lightning-rl check`."""
+    directory = saved(UNPACKED[name](), tmp_path)
+    with torch.device("meta"):
+        known = Policy(directory).body_pass
+    # Whether layers hand arguments on is found out only where they compute.
+    assert known.packed == (name == "stablelm")
