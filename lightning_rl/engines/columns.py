@@ -1,4 +1,4 @@
-"""Columns: keys and values of rows that are written side by side, and of their beginnings."""
+"""What layers know of rows that are written side by side: keys and values, or states."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,10 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from lightning_rl.engines.kept_texts import KeptText
+from lightning_rl.errors import ConfigError
 
 LEAST_ROOM = 32
 """Columns that a cache gets beyond those it needs: each time it runs out of them, all is copied."""
@@ -25,10 +32,12 @@ class Columns(DynamicLayer):
     where to concatenate would copy all, every time.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self._hold([_by_column(part) for part in (keys, values)], keys.shape[-2])
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> "Columns":
+        """Those of these keys and values."""
+        made = cls()
+        made.update(keys, values)
+        return made
 
     def _hold(self, parts: list[Tensor], width: int) -> None:
         """Keep keys and values by column, of which so many are in use."""
@@ -38,6 +47,11 @@ class Columns(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            parts = [_by_column(part) for part in (key_states, value_states)]
+            self._hold(parts, key_states.shape[-2])
+            return self.keys, self.values
         width = self.get_seq_length()
         more = width + key_states.shape[-2]
         parts = self._parts
@@ -53,15 +67,90 @@ class Columns(DynamicLayer):
         width = self.get_seq_length()
         self._hold([part[first:width, rows] for part in self._parts], width - first)
 
-    def join(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
-        """Add, as rows, of other keys and values those of ``rows`` (n,)."""
-        old, new = self.get_seq_length(), keys.shape[-2]
+    def join(self, others: "Columns", rows: Tensor) -> None:
+        """Add, as rows, of others those of ``rows`` (n,)."""
+        old, new = self.get_seq_length(), others.get_seq_length()
         width = max(old, new)
         parts = [
             torch.cat([_aligned(mine[:old], width), _aligned(_by_column(theirs[rows]), width)], 1)
-            for mine, theirs in zip(self._parts, (keys, values), strict=True)
+            for mine, theirs in zip(self._parts, (others.keys, others.values), strict=True)
         ]
         self._hold(parts, width)
+
+
+class States(LinearAttentionLayer):
+    """What a layer carries on of N rows in place of keys and values: one state, however long."""
+
+    def keep(self, rows: Tensor, first: int) -> None:
+        """Only these rows (n,)."""
+        self.reorder_cache(rows)
+
+    def join(self, others: LinearAttentionLayer, rows: Tensor) -> None:
+        """Add, as rows, of others those of ``rows`` (n,)."""
+        for mine, theirs in (
+            (self.conv_states, others.conv_states),
+            (self.recurrent_states, others.recurrent_states),
+        ):
+            for number, state in theirs.items():
+                if state is not None:
+                    mine[number] = torch.cat([mine[number], state[rows]])
+
+
+class ColumnsAndStates(Columns, LinearAttentionAndFullAttentionLayer):
+    """Of a layer that attends and carries states on, too."""
+
+    def keep(self, rows: Tensor, first: int) -> None:
+        super().keep(rows, first)
+        LinearAttentionLayer.reorder_cache(self, rows)
+
+    def join(self, others: "ColumnsAndStates", rows: Tensor) -> None:
+        super().join(others, rows)
+        States.join(self, others, rows)
+
+
+def empty_cache(config: PretrainedConfig) -> Cache:
+    """A cache of a model's layers, which knows no row yet.
+
+    Windows are no matter of the cache: masks see to them.
+    """
+    known = DynamicCache(config=config).layers
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in known):
+        return Cache(layer_class_to_replicate=Columns)  # for layers share keys in some models
+    return Cache([_layer_like(layer) for layer in known])
+
+
+def require_cache(lm: PreTrainedModel, kept_tokens: int) -> None:
+    """Refuse a model whose rows cannot be taken apart and put together.
+
+    Raises:
+        ConfigError: if it keeps states elsewhere than in a cache; or in one, and texts are kept.
+    """
+    carries = any(
+        isinstance(layer, LinearAttentionLayer) for layer in empty_cache(lm.config).layers
+    )
+    if getattr(lm, "_is_stateful", False) and not carries:
+        raise ConfigError(
+            f"{type(lm).__name__} keeps the states of what it has read in itself, so "
+            "TransformersEngine cannot write rows with it that come and go; use VLLMLocal"
+        )
+    if kept_tokens and carries:
+        raise ConfigError(
+            f"engine kept_tokens={kept_tokens}: {type(lm).__name__} carries states on, which "
+            "are not kept of texts; set kept_tokens: 0"
+        )
+
+
+def attends(known: Cache) -> bool:
+    """Whether any layer looks at columns, and so needs to be told which a row has."""
+    return any(isinstance(layer, Columns) for layer in known.layers)
+
+
+def _layer_like(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> Any:
+    attends = isinstance(layer, DynamicLayer)
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return Columns()
+    kind = ColumnsAndStates if attends else States
+    return kind(number_of_states=layer.number_of_states)
 
 
 def _by_column(part: Tensor) -> Tensor:
@@ -81,10 +170,12 @@ def _with_room(part: Tensor, columns: int) -> Tensor:
     return wider
 
 
-def begun_cache(kept: Sequence[KeptText | None], starts: Tensor, columns: int) -> Cache:
+def begun_cache(
+    kept: Sequence[KeptText | None], starts: Tensor, columns: int, config: PretrainedConfig
+) -> Cache:
     """A cache of so many columns for N rows that begin in ``starts`` (N,), of what is kept."""
     if columns <= 0:
-        return DynamicCache()
+        return empty_cache(config)
     counts = [columns - start for start in starts.tolist()]
     texts = [text for text in kept if text is not None]  # all of them, if there are columns
 
@@ -95,18 +186,19 @@ def begun_cache(kept: Sequence[KeptText | None], starts: Tensor, columns: int) -
             rows.append(F.pad(own, (0, 0, columns - own.shape[1], 0)))
         return torch.stack(rows)
 
-    return Cache([Columns(column(n, 0), column(n, 1)) for n in range(len(texts[0].layers))])
+    return Cache([Columns.of(column(n, 0), column(n, 1)) for n in range(len(texts[0].layers))])
 
 
 def as_argument(kept: Cache, model: nn.Module) -> dict[str, Cache]:
     """A cache as an argument of ``model(...)``, which adds to it what it reads.
 
     transformers 5.24 calls it ``cache`` and older ones ``past_key_values``, as a model's own code
-    may go on to do.
+    may go on to do; models that attend nowhere call it ``cache_params``.
     """
     return {_name(type(model).forward): kept}
 
 
 @cache
 def _name(forward: Callable[..., Any]) -> str:
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+    names = inspect.signature(forward).parameters
+    return next((one for one in ("cache", "cache_params") if one in names), "past_key_values")

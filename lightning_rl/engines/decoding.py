@@ -5,54 +5,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
 
-from lightning_rl.engines.columns import Columns, as_argument, begun_cache
+from lightning_rl.engines.columns import as_argument, attends, begun_cache, empty_cache
 from lightning_rl.engines.drawing import draw
 from lightning_rl.engines.kept_texts import KeptText, KeptTexts
 from lightning_rl.engines.requests import DecodeRequest
+from lightning_rl.models.row_attention import ROWS
 from lightning_rl.vision.decoding import SeenOnce, seeing_inputs
 from lightning_rl.vision.reader import attention
 
-ATTENTION = "lightning_rl_decode"
 PREFILL_TOKENS = 16384
 """Most tokens, with padding, of prompts that are read in one pass; it bounds memory."""
 KEPT_DEAD = 0.25
 """Share of rows that may be over and still computed: taking them out copies the others' cache."""
-
-
-def decode_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **features: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one new token per row, query (N, H, 1, D); of more, transformers' SDPA.
-
-    The query heads that share keys become queries of one head, so keys need no copies: on a CPU
-    that takes a quarter of the time or less, where rows are padded.
-    """
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if query.shape[2] > 1 or key.device.type != "cpu" or features.get("position_bias") is not None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **features
-        )
-    together = query.unflatten(1, (kv_heads, heads // kv_heads)).squeeze(3)
-    scores = together @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, -torch.inf)
-    out = scores.softmax(-1) @ value
-    return out.flatten(1, 2)[:, None], None
-
-
-AttentionInterface.register(ATTENTION, decode_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class Decoder:
@@ -79,11 +46,13 @@ class Decoder:
         self.lm = lm
         self.kept = kept
         self.tower = tower
-        if lm.config._attn_implementation == "sdpa":  # else it computes what SDPA cannot
-            lm.set_attn_implementation(attention(lm.config, ATTENTION))
+        # Else it computes what SDPA cannot, or attends in a way of its own.
+        if lm.config._attn_implementation == "sdpa" and lm._can_set_attn_implementation():
+            lm.set_attn_implementation(attention(lm.config, ROWS))
         self.ends = list(ends)
         self.rows: list[DecodeRequest] = []
-        self._cache: Cache = DynamicCache()
+        self._cache: Cache = empty_cache(lm.config)
+        self._width = 0  # columns that have been read, of states too
         self._starts = torch.empty(0, dtype=torch.long)  # the first column of each row
         self._logits = torch.empty(0, device=lm.device)  # (N, V), of each row's next token
 
@@ -188,7 +157,8 @@ class Decoder:
         starts = torch.tensor([width - len(text) for text in texts])
         columns = torch.arange(width)
         mask = (columns >= starts[:, None]) if starts.any() or new < width else None
-        cache = begun_cache([kept for _, kept in chosen], starts, width - new)
+        begun = [kept for _, kept in chosen]
+        cache = begun_cache(begun, starts, width - new, self.lm.config)
         logits = self.compute(
             firsts,
             cache,
@@ -199,22 +169,23 @@ class Decoder:
         copies = [place for place, rows in enumerate(alike) for _ in rows]
         which = torch.tensor(copies, device=device)
         if not self.rows:
-            self._cache = Cache(
-                [Columns(one.keys[which], one.values[which]) for one in cache.layers]
-            )
+            if len(copies) > len(alike):
+                for layer in cache.layers:
+                    layer.keep(which, 0)
+            self._cache, self._width = cache, width
             self._starts, self._logits = starts[copies], logits[which, -1]
         else:
-            old = self._cache.get_seq_length()
-            for mine, new in zip(self._cache.layers, cache.layers, strict=True):
-                mine.join(new.keys, new.values, which)
-            final = max(old, width)
-            self._starts = torch.cat([self._starts + final - old, starts[copies] + final - width])
+            for mine, theirs in zip(self._cache.layers, cache.layers, strict=True):
+                mine.join(theirs, which)
+            old, self._width = self._width, max(self._width, width)
+            later = self._starts + self._width - old, starts[copies] + self._width - width
+            self._starts = torch.cat(later)
             self._logits = torch.cat([self._logits, logits[which, -1]])
         self.rows += [row for rows in alike for row in rows]
 
     def _keep_texts(self, kept: KeptTexts, over: Sequence[DecodeRequest]) -> None:
         """Keep what the cache has of rows that are over: all of them but their last tokens."""
-        width, layers = self._cache.get_seq_length(), self._cache.layers
+        width, layers = self._width, self._cache.layers
         for place, row in enumerate(self.rows):
             if row in over:
                 part = slice(int(self._starts[place]), width)
@@ -226,9 +197,9 @@ class Decoder:
 
     def _write(self) -> None:
         """Give the model each row's last token; of a row that is over, it does not matter which."""
-        width, device = self._cache.get_seq_length(), self.lm.device
+        width, device = self._width, self.lm.device
         mask = None
-        if self._starts.any():
+        if self._starts.any() and attends(self._cache):  # states do not know of columns before
             mask = (torch.arange(width + 1) >= self._starts[:, None]).long().to(device)
         logits = self.compute(
             self.rows,
@@ -237,6 +208,7 @@ class Decoder:
             attention_mask=mask,
             position_ids=(width - self._starts)[:, None].to(device),
         )
+        self._width += 1
         self._logits = logits[:, -1]
 
     def _drop_dead(self, at_most: float) -> None:
@@ -250,10 +222,10 @@ class Decoder:
         self.rows = [self.rows[place] for place in places]
         self._starts, self._logits = self._starts[places], self._logits[places]
         if not places:
-            self._cache = DynamicCache()
+            self._cache, self._width = empty_cache(self.lm.config), 0
             return
         first = int(self._starts.min())
-        self._starts = self._starts - first
+        self._starts, self._width = self._starts - first, self._width - first
         kept = torch.tensor(places, device=self.lm.device)
         for layer in self._cache.layers:
             layer.keep(kept, first)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.adapted_decoding import AdaptedDecoder, Adapters
 from lightning_rl.engines.base import Engine, checked, fail
+from lightning_rl.engines.columns import require_cache
 from lightning_rl.engines.decoding import Decoder
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.kept_texts import KeptTexts
@@ -114,7 +116,9 @@ class TransformersEngine(LoRAEngine):
     @property
     def max_length(self) -> int:
         assert self._lm is not None
-        return int(self._lm.config.get_text_config().max_position_embeddings)
+        config = self._lm.config.get_text_config()
+        # Where nothing looks back at positions, there are as many as one likes.
+        return int(getattr(config, "max_position_embeddings", sys.maxsize))
 
     @property
     def in_flight(self) -> int:
@@ -139,6 +143,7 @@ class TransformersEngine(LoRAEngine):
                 config, dtype=getattr(torch, self.dtype), trust_remote_code=trust
             )
         self._routing = require_routing(lm) if self.routed_experts else None
+        require_cache(lm, self.kept_tokens)
         self._lm = lm.to(self.device).eval().requires_grad_(False)
         tokenizer = load_tokenizer(str(model_dir), Loading(trust_remote_code=trust))
         self._ends = ends_of(tokenizer).token_ids

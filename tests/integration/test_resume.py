@@ -24,6 +24,7 @@ from lightning_rl.collect.early_cut import (
     TailBatchingCollector,
 )
 from lightning_rl.data.rollouts.store import RolloutStore
+from tests.support.architectures import UNPACKED, saved
 from tests.support.resumed import (
     ITERATIONS,
     TRAINED,
@@ -37,6 +38,11 @@ from tests.support.small_run import numbers
 from tests.support.tiers import slow
 from tests.support.tiny_vision import save_vision_model
 from tests.support.tolerances import rounding
+
+
+@pytest.fixture(scope="module")
+def unpacked_model(tmp_path_factory):
+    return saved(UNPACKED["lfm2"](), tmp_path_factory.mktemp("unpacked"))
 
 
 @pytest.fixture(scope="module")

@@ -49,15 +49,18 @@ def data(**options):
     return small_run.data_module(**SMALL, eval_limit=2, eval_samples=2, **options)
 
 
-def language(module, *, places=("within", "collected"), trainer=None, **options):
+def language(
+    module, *, places=("within", "collected"), trainer=None, model="tiny_model", **options
+):
     """A case of a PolicyModule; ``options``: the data module's, made anew for each run."""
     make = lambda: data(**{name: value() for name, value in options.items()})  # noqa: E731
-    return Case(module, make, watching, trainer or {}, places)
+    return Case(module, make, watching, trainer or {}, places, model)
 
 
-def everything(model):
+def everything(model, **options):
     return ppo(
         model,
+        **options,
         kl=rl.K3Penalty(AdaptiveCoefficient(0.1, target=1e-4)),
         reference=PeriodicReference(every_n_iterations=2),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
@@ -117,6 +120,9 @@ LANGUAGE = {
     "nf4": language(partial(packed, rl.NF4()), trainer=BFLOAT16),
     "int8": language(partial(packed, rl.Int8()), trainer=BFLOAT16),
     "bfloat16": language(ppo, trainer=BFLOAT16),
+    "unpacked": language(
+        partial(everything, max_tokens_per_pack=48), model="unpacked_model"
+    ),
     "replay and curriculum": language(
         partial(grpo, correction=rl.TokenTIS(), minibatches=2),
         train_prompts=lambda: rl.PassRateCurriculum(numbers(100, 116), success_reward=0.4),

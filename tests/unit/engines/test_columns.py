@@ -10,7 +10,7 @@ from lightning_rl.engines.columns import Columns, as_argument
 def test_what_else_a_model_tells_its_cache_changes_nothing():
     """transformers 5.24 hands over all arguments of a layer, by the name ``kwargs``."""
     first, second = torch.arange(12.0).reshape(1, 2, 3, 2), -torch.ones(1, 2, 1, 2)
-    layer = Columns(first, 2 * first)
+    layer = Columns.of(first, 2 * first)
     keys, values = layer.update(second, 2 * second, kwargs={"position_ids": None})
     assert torch.equal(keys, torch.cat([first, second], 2))
     assert torch.equal(values, 2 * keys)
