@@ -211,7 +211,8 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **unsupported: object,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over a pack: q (1, H, S, D), k and v (1, Hkv, S, D) to (1, S, H, D).
+    """Attention of one layer over a pack: q (1, H, S, D), k (1, Hkv, S, D) and v (1, Hkv, S, E) to
+    (1, S, H, E).
 
     Raises:
         ConfigError: if the model's attention has a feature that this function would ignore.
@@ -228,7 +229,8 @@ def packed_attention(
     # Token-major rows make every gather below a copy of whole rows.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.exchange is not None:
-        q, k, v = layout.exchange.gather_tokens(q, k, v)
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k, v = layout.exchange.gather_tokens(*_of_one_width(q, k, v))
     fused = layout.fused if scores is None else None
     if fused is not None and not dropout and (q.shape[-1], windowed) in fused.heads:
         q, k, v = (x.to(fused.dtype) for x in (q, k, v))
@@ -236,7 +238,7 @@ def packed_attention(
     else:
         output = _batched(q, k, v, layout, scaling, dropout, window, scores)
     if layout.exchange is not None:
-        output = layout.exchange.gather_heads(output)
+        output = layout.exchange.gather_heads(output)[..., : value.shape[-1]]
     return output[None], None
 
 
@@ -276,6 +278,12 @@ def _batched(
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[batches.restore]
+
+
+def _of_one_width(*rows: Tensor) -> Sequence[Tensor]:
+    """Rows that go in one message; zeros change neither products of heads nor what values give."""
+    widest = max(x.shape[-1] for x in rows)
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in rows]
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

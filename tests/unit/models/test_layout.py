@@ -62,11 +62,11 @@ def test_what_is_not_used_is_not_built(random_batch, used):
 
 
 def attention(layout, fused: bool, heads: int = 4, kv_heads: int = 2) -> list[torch.Tensor]:
-    """Outputs and gradients, in float64."""
+    """Outputs and gradients, in float64; values are narrower than keys, as DeepSeek's are."""
     size, generator = len(layout.input_ids), torch.Generator().manual_seed(1)
     q, k, v = (
-        torch.randn(1, count, size, 8, generator=generator, dtype=torch.double, requires_grad=True)
-        for count in (heads, kv_heads, kv_heads)
+        torch.randn(1, *shape, generator=generator, dtype=torch.double, requires_grad=True)
+        for shape in ((heads, size, 8), (kv_heads, size, 8), (kv_heads, size, 5))
     )
     if fused:
         rows = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -113,6 +113,25 @@ def test_short_segments_are_attended_as_long_ones(monkeypatch, random_batch, see
     fused, unused = computed(0)
     assert (used > 0, unused) == (True, 0)
     for ours, theirs in zip(short, fused, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+class OneMessage:
+    """As ranks exchange tokens: keys and values go together, and so are of one width."""
+
+    def gather_tokens(self, q, k, v):
+        found = torch.cat([k, v], 1)
+        return q, *found.split([k.shape[1], v.shape[1]], 1)
+
+    def gather_heads(self, output):
+        return output
+
+
+def test_narrow_values_are_exchanged_with_their_keys(random_batch):
+    layout = build_layout(random_batch(0))
+    alone = attention(layout, False)
+    layout.exchange = OneMessage()
+    for ours, theirs in zip(attention(layout, False), alone, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
