@@ -1,6 +1,7 @@
 """What is changed of a transformers model before it is trained."""
 
 from functools import cache
+from types import MethodType
 
 import torch
 from torch import nn
@@ -18,15 +19,31 @@ EXPERTS = "lightning_rl_experts"
 def disable_dropout(lm: PreTrainedModel) -> None:
     """Dropout would make the trainer's logprobs differ from the engine's on the same weights.
 
-    So would a router's jitter.
+    So would routers that add noise in training, or draw experts at random within it (PhiMoE's).
     """
-    for module in lm.modules():
+    for module in list(lm.modules()):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        numbers = [name for name, value in vars(module).items() if isinstance(value, float)]
         # Many layers keep the probability as a number: dropout, attention_dropout, layerdrop, ...
-        for name, value in vars(module).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+        for name in numbers:
+            if "drop" in name:
                 setattr(module, name, 0.0)
+        if any("jitter" in name for name in numbers):
+            _stay_in_evaluation(module)
+
+
+def _stay_in_evaluation(module: nn.Module) -> None:
+    """Let it compute as in evaluation, whatever mode its model is in.
+
+    The number itself stays: PhiMoE's router weighs its experts by it in evaluation, too.
+    """
+    module.eval()
+    module.train = MethodType(_unchanged, module)  # type: ignore[method-assign]
+
+
+def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
 
 
 def compiles_by_default(lm: PreTrainedModel, recompute: Recompute | None, packed: bool) -> bool:

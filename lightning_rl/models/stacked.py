@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
 )
 
 Named = tuple[str, Tensor]
-_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+_OF_EXPERTS = {"gate", "router", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names of layers that peft takes for the experts' or their router's, wherever they are."""
 
 

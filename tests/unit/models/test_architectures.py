@@ -31,6 +31,8 @@ EXACT = {
     # Its output head is not called lm_head.
     "gpt_neox": lambda: hf.GPTNeoXConfig(**TOKENS | HEADS | WIDTH),
     "phi3": lambda: hf.Phi3Config(**GROUPED),
+    # Its routers draw experts at random in training, and weigh them by the jitter in evaluation.
+    "phimoe": lambda: hf.PhimoeConfig(**GROUPED, num_local_experts=4),
     # Learned positions; its layers keep dropout as a number.
     "opt": lambda: hf.OPTConfig(
         **TOKENS, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
