@@ -19,7 +19,13 @@ from lightning_rl.data.ends import ends_of
 from lightning_rl.data.prompts import Prompts
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import ConfigError, EngineError, PictureError, RunInterrupted
+from lightning_rl.errors import (
+    ConfigError,
+    EngineError,
+    LightningRLError,
+    PictureError,
+    RunInterrupted,
+)
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.by_set import RewardsBySet
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus, primitives
@@ -336,7 +342,8 @@ async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sa
 
 def _blame(agent: Agent, rollout: Rollout, error: BaseException) -> None:
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if signals := next((e for e in _causes(error) if isinstance(e, UsesSignals)), None):
+    signals = next((cause for cause in _causes(error) if isinstance(cause, UsesSignals)), None)
+    if signals is not None and not isinstance(error, LightningRLError):  # which tells whose it is
         what = (
             f"{signals}, and agents run in another; bound what is awaited by asyncio.timeout, or "
             "do the work in a process, by subprocess.run(..., timeout=...)"
