@@ -39,7 +39,9 @@ def read_as(kind: str, name: str, value: Any) -> Any:
         refused = True
     if refused:
         limit = f" {sign} {bound}" if sign else ""
-        raise ConfigError(f"{name}={_short(value)}: it takes {what}{limit}")
+        unread = isinstance(value, str) and "$" in value  # a number of GPUs of Slurm's, say
+        fix = ", and only a run of the script would tell which; write it there" if unread else ""
+        raise ConfigError(f"{name}={_short(value)}: it takes {what}{limit}{fix}")
     return found
 
 

@@ -147,8 +147,8 @@ def _rewards(rewards: Any, result: ReadScript) -> None:
         if isinstance(reward, Local):
             found.append(f"MODULE.{reward.node.name}")
             result.missing.append(
-                f"data.rewards: {reward.node.name} is a function of the script, whose import would "
-                "start the training: move it to a module, and write that for MODULE"
+                f"data.rewards: {reward.node.name} is a function of the script: move it to a "
+                "module of its own, and write that for MODULE"
             )
         elif isinstance(reward, Named | str):
             found.append(reward.path if isinstance(reward, Named) else reward)

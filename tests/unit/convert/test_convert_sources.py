@@ -201,7 +201,8 @@ def test_commands_of_all_branches_are_read_where_only_a_run_would_decide(tmp_pat
     (tmp_path / "run.sh").write_text(
         f"case $1 in ppo) {start} data.seed=1 ;; grpo) {start} data.seed=2 ;; esac\n"
     )
-    with pytest.raises(ConfigError, match=r"n_gpus_per_node='\$N_GPUS': it takes a whole number"):
+    message = r"n_gpus_per_node='\$N_GPUS': it takes a whole number >= 1, and only a run of"
+    with pytest.raises(ConfigError, match=message):
         main([str(tmp_path / "run.sh")])
     # The command line counts more than the script, and what it replaces is not asked for.
     assert main([str(tmp_path / "run.sh"), "--devices", "2"]) == 0
