@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-range test-touched test-rounding lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-all test-range test-touched test-rounding real-models lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -40,6 +40,7 @@ test-all: environments  ## every test; notes each file's seconds in .ci/duration
 	$(PY) -m pytest $(UNIT) $(NOTED)
 	$(PY) -m pytest $(ENGINES) $(NOTED)
 	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow  # left out above
+	$(PY) -m pytest tests/conformance $(TWO) --dist loadfile $(NOTED)
 	@install/wheel.sh
 	@$(MAKE) --no-print-directory test-range
 
@@ -57,6 +58,9 @@ test-touched: environments  ## the slow tests that changes since the last whole 
 
 test-rounding: setup  ## the tests as other CPUs round, and the margins of bounds (TESTS=path)
 	$(PY) -m tests.disturbed $(TESTS)
+
+real-models: setup  ## real tokenizers and templates for tests/conformance, into the user's cache (needs npm)
+	@$(PY) -m tests.support.real_models
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check

@@ -18,6 +18,9 @@ from lightning_rl.algos.losses import PolicyLoss
 from lightning_rl.config.hints import class_names
 from lightning_rl.config.names import MODULE_OF, SURFACES, public as public_name
 from lightning_rl.engines.base import Engine
+from tests.support.chats import CHATS
+from tests.support.families import ARCHITECTURES
+from tests.support.tiny_vision import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 
@@ -79,6 +82,20 @@ def test_pages_and_setup_agree_on_the_environments_size():
         r"= cuda \]; then size_gb=(\d+); else size_gb=(\d+)", page("install/setup.sh")
     ).groups()
     assert f"({cpu} GB for the CPU, {cuda} GB for CUDA" in " ".join(page("README.md").split())
+
+
+def test_the_tables_of_families_have_the_rows_that_are_tested():
+    """``python -m benchmarks.real --save`` writes them; nothing in them failed."""
+    blocks = re.findall(
+        r"<!-- (architectures|templates) -->\n(.*?)<!-- /", page("docs/models.md"), re.DOTALL
+    )
+    tables = {name: text.splitlines()[2:] for name, text in blocks}
+    cells = [[cell.strip() for cell in line.split("|")] for line in tables["architectures"]]
+    expected = [(f"`{name}`", one.layout) for name, one in ARCHITECTURES.items()]
+    expected += [(f"`{name}`", "packed") for name in FAMILIES]
+    assert [(row[1], row[3]) for row in cells] == expected
+    assert [line.split("|")[1].strip() for line in tables["templates"]] == list(CHATS)
+    assert not [line for lines in tables.values() for line in lines if "**no**" in line]
 
 
 def test_every_test_that_a_page_names_is_there():
