@@ -62,7 +62,9 @@ def architectures(found: Outcomes) -> Iterator[str]:
     yield _row(*["---"] * (4 + len(COLUMNS)))
     for name, one in ARCHITECTURES.items():
         layout = found.says(name, REFUSAL if one.layout == "refused" else SCORES, one.layout)
-        cells = [found.says(name, test) for test in COLUMNS.values()]
+        words = ["yes" if one.engine else "no", *["yes"] * (len(COLUMNS) - 1)]
+        said = zip(COLUMNS.values(), words, strict=True)
+        cells = [found.says(name, test, word) for test, word in said]
         yield _row(f"`{name}`", one.models, layout, *cells, "")
     for name in FAMILIES:
         layout, engine = found.says(name, SEEN, "packed"), found.says(name, SEEN_ENGINE)

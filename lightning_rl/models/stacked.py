@@ -70,9 +70,16 @@ def _stacks(converter: WeightConverter) -> bool:
 
 
 def all_linear(lm: PreTrainedModel) -> str | list[str]:
-    """What peft is told to adapt all linear layers; of a mixture, those that are no experts'."""
-    if not FileNames(lm).stacked:
+    """What peft is told to adapt all linear layers.
+
+    Of a mixture, those that are no experts'. Of state spaces (Mamba), all but ``out_proj``: their
+    kernels for GPUs read its weight themselves, and would not see an adapter.
+    """
+    left_out = _OF_EXPERTS if FileNames(lm).stacked else set()
+    if any(hasattr(m, "conv1d") and hasattr(m, "D") for m in lm.modules()):
+        left_out = left_out | {"out_proj"}
+    if not left_out:
         return "all-linear"
     head = lm.get_output_embeddings()
     linear = (n for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head)
-    return sorted({name.rpartition(".")[2] for name in linear} - _OF_EXPERTS)
+    return sorted({name.rpartition(".")[2] for name in linear} - left_out)

@@ -26,6 +26,8 @@ CLOSE = 1e-9
 """Relatively, in float64, of two ways to compute one number; a token too many shows at 1e-2."""
 SINGLE = 1e-4
 """In float32, after weights were rounded to it; an adapter that is left out shows at 1e-2."""
+STEPS_APART = {"nemotron_h": 1e-3}
+"""Where transformers' own steps with a cache are apart from its whole pass, in float64 too."""
 PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], [3, 4, 2]]
 SAMPLING = Sampling(max_tokens=6, temperature=0.75)
 
@@ -40,8 +42,13 @@ def folder_of(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=TRAINED)
-def model(request, folder_of):
-    return folder_of(request.param)
+def architecture(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(architecture, folder_of):
+    return folder_of(architecture)
 
 
 @cache
@@ -94,9 +101,10 @@ def trained_steps(policy, *batches, optimizer=None, lr=0.01):
     return optimizer
 
 
-def test_scores_and_gradients_are_the_models_own(model, random_rollouts, in_double):
+def test_scores_and_gradients_are_the_models_own(architecture, model, random_rollouts, in_double):
     rollouts = random_rollouts(0, temperature=0.75)
     policy, lm = double(policy_of(model)), own_model(model)
+    assert policy.body_pass.packed == (ARCHITECTURES[architecture].layout == "packed")
     ours, theirs = policy(pack_rollouts(rollouts)).logprobs, own_scores(lm, rollouts)
     assert distance(ours, theirs) < CLOSE
     ours.square().sum().backward()
@@ -111,15 +119,21 @@ def test_scores_and_gradients_are_the_models_own(model, random_rollouts, in_doub
     assert dict(policy.named_weights()).keys() == names.keys()
 
 
-def test_the_engine_writes_what_the_trainer_scores(model, tmp_path, make_rollout, in_double):
+def test_the_engine_writes_what_the_trainer_scores(
+    architecture, model, tmp_path, make_rollout, in_double
+):
     policy, engine = double(policy_of(model)), TransformersEngine(device="cpu")
     save_skeleton(str(model), tmp_path)
+    if not ARCHITECTURES[architecture].engine:
+        with pytest.raises(ConfigError, match="TransformersEngine cannot write"):
+            engine.start(tmp_path)
+        return
     engine.start(tmp_path)
     in_float64(engine._lm)
     engine.load_weights(policy.named_weights(), 0)
     written, scored = both(policy, engine, make_rollout, asyncio.run)
     engine.close()
-    assert distance(scored, written) < CLOSE
+    assert distance(scored, written) < STEPS_APART.get(architecture, CLOSE)
 
 
 @pytest.mark.parametrize("name", BY_VLLM)

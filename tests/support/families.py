@@ -49,7 +49,7 @@ class Architecture:
         sizes: what it is configured by beside SIZES.
         layout: how rollouts are scored: several in a row, one in a row, or not at all.
         vllm: whether vLLM's CPU build computes it, which a test tries.
-        lora: whether adapters go on all its linear layers.
+        engine: whether TransformersEngine writes with it.
         models: what people know of it.
     """
 
@@ -57,7 +57,7 @@ class Architecture:
     sizes: dict[str, Any]
     layout: Layout = "packed"
     vllm: bool = False
-    lora: bool = True
+    engine: bool = True
     models: str = ""
 
     def config(self) -> hf.PreTrainedConfig:
@@ -93,7 +93,7 @@ ARCHITECTURES = {
     "gemma3_text": Architecture("Gemma3Text", WINDOWS, vllm=True, models="Gemma 3"),
     "gpt2": Architecture("GPT2", GPT2),
     "gpt_neox": Architecture("GPTNeoX", {}, models="Pythia"),
-    "gptj": Architecture("GPTJ", GPT2 | {"rotary_dim": 16}, "refused"),
+    "gptj": Architecture("GPTJ", GPT2 | {"rotary_dim": 16}, "unpacked"),
     "gpt_bigcode": Architecture("GPTBigCode", GPT2, models="StarCoder"),
     "phi": Architecture("Phi", {}, models="Phi 1 and 2"),
     "phi3": Architecture("Phi3", {}, models="Phi 3 and 4"),
@@ -119,20 +119,20 @@ ARCHITECTURES = {
     "arcee": Architecture("Arcee", {}),
     "apertus": Architecture("Apertus", {}),
     "helium": Architecture("Helium", {}),
-    "nemotron": Architecture("Nemotron", {}, "refused"),
-    "nanochat": Architecture("NanoChat", {}, "refused"),
+    "nemotron": Architecture("Nemotron", {}, "unpacked"),
+    "nanochat": Architecture("NanoChat", {}),
     "dots1": Architecture("Dots1", ROUTED),
     "minimax_m2": Architecture("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4_text": Architecture(
         "Llama4Text", {"num_local_experts": 2, "intermediate_size_mlp": 64}, "refused",
         models="Llama 4",
     ),
-    "stablelm": Architecture("StableLm", {}, "refused"),
+    "stablelm": Architecture("StableLm", {}, "unpacked"),
     "persimmon": Architecture("Persimmon", {}),
-    "bloom": Architecture("Bloom", {"n_layer": 2, "n_head": 2}, "refused"),
-    "cohere": Architecture("Cohere", {}, "refused", models="Command R, Aya"),
-    "cohere2": Architecture("Cohere2", WINDOWS, "refused", models="Command A"),
-    "gemma2": Architecture("Gemma2", {}, "refused"),
+    "bloom": Architecture("Bloom", {"n_layer": 2, "n_head": 2}, "unpacked"),
+    "cohere": Architecture("Cohere", {}, models="Command R, Aya"),
+    "cohere2": Architecture("Cohere2", WINDOWS, models="Command A"),
+    "gemma2": Architecture("Gemma2", {}),
     "gemma3n_text": Architecture(
         "Gemma3nText",
         {
@@ -140,45 +140,46 @@ ARCHITECTURES = {
             "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
             "activation_sparsity_pattern": [0.0, 0.0],
         },
-        "refused", models="Gemma 3n",
+        models="Gemma 3n",
     ),
     "gemma4_text": Architecture("Gemma4Text", WINDOWS, models="Gemma 4"),
-    "granite": Architecture("Granite", {"logits_scaling": 2.0}, "refused"),
+    "granite": Architecture("Granite", {"logits_scaling": 2.0}),
     "granitemoe": Architecture(
-        "GraniteMoe", {"num_local_experts": 4, "logits_scaling": 2.0}, "refused"
+        "GraniteMoe", {"num_local_experts": 4, "logits_scaling": 2.0}
     ),
     "granitemoehybrid": Architecture(
         "GraniteMoeHybrid",
         MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 0,
                   "shared_intermediate_size": 64, "logits_scaling": 2.0},
-        "refused", models="Granite 4",
+        "unpacked", models="Granite 4",
     ),
     "gpt_oss": Architecture(
-        "GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "refused"
+        "GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}
     ),
-    "lfm2": Architecture("Lfm2", {"layer_types": ["conv", "full_attention"]}, "refused"),
-    "qwen3_next": Architecture("Qwen3Next", EXPERTS | LINEAR, "refused"),
-    "qwen3_5_text": Architecture("Qwen3_5Text", LINEAR, "refused", models="Qwen 3.5"),
+    "lfm2": Architecture("Lfm2", {"layer_types": ["conv", "full_attention"]}, "unpacked"),
+    "qwen3_next": Architecture("Qwen3Next", EXPERTS | LINEAR, "unpacked"),
+    "qwen3_5_text": Architecture("Qwen3_5Text", LINEAR, "unpacked", models="Qwen 3.5"),
     "nemotron_h": Architecture(
         "NemotronH",
         {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 32,
          "ssm_state_size": 8, "n_groups": 1},
-        "refused",
+        "unpacked",
     ),
-    "mamba": Architecture("Mamba", {"state_size": 8}, "refused"),
+    "mamba": Architecture("Mamba", {"state_size": 8}, "unpacked"),
     "mamba2": Architecture(
-        "Mamba2", {"num_heads": 4, "head_dim": 32, "state_size": 8, "n_groups": 1}, "refused"
+        "Mamba2", {"num_heads": 4, "head_dim": 32, "state_size": 8, "n_groups": 1}, "unpacked"
     ),
-    "falcon_h1": Architecture("FalconH1", MAMBA2 | {"mamba_d_ssm": 128}, "refused"),
+    "falcon_h1": Architecture("FalconH1", MAMBA2 | {"mamba_d_ssm": 128}, "unpacked"),
     "jamba": Architecture(
         "Jamba",
         {"num_experts": 2, "mamba_d_state": 8, "use_mamba_kernels": False,
          "attn_layer_period": 2, "attn_layer_offset": 1},
-        "refused",
+        "unpacked",
     ),
-    "bamba": Architecture("Bamba", MAMBA2 | {"attn_layer_indices": [1]}, "refused"),
+    "bamba": Architecture("Bamba", MAMBA2 | {"attn_layer_indices": [1]}, "unpacked"),
     "recurrent_gemma": Architecture(
-        "RecurrentGemma", {"block_types": ["recurrent", "attention"], "lru_width": 64}, "refused"
+        "RecurrentGemma", {"block_types": ["recurrent", "attention"], "lru_width": 64}, "unpacked",
+        engine=False,
     ),
 }  # fmt: skip
 """By the names that transformers has for them."""
