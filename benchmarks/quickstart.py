@@ -42,7 +42,7 @@ SHOWN = {
     "gap to the engine": lambda row: f"{row['rollout/logprob_gap_mean']:.0e}",
 }
 """Columns of the table of iterations."""
-ITERATIONS = (1, 2, 4, 6, 8, 10, 12, 15, 18, 20)
+ITERATIONS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 
 Row = dict[str, float]
 

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("lightning-rl quickstart", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=OUT, help=f"its folder; default: {OUT}")
     parser.add_argument("--model", help="another chat model: a directory or a hub name")
-    parser.add_argument("--iterations", type=int, help="default: 20")
+    parser.add_argument("--iterations", type=int, help="default: 16")
     parser.add_argument("--seed", type=int, help="default: 0")
     given = parser.parse_args(arguments)
     begin = time.perf_counter()
@@ -115,7 +115,7 @@ def answers(model: str | Path, asked: Sequence[Mapping[str, Any]]) -> list[str]:
         inputs = tokenizer.apply_chat_template(
             row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        ids = lm.generate(**inputs, max_new_tokens=48, do_sample=False)
+        ids = lm.generate(**inputs, max_new_tokens=32, do_sample=False)
         said.append(
             tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         )
