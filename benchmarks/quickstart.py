@@ -1,4 +1,4 @@
-"""What the quickstart does to SmolLM2-135M-Instruct: accuracy by iteration, of some seeds.
+"""Measure the quickstart: the accuracy of SmolLM2-135M-Instruct by iteration, for some seeds.
 
     python -m benchmarks.quickstart [--seeds 0 1 2] [--save]
 

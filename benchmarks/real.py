@@ -1,4 +1,4 @@
-"""What holds for each family of models, as the tests of all of them find it.
+"""Run the tests of all families of models, and write what passed as tables.
 
     python -m benchmarks.real [--save] [pytest's arguments]
 
@@ -47,7 +47,7 @@ class Outcomes:
                 self.of[row][test] = self.of[row].get(test, True) and report.passed
 
     def whole(self, row: str) -> bool:
-        """Whether all of its tests passed."""
+        """Return whether all tests of a row passed."""
         return bool(self.of[row]) and all(self.of[row].values())
 
     def says(self, row: str, test: str, word: str = "yes") -> str:

@@ -48,7 +48,7 @@ class Gaming:
             self.ranges[name] = [min(seen), max(seen)]
 
     def part_fell(self, weights: Mapping[str, float]) -> str | None:
-        """What to say if a part fell that matters most, though the reward did not; else None.
+        """Return a warning if a part that matters fell though the reward did not; else None.
 
         Of a task's ``weights`` by part those matter whose weight times range is the largest, and
         those of weight 0, which are there to be watched.
@@ -73,7 +73,7 @@ class Gaming:
         return None
 
     def accuracy_fell(self, accuracy: float, prompts: int) -> str | None:
-        """What to say if accuracy on held-out prompts fell though the reward rose; else None."""
+        """Return a warning if held-out accuracy fell though the reward rose; else None."""
         present = self.rewards.last or self.rewards.first
         if not self.best or accuracy >= self.best["accuracy"]:
             self.best = {"accuracy": accuracy}

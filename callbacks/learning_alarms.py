@@ -41,7 +41,10 @@ LEAST_GROUPS = 16
 
 
 def _rewards_compare(datamodule: object) -> TypeGuard[RLDataModule]:
-    """Whether prompts of all iterations are drawn in the same way, whatever they got."""
+    """Return whether the rewards of different iterations can be compared.
+
+    They cannot where prompts are drawn by the rewards that they got.
+    """
     return (
         isinstance(datamodule, RLDataModule)
         and type(datamodule.train_prompts).observe is PromptDataset.observe

@@ -1,4 +1,4 @@
-"""What chance explains: values of a run's first iterations, and of its last."""
+"""Samples of a run's first and last iterations, and the differences that chance explains."""
 
 import math
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Ends:
 
     @property
     def full(self) -> bool:
-        """Whether both ends are complete, and do not overlap."""
+        """True once both ends are complete; they never overlap."""
         return self._enough(self.last)
 
     @property

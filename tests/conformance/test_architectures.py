@@ -19,6 +19,7 @@ from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.run.loop import run_async
+from tests.support.architectures import own_scores
 from tests.support.families import ARCHITECTURES
 from tests.support.tolerances import distance
 
@@ -76,18 +77,6 @@ def own_model(folder):
     """Transformers' model in float64, with attention as its authors wrote it."""
     lm = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return in_float64(lm)
-
-
-def own_scores(lm, rollouts):
-    """Logprobs of what the model wrote, rollout by rollout, by its own forward."""
-    found = []
-    for rollout in rollouts:
-        row = rollout.rows[0]
-        ids, start = torch.tensor(row.prompt_ids + row.token_ids), len(row.prompt_ids)
-        logits = lm(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
-        logprobs = (logits / rollout.sampling.temperature).log_softmax(-1)
-        found.append(logprobs.gather(-1, ids[start:, None])[torch.tensor(row.loss_mask), 0])
-    return torch.cat(found)
 
 
 def trained_steps(policy, *batches, optimizer=None, lr=0.01):

@@ -63,3 +63,15 @@ def saved(config, directory: Path) -> str:
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return str(directory)
+
+
+def own_scores(lm, rollouts) -> torch.Tensor:
+    """Logprobs (M,) of what a model wrote, each rollout alone, by transformers' own forward."""
+    found = []
+    for rollout in rollouts:
+        ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
+        start, mask = len(rollout.prompt.token_ids), torch.tensor(rollout.loss_mask)
+        logits = lm(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+        log_p = (logits / rollout.sampling.temperature).log_softmax(-1)
+        found.append(log_p.gather(-1, ids[start:, None]).squeeze(-1)[mask])
+    return torch.cat(found)

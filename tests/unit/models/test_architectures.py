@@ -8,7 +8,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.stacked import FileNames
-from tests.support.architectures import GROUPED, HEADS, TOKENS, WIDTH, saved
+from tests.support.architectures import GROUPED, HEADS, TOKENS, WIDTH, own_scores, saved
 from tests.support.tolerances import gradient_rounding, scores_rounding
 
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -92,14 +92,7 @@ def test_exact(name, tmp_path, random_rollouts):
     own = FileNames(plain).each(plain.state_dict().items())
     assert dict(policy.named_weights()).keys() == dict(own).keys()
     scores = policy(pack_rollouts(rollouts))
-    expected = []
-    for rollout in rollouts:
-        ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
-        start, mask = len(rollout.prompt.token_ids), torch.tensor(rollout.loss_mask)
-        logits = plain(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
-        log_p = (logits / rollout.sampling.temperature).log_softmax(-1)
-        expected.append(log_p.gather(-1, ids[start:, None]).squeeze(-1)[mask])
-    expected = torch.cat(expected)
+    expected = own_scores(plain, rollouts)
     bound = scores_rounding(plain.config.get_text_config(), expected)
     torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=bound)
     scores.logprobs.square().sum().backward()

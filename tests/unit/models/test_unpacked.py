@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.splitting import PADDED, split_packs
@@ -14,22 +13,11 @@ from lightning_rl.models.lines import lines_of
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference
-from tests.support.architectures import GROUPED, UNPACKED, saved
+from tests.support.architectures import GROUPED, UNPACKED, own_scores, saved
 from tests.support.doubles import EXACT, doubled, in_double as in_double
 
 SAME = 1e4 * EXACT
 """Chunked recurrences take exponentials of sums, and differences of them, on the way."""
-
-
-def own_logprobs(lm, rollouts) -> Tensor:
-    found = []
-    for rollout in rollouts:
-        ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
-        start, mask = len(rollout.prompt.token_ids), torch.tensor(rollout.loss_mask)
-        logits = lm(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
-        log_p = logits.log_softmax(-1)
-        found.append(log_p.gather(-1, ids[start:, None]).squeeze(-1)[mask])
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize("name", UNPACKED)
@@ -42,7 +30,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward(
     plain = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).double()
     rollouts = random_rollouts(0, temperature=1.0)
     scores = policy(doubled(pack_rollouts(rollouts)))
-    expected = own_logprobs(plain, rollouts)
+    expected = own_scores(plain, rollouts)
     torch.testing.assert_close(scores.logprobs, expected, rtol=SAME, atol=SAME)
     scores.logprobs.square().sum().backward()
     expected.square().sum().backward()
