@@ -39,6 +39,7 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.ahead import NothingAhead
 from lightning_rl.learn.fitting import check_learning, check_sight, follow_trainer
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
@@ -279,11 +280,11 @@ class RLDataModule(CollectingDataModule):
         self._pipeline = self._made_pipeline(self.train_tasks)
         policies = list(module.policies.values())
         for policy in policies:
-            policy.stream = None
+            policy.ahead = NothingAhead()
         self._stream = None
         if stage == "fit" and isinstance(self.collector, StreamedCollector):
             [policy] = policies  # of several that is refused
-            self._stream = policy.stream = Stream(policy)
+            self._stream = policy.ahead = Stream(policy)
         works = stage == "fit" and drives_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(

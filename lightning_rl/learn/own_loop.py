@@ -1,31 +1,25 @@
 """OwnLoop: what a PolicyModule does in a script of one's own, without a Trainer."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_rl.algos.advantages import Advantage
-from lightning_rl.algos.experts import RoutingReplay
-from lightning_rl.algos.losses import Metrics
-from lightning_rl.algos.objective import Aggregation, Objective
 from lightning_rl.collect.loader import trainable
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.auto_packs import AutoPacks
 from lightning_rl.learn.base import LearningModule, RecordingModule
+from lightning_rl.learn.learner import Learner
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
-from lightning_rl.learn.streamed import Stream
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
@@ -33,46 +27,14 @@ from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
 
 
-class OwnLoop(RecordingModule, LearningModule):
+class OwnLoop(RecordingModule, LearningModule, Learner):
     """``prepare``, ``fit`` and ``sync_weights``: one call per step, and no callback hears of it."""
 
-    advantage: Advantage
-    aggregation: Aggregation
-    objective: Objective
-    routing_replay: RoutingReplay | None
-    stream: Stream | None
-    minibatches: int
-    packs: AutoPacks | None
-    trust_engine_logprobs: bool
     cast_lm_head_to_fp32: bool
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._own_schedule: Any = None
-
-    @abstractmethod
-    def compute_all(self, batch: TensorDict) -> TensorDict:
-        """All that an update needs to know of a packed batch."""
-
-    @abstractmethod
-    def update(self, batch: TensorDict) -> dict[str, float]:
-        """Optimizer steps on it; returns metrics."""
-
-    @abstractmethod
-    def dealing(self, epoch: int) -> torch.Generator:
-        """What deals the groups of this iteration to minibatches."""
-
-    @abstractmethod
-    def add_ahead(self, batch: TensorDict, rows: Tensor) -> tuple[Tensor, list[Metrics]]:
-        """Add gradients of these rows, flags (R,), undivided; which have one, and metrics."""
-
-    @abstractmethod
-    def end_iteration(self, metrics: dict[str, float]) -> None:
-        """Count the iteration, and let what adapts over iterations do so."""
-
-    @abstractmethod
-    def kl_from_engine(self, batch: TensorDict, version: int) -> float:
-        """KL, in nats per token, from the weights of a version to the present ones."""
 
     def prepare(self, fabric: Fabric | None = None) -> None:
         """Load the model, make optimizer and learning-rate schedule, move all to its device.
@@ -196,6 +158,23 @@ class OwnLoop(RecordingModule, LearningModule):
             return nullcontext()
         context: AbstractContextManager[object] = self.trainer.precision_plugin.train_step_context()
         return context
+
+    def own_optimizer(self) -> Any:
+        return self.optimizers()  # one, so not a list
+
+    def add_gradient(self, loss: Tensor, last: bool) -> None:
+        strategy: Any = self.trainer.strategy
+        blocks = isinstance(strategy, TrainerDDP) and not last
+        with strategy.block_backward_sync() if blocks else nullcontext():
+            self.manual_backward(loss)
+
+    def take_step(self) -> None:
+        optimizer = self.own_optimizer()
+        if self._trainer is None:  # a Trainer calls this hook within the step
+            self.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_schedulers().step()
 
     def lr_schedulers(self) -> Any:
         """The Trainer's, or that of :meth:`prepare`."""

@@ -3,8 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from tensordict import TensorDict
@@ -15,8 +13,9 @@ from lightning_rl.algos.objective import Objective
 from lightning_rl.data.batch import tokens_of_rows
 from lightning_rl.data.packing import pack_rollouts, packed_rows
 from lightning_rl.data.splitting import deal_groups
+from lightning_rl.learn.ahead import NothingAhead
+from lightning_rl.learn.learner import Learner
 from lightning_rl.models.memory import is_out_of_memory
-from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run.dist import any_rank, rank, world_size
 
@@ -36,35 +35,7 @@ _RowName = tuple[str, int]
 """A rollout's id, and which of its rows in a batch."""
 
 
-class Learner(Protocol):
-    """What a stream asks of the module that it is a part of."""
-
-    objective: Objective
-    minibatches: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def loaded_policy(self) -> Policy: ...
-
-    @property
-    def present_iteration(self) -> int: ...
-
-    def dealing(self, epoch: int) -> torch.Generator:
-        """What deals the groups of this iteration to minibatches."""
-
-    def step_precision(self) -> AbstractContextManager[object]:
-        """The precision of a training step."""
-
-    def compute_all(self, batch: TensorDict) -> TensorDict:
-        """All that an update needs to know of a packed batch."""
-
-    def add_ahead(self, batch: TensorDict, rows: Tensor) -> tuple[Tensor, list[Metrics]]:
-        """Add gradients of these rows, flags (R,), undivided; which have one, and metrics."""
-
-
-class Stream:
+class Stream(NothingAhead):
     """Scores and gradients of groups that are complete before their batch is.
 
     The gradients are in the policy, summed over all rollouts that are trained on with
@@ -162,7 +133,7 @@ class Stream:
         if self._same(batch, *_COMPARED):
             self._known = known
 
-    def knows(self, name: str) -> Tensor | None:
+    def known(self, name: str) -> Tensor | None:
         """Flags (R,), on the host, of the batch's rows that have this column; None: none."""
         return self._known if name in self._tokens and self._known.any() else None
 
@@ -192,7 +163,7 @@ class Stream:
             _log.warning(
                 "what was streamed of iteration %d is not used: a callback changed rewards, tokens "
                 "or the objective, or memory did not suffice; such updates begin anew",
-                self._learner.present_iteration,
+                self._learner.iteration + 1,
             )
         return None
 

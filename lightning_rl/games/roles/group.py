@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from tensordict import TensorDict
+from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from lightning_rl.algos.losses import Metrics
-from lightning_rl.algos.objective import Objective
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
@@ -103,13 +101,11 @@ class SharedModelGroup(PolicyModule):
             "PolicyModule"
         )
 
-    def backward_pack(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
-        """Add a pack's gradient; with the last pack's it is averaged over ranks."""
+    def add_gradient(self, loss: Tensor, last: bool) -> None:
         # DDP's own reduction would wait for the weights of all policies.
-        metrics = super().backward_pack(pack, objective, last=False)
+        super().add_gradient(loss, last=False)
         if last:
             _average_over_ranks(self.loaded_policy.parameters())
-        return metrics
 
     def own_optimizer(self) -> Any:
         everyone = super().own_optimizer()

@@ -86,7 +86,7 @@ class PolicyPlayer(GamePlayer):
         batch["tokens", "loss_weights"] = weights_T
         idle = torch.ones(len(batch["rollouts"]), dtype=torch.bool, device=weights_T.device)
         idle[token_rows(batch)[weights_T != 0]] = False
-        self.group.add_gradients(with_host(without(batch, idle)), Objective(_Scores()), None)
+        self.group.add_gradients(with_host(without(batch, idle)), Objective(_Scores()))
         return self.taken()
 
     def along(self, vector: Tensor) -> Tensor:

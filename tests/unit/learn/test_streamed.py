@@ -31,6 +31,7 @@ from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.learn.ahead import NothingAhead
 from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
@@ -71,11 +72,11 @@ def groups_of(rollouts) -> list:
 
 def stream(module, groups, chunks, batch_groups=None) -> None:
     """Let the module work ahead on groups, as they come; the last may never come."""
-    module.stream = Stream(module)
-    module.stream.begin(len(groups))
+    module.ahead = Stream(module)
+    module.ahead.begin(len(groups))
     for chunk in chunks:
-        module.stream.add([(place, groups[place]) for place in chunk])
-    module.stream.finish([r for group in batch_groups or groups for r in group if r.graded])
+        module.ahead.add([(place, groups[place]) for place in chunk])
+    module.ahead.finish([r for group in batch_groups or groups for r in group if r.graded])
 
 
 def differences(ours: PolicyModule, theirs: PolicyModule) -> float:
@@ -237,9 +238,9 @@ def other_order(module, groups):
 
 
 def never_told(module, groups):
-    module.stream = Stream(module)
-    module.stream.begin(GROUPS)
-    module.stream.add(list(enumerate(groups)))
+    module.ahead = Stream(module)
+    module.ahead.begin(GROUPS)
+    module.ahead.add(list(enumerate(groups)))
 
 
 def no_memory(module, groups):
@@ -269,12 +270,12 @@ def test_what_differs_from_the_batch_is_given_up(tiny_model, random_rollouts, in
 def test_groups_of_later_minibatches_leave_no_gradient(tiny_model, random_rollouts, in_double):
     rollouts = random_rollouts(5, groups=GROUPS, group_size=GROUP_SIZE)
     module = module_of(tiny_model, minibatches=GROUPS)
-    module.stream = Stream(module)
-    module.stream.begin(GROUPS)
-    [first] = module.stream.first
+    module.ahead = Stream(module)
+    module.ahead.begin(GROUPS)
+    [first] = module.ahead.first
     groups = groups_of(rollouts)
-    module.stream.add([(place, groups[place]) for place in range(GROUPS) if place != first])
-    assert not module.stream.metrics
+    module.ahead.add([(place, groups[place]) for place in range(GROUPS) if place != first])
+    assert not module.ahead.metrics
     assert all(p.grad is None for p in module.policy.parameters())
 
 
@@ -416,7 +417,7 @@ def test_the_routing_of_streamed_scores_is_replayed(tmp_path, random_rollouts, i
         if streams:
             stream(module, groups_of(rollouts), [[0, 1], [2]])
         else:
-            module.stream = None
+            module.ahead = NothingAhead()
         batch = module.compute_all(doubled(pack_rollouts(rollouts)))
         columns.append(batch["tokens", "routed_experts"])
     assert (columns[0] >= 0).any()

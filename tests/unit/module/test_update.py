@@ -1,6 +1,7 @@
 """PolicyModule: the update's gradient, its named steps, its metrics, its refusals."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.algos.objective import SequenceMean, TokenMean
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.learner import Learner
 from lightning_rl.learn.schedulers import WarmupLinear
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
-from lightning_rl.module import PolicyModule
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.reference import FrozenReference
+from lightning_rl.module import LEAST_VALUE_LR, PolicyModule
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
 from tests.support.updates import Recorder, assert_close, last_gradients, sgd
 
@@ -137,6 +141,57 @@ def test_named_steps_one_by_one_are_the_training_step(tiny_model, train_on, rand
     assert states[0].keys() == states[1].keys()
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
+
+
+class Bare(Learner):
+    """A learner without Lightning: the settings of a module, and torch for all that is asked."""
+
+    def __init__(self, module: PolicyModule) -> None:
+        for name in Learner.__annotations__:
+            setattr(self, name, getattr(module, name))
+        self._policy = Policy(module.model, *module._value_head)
+        self.reference = FrozenReference()
+        self.reference.configure(self._policy)
+        groups = self._policy.parameter_groups(module.value_lr)
+        self.optimizer = module.optimizer(groups)
+        self.optimizer.param_groups[-1]["lr"] = LEAST_VALUE_LR
+
+    device, loaded_policy = torch.device("cpu"), property(lambda self: self._policy)
+
+    def step_precision(self):
+        return nullcontext()
+
+    def own_optimizer(self):
+        return self.optimizer
+
+    def add_gradient(self, loss, last):
+        loss.backward()
+
+    def take_step(self):
+        self.optimizer.step()
+
+
+def test_a_learner_needs_no_lightning(tiny_model, train_on, random_batch):
+    made = {
+        "advantage": GAE(),
+        "kl": K3Penalty(0.1),
+        "optimizer": lambda p: torch.optim.SGD(p, lr=1e-6),
+        "ppo_epochs": 2,
+        "minibatches": 2,
+        "max_tokens_per_pack": 50,
+    }
+    batches = [random_batch(15), random_batch(16)]
+    module = module_of(tiny_model, value_head=SeparateValueHead(), **made)
+    bare = Bare(module_of(tiny_model, value_head=SeparateValueHead(), **made))
+    train_on(module, [batch.clone() for batch in batches])
+    for batch in batches:
+        metrics = bare.update(bare.compute_all(batch))
+        bare.end_iteration(metrics)
+    assert bare.iteration == module.iteration == 2
+    for (name, own), other in zip(
+        bare.loaded_policy.named_parameters(), module.policy.parameters(), strict=True
+    ):
+        assert torch.equal(own, other), name
 
 
 def test_old_logprobs_are_those_before_the_update(tiny_model, random_batch):
