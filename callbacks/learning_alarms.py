@@ -213,7 +213,7 @@ class LearningAlarms(RLCallback):
             names = (*SPREAD_OF, "eval/reward_std")
             self.first_evaluation = {name: metrics[name] for name in names if name in metrics}
             return None
-        prompts = len(datamodule.held_out_groups(datamodule.eval_limit))
+        prompts = len(datamodule.evaluation.groups(datamodule.eval_limit))
         for name, spread_of in SPREAD_OF.items():
             if name not in first or name not in metrics:
                 continue
@@ -236,7 +236,7 @@ class LearningAlarms(RLCallback):
                 return said
         if "eval/accuracy" not in metrics or datamodule.eval_prompts is None:
             return None
-        prompts = len(datamodule.held_out_groups(datamodule.eval_limit))
+        prompts = len(datamodule.evaluation.groups(datamodule.eval_limit))
         return self.gaming.accuracy_fell(metrics["eval/accuracy"], prompts)
 
     def _entropy(self) -> str | None:

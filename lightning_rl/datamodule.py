@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,15 @@ from lightning_rl.collect.checks import (
     check_streaming,
     room_for_prompts,
 )
+from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
-from lightning_rl.collect.loader import LazyLoader, RolloutBatches, RolloutLoader, limited_epoch
+from lightning_rl.collect.evaluation import Evaluation
+from lightning_rl.collect.loader import LazyLoader, RolloutLoader, limited_epoch
 from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.peek import Peek
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer
-from lightning_rl.collect.stats import evaluation_metrics, own_metrics, set_metrics
+from lightning_rl.collect.stats import set_metrics
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.collect.tasks import Task, by_name, grader_of, tasks_of
 from lightning_rl.config.arguments import configurable
@@ -47,7 +48,7 @@ from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.tokenizer import with_chat_variables
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
-from lightning_rl.rollout import Group, Prompt, Rollout
+from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run import dist
 from lightning_rl.run.cores import share_cores
 from lightning_rl.run.dist import announced
@@ -178,6 +179,24 @@ class RLDataModule(CollectingDataModule):
         self._common_rewards = (
             None if rewards is None else Rewards(rewards, reward_weights, max_failed_share)
         )
+        self.train_tasks = tasks_of(
+            train_prompts, agent, self._common_rewards, sampling, group_size, success_reward
+        )
+        """What becomes of the training prompts: of each set, or of all."""
+        held_out = (
+            []
+            if eval_prompts is None
+            else tasks_of(
+                eval_prompts,
+                agent,
+                self._common_rewards,
+                self.eval_sampling,
+                eval_samples,
+                success_reward,
+            )
+        )
+        self.evaluation = Evaluation(held_out, self.train_tasks, self.seed, self.eval_metrics)
+        """What becomes of the held-out prompts."""
         self.rewards = grader_of(self.train_tasks)
         """Grades what is trained on."""
         if reward_weights is not None and rewards is None:
@@ -185,10 +204,8 @@ class RLDataModule(CollectingDataModule):
                 f"reward_weights={reward_weights} are for rewards, which is null; name these, or "
                 "give the weights to the prompt sets that have rewards"
             )
-        _ = self.eval_tasks  # are they complete?
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
-        self._batches: RolloutBatches | None = None
-        self._stream: Stream | None = None
+        self._collection: Collection | None = None
         self._loader: RolloutLoader | None = None
         self._loader_state: dict[str, Any] | None = None
         self.first_iteration = 0  # of those collected without training
@@ -197,33 +214,9 @@ class RLDataModule(CollectingDataModule):
         """All ranks' rollouts of the last iteration (where there are several, without logprobs)."""
 
     @property
-    def train_tasks(self) -> list[Task]:
-        """What becomes of the training prompts: of each set, or of all."""
-        return tasks_of(
-            self.train_prompts,
-            self.agent,
-            self._common_rewards,
-            self.sampling,
-            self.group_size,
-            self.success_reward,
-        )
-
-    @property
     def eval_tasks(self) -> list[Task]:
-        """The same of the held-out prompts; [] without any."""
-        if self.eval_prompts is None:
-            return []
-        tasks = tasks_of(
-            self.eval_prompts,
-            self.agent,
-            self._common_rewards,
-            self.eval_sampling,
-            self.eval_samples,
-            self.success_reward,
-        )
-        # An evaluation does not wait for rollouts that are generated ahead.
-        first = min(task.sampling.priority for task in self.train_tasks) - 1
-        return [replace(t, sampling=replace(t.sampling, priority=first)) for t in tasks]
+        """What becomes of the held-out prompts, of each set; [] without any."""
+        return self.evaluation.tasks
 
     def task_of(self, prompt: Prompt) -> Task:
         """The task of a training prompt.
@@ -278,24 +271,24 @@ class RLDataModule(CollectingDataModule):
             with naming(task.name):
                 task.prompts.bound(room_for_prompts(room, task.sampling))
         self._pipeline = self._made_pipeline(self.train_tasks)
-        policies = list(module.policies.values())
-        for policy in policies:
-            policy.ahead = NothingAhead()
-        self._stream = None
-        if stage == "fit" and isinstance(self.collector, StreamedCollector):
-            [policy] = policies  # of several that is refused
-            self._stream = policy.ahead = Stream(policy)
         works = stage == "fit" and drives_engine(self.engine)
-        collector = self.collector if works else SyncCollector()
-        self._batches = RolloutBatches(
+        self._collection = Collection(
             self._pipeline,
-            collector,
+            self.collector if works else SyncCollector(),
             self._source(stage),
             self.filters,
             self.max_rounds,
             self.refill_seconds,
             self.train_on_rest,
+            self.buffer if stage == "fit" else None,
+            None if self.expert_prompts is None else self._experts,
         )
+        policies = list(module.policies.values())
+        for policy in policies:
+            policy.ahead = NothingAhead()
+        if stage == "fit" and isinstance(self.collector, StreamedCollector):
+            [policy] = policies  # of several that is refused
+            policy.ahead = self._collection.stream = Stream(policy)
 
     def _made_pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:
         return RolloutPipeline(
@@ -415,16 +408,16 @@ class RLDataModule(CollectingDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing goes on in the background of a run that failed or was interrupted."""
-        if self._batches is None:
+        if self._collection is None:
             return
         try:
-            self._batches.close(timeout=STOP_SECONDS)
+            self._collection.close(timeout=STOP_SECONDS)
         except TimeoutError:
             rank_zero_warn("rollouts in flight could not be stopped: a reward or agent blocks")
 
     def teardown(self, stage: str) -> None:
-        if self._batches is not None:
-            self._batches.close()
+        if self._collection is not None:
+            self._collection.close()
         for agent in self.all_agents:
             agent.close()
         self.engine.close()
@@ -442,7 +435,7 @@ class RLDataModule(CollectingDataModule):
         module = self._module()
         self._loader = RolloutLoader(
             self.collect,
-            self._ready_batches(),
+            self._ready(),
             self.iterations_per_epoch,
             lambda: module.iteration,
             self._epoch(),
@@ -454,7 +447,7 @@ class RLDataModule(CollectingDataModule):
         epochs = None if self.trainer is None else self.trainer.max_epochs
         if epochs is not None and epochs > 0:
             last = self._loader.first + epochs * self._epoch()
-            self._ready_batches().source.iterations = last
+            self._ready().source.iterations = last
         return self._loader
 
     # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
@@ -473,11 +466,11 @@ class RLDataModule(CollectingDataModule):
 
     def rollout_state(self) -> dict[str, Any]:
         """Tell where collecting without training stands, as primitives."""
-        return _states(batches=self._ready_batches(), experts=self.expert_prompts)
+        return _states(batches=self._ready(), experts=self.expert_prompts)
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, from ``first_iteration`` on."""
-        _load_states(state, batches=self._ready_batches(), experts=self.expert_prompts)
+        _load_states(state, batches=self._ready(), experts=self.expert_prompts)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
@@ -486,35 +479,37 @@ class RLDataModule(CollectingDataModule):
 
     def collect(self, iteration: int) -> list[Rollout]:
         """Generate and grade one iteration's rollouts, and tell the callbacks."""
-        module, trainer, batches = self._module(), self.trainer, self._ready_batches()
+        module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
         for rewards in self.all_rewards:
             rewards.state = self._reward_state(iteration)
-        if self._stream is not None:
-            self._stream.begin(batches.source.num_groups)
-        rollouts = batches.collect(iteration, self._stream)
-        groups, metrics = batches.of_all_ranks(module.iteration, module.role_versions)
-        batches.observe(self.train_prompts, groups)
-        module.record(metrics | set_metrics(groups, self.train_prompts.shares()))
-        if self.train_prompts.dropped:
-            module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
-        self.generated = [rollout for group in groups for rollout in group]
-        call_hook(trainer, "on_collect_end", rollouts)
-        if self.buffer is not None and trainer.state.fn == "fit":
-            groups = self.buffer.exchange(batches.kept, module.iteration)
-            rollouts = [rollout for group in groups for rollout in group]
-            module.record(self.buffer.metrics)
-        if self.expert_prompts is not None:
-            count = self.expert_per_iteration
-            rollouts += expert_rollouts(self.expert_prompts, count, iteration, self._tokenizer)
-        batches.ack()
-        if self._stream is not None:
-            self._stream.finish([rollout for rollout in rollouts if rollout.graded])
+        collection = self._ready()
+        rollouts = collection.next(iteration, module.iteration, self._collected)
+        if collection.buffer is not None:
+            module.record(collection.buffer.metrics)
         return rollouts
 
+    def _collected(self, rollouts: list[Rollout]) -> None:
+        """Record what was collected on all ranks, and tell prompts and callbacks of it."""
+        module, prompts, trainer = self._module(), self.train_prompts, self.trainer
+        assert trainer is not None
+        groups, metrics = self._ready().of_all_ranks(module.iteration, module.role_versions)
+        self._ready().observe(prompts, groups)
+        module.record(metrics | set_metrics(groups, prompts.shares()))
+        if prompts.dropped:
+            module.record({"data/prompts_dropped": float(prompts.dropped)})
+        self.generated = [rollout for group in groups for rollout in group]
+        call_hook(trainer, "on_collect_end", rollouts)
+
+    def _experts(self, iteration: int) -> list[Rollout]:
+        """This rank's share of an iteration's rows to imitate."""
+        assert self.expert_prompts is not None
+        count = self.expert_per_iteration
+        return expert_rollouts(self.expert_prompts, count, iteration, self._tokenizer)
+
     def _reward_state(self, iteration: int) -> TrainerState:
-        total, length = self._ready_batches().source.iterations or -1, self.iterations_per_epoch
+        total, length = self._ready().source.iterations or -1, self.iterations_per_epoch
         return TrainerState(
             global_step=iteration,
             max_steps=total,
@@ -545,11 +540,11 @@ class RLDataModule(CollectingDataModule):
     def before_sync(self) -> None:
         """Let the collector prepare for a change of the engine's weights."""
         with self._module().clock("generate"):
-            run_async(self._ready_batches().collector.before_sync())
+            run_async(self._ready().collector.before_sync())
 
     def after_sync(self) -> None:
         """Let it go on with them."""
-        run_async(self._ready_batches().collector.after_sync())
+        run_async(self._ready().collector.after_sync())
 
     @property
     def evaluates(self) -> bool:
@@ -563,26 +558,11 @@ class RLDataModule(CollectingDataModule):
         """
         if self.eval_prompts is None:
             raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
-        module = self._module()
-        groups = self.held_out_groups(self.eval_limit)
-        with module.clock("eval"), self._ready_batches().yielding():
+        groups = self.evaluation.groups(self.eval_limit)
+        with self._module().clock("eval"), self._ready().yielding():
             pipeline = self._made_pipeline(self.eval_tasks)
             rollouts = pipeline.complete_together(groups, self.eval_sampling)
-        metrics = self.evaluation_metrics(rollouts)
-        return rollouts, metrics | own_metrics(self.eval_metrics, rollouts, metrics)
-
-    def held_out_groups(self, limit: int | None = None) -> list[Group]:
-        """Empty groups of held-out prompts, set by set; of each the first ``limit``, or all."""
-        return [
-            group
-            for task in self.eval_tasks
-            for group in task.new_groups(limit, self.seed, iteration=-1)
-        ]
-
-    def evaluation_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """``eval/*`` of held-out rollouts, but for ``eval_metrics``."""
-        bars = {task.name: task.success_reward for task in self.eval_tasks}
-        return evaluation_metrics(rollouts, bars)
+        return rollouts, self.evaluation.all_metrics(rollouts)
 
     def try_out(self, groups: int, group_size: int) -> list[Rollout]:
         """Graded rollouts of the first prompts, beside training: no prompt is used up.
@@ -621,9 +601,9 @@ class RLDataModule(CollectingDataModule):
         length = self.iterations_per_epoch
         return length if self.trainer is None else limited_epoch(self.trainer, length)
 
-    def _ready_batches(self) -> RolloutBatches:
-        assert self._batches is not None, "setup() comes first"
-        return self._batches
+    def _ready(self) -> Collection:
+        assert self._collection is not None, "setup() comes first"
+        return self._collection
 
     def _module(self) -> RolloutModule:
         if self.trainer is None:

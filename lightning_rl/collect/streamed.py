@@ -7,18 +7,24 @@ from typing import Protocol
 from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least
-from lightning_rl.rollout import Group
+from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run.loop import cancel_here, innermost
 
 
-class Consumer(Protocol):
-    """What works on complete groups, in the thread that waits for the batch."""
+class Stream(Protocol):
+    """Works on complete groups, in the thread that waits for the batch."""
 
     first: frozenset[int]
     """Places of the groups that it wants before the others."""
 
+    def begin(self, count: int) -> None:
+        """Get ready for a batch of so many groups on each rank."""
+
     def add(self, groups: Sequence[tuple[int, Group]]) -> None:
         """Work on groups, given with their places in the batch."""
+
+    def finish(self, rollouts: Sequence[Rollout]) -> None:
+        """Note the rollouts that the batch is made of, in its order."""
 
 
 @configurable

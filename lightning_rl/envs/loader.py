@@ -1,18 +1,19 @@
 """EnvLoader: Lightning's view of batches of steps, one per iteration."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensordict import TensorDict
 
+from lightning_rl.collect.loader import EpochLoader
 from lightning_rl.envs.collector import EnvCollector
 from lightning_rl.run import dist
 
 
-class EnvLoader:
-    """A sized plain iterable that collects lazily.
+class EnvLoader(EpochLoader):
+    """Batches of steps.
 
-    Its state is that of the collector before whatever was not trained on yet: the same agents
+    The state is that of the collector before the batch that was not trained on yet: the same agents
     collect it again from there, bit by bit.
 
     Args:
@@ -31,40 +32,19 @@ class EnvLoader:
         epoch: int,
         trained: Callable[[], int],
     ) -> None:
+        super().__init__(length, epoch, trained)
         self._collect = collect
         self._collector = collector
-        self._length = length
-        self._epoch = epoch
-        self._trained = trained
-        self._place = 0  # iterations of this epoch that were handed out
-        self._due = 0  # trained on, once this many iterations are
-        self._before: dict[str, Any] | None = None  # what was handed out last
+        self._before: dict[str, Any] = {}  # the collector's state before the last batch
 
-    def __len__(self) -> int:
-        return self._length
+    def next(self) -> TensorDict:
+        self._before = self._collector.state_dict()
+        return self._collect(self._trained())
 
-    def __iter__(self) -> Iterator[TensorDict]:
-        self._place %= self._epoch
-        while self._place < self._epoch:
-            iteration = self._trained()
-            with dist.every_rank():
-                self._before, self._due = self._collector.state_dict(), iteration + 1
-                self._place += 1
-                batch = self._collect(iteration)
-            yield batch
+    def own_state(self) -> dict[str, Any]:
+        return {"collector": self._before if self.untrained else self._collector.state_dict()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of every rank's loader; primitives and tensors only."""
-        return {"ranks": dist.gather(self._own_state())}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken; other ranks, or more of them, begin new episodes."""
-        shares = state["ranks"]
-        self._place = shares[0]["place"]
-        if len(shares) == dist.world_size():
-            self._collector.load_state_dict(shares[dist.rank()]["collector"])
-
-    def _own_state(self) -> dict[str, Any]:
-        untrained = self._before is not None and self._trained() < self._due
-        state = self._before if untrained else self._collector.state_dict()
-        return {"place": self._place - untrained, "collector": state}
+    def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Other ranks, or more of them, begin new episodes."""
+        if len(states) == dist.world_size():
+            self._collector.load_state_dict(states[dist.rank()]["collector"])

@@ -169,8 +169,8 @@ def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> lis
     row: dict[str, float] = {}
     # Metrics of one's own say their names when they have seen rollouts.
     if evaluates and not data.eval_metrics:
-        samples = [rollout for group in data.held_out_groups(limit=1) for rollout in group]
-        row = data.evaluation_metrics(samples)
+        samples = [rollout for group in data.evaluation.groups(limit=1) for rollout in group]
+        row = data.evaluation.metrics(samples)
     unknown = []
     for callback in callbacks:
         if not isinstance(callback, ModelCheckpoint | EarlyStopping) or not callback.monitor:

@@ -7,8 +7,8 @@ import pytest
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.ahead import AsyncCollector
+from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
-from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.sources import IterablePrompts
@@ -111,7 +111,7 @@ class Collecting:
     def collect(self, filters, groups: int = 4, rounds: int = 10, iteration: int = 0, **options):
         sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
         source = GroupSource(self.prompts, groups, 3, sampling, seed=4)
-        batches = RolloutBatches(self.pipeline, self.collector, source, filters, rounds, **options)
+        batches = Collection(self.pipeline, self.collector, source, filters, rounds, **options)
         batches.collect(iteration)
         batches.ack()
         return batches
@@ -246,7 +246,7 @@ def test_all_filters_must_agree_and_each_counts_what_it_rejected_first(tiny_mode
 
 
 def test_a_kept_group_keeps_its_failures_for_what_they_are(tiny_model, make_rollout):
-    collection = RolloutBatches(None, SyncCollector(), None, [RewardSpread()])
+    collection = Collection(None, SyncCollector(), None, [RewardSpread()])
     group = group_of(make_rollout, 1.0, 1.0, None)
     group[2].status = RolloutStatus.FAILED
     collection.add(group)
@@ -260,7 +260,7 @@ def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
     def batches(run, rounds):
         sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
         source = GroupSource(run.prompts, 4, 3, sampling, seed=4)
-        return RolloutBatches(run.pipeline, SyncCollector(), source, [RewardSpread()], rounds)
+        return Collection(run.pipeline, SyncCollector(), source, [RewardSpread()], rounds)
 
     first = batches(Collecting(tiny_model, useful=3), rounds=2)
     with pytest.raises(FilterError):

@@ -18,9 +18,9 @@ from lightning_rl.callbacks.reward_alarms import (
     summary_row,
 )
 from lightning_rl.collect.ahead import AsyncCollector
+from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import RewardSpread, SyncCollector
 from lightning_rl.collect.early_cut import TailBatchingCollector
-from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.mixture import Mixture, PromptSet
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.stats import evaluation_metrics, rollout_metrics, set_metrics
@@ -208,7 +208,7 @@ def collected(mixture, tokenizer, collector, filters=(), count=4):
         engine, SingleTurn(), grader_of(tasks), tokenizer, tasks=by_name(tasks)
     )
     source = GroupSource(made, count, 2, Sampling(max_tokens=5), 4, tasks=by_name(tasks))
-    batches = RolloutBatches(pipeline, collector, source, filters, 10)
+    batches = Collection(pipeline, collector, source, filters, 10)
     found = []
     for iteration in range(2):
         found.append((batches.collect(iteration), batches.of_all_ranks(0)[0]))
@@ -445,7 +445,7 @@ def test_held_out_seeds_do_not_depend_on_the_other_sets(tokenizer):
     def seeds(*names):
         data = data_module(eval_prompts=Mixture([PromptSet(name, ["1=", "2="]) for name in names]))
         data.eval_prompts.load(tokenizer)
-        return {r.id: r.seed for group in data.held_out_groups() for r in group}
+        return {r.id: r.seed for group in data.evaluation.groups() for r in group}
 
     two, one = seeds("a", "b"), seeds("b")
     assert len(two) == 16

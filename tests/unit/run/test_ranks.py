@@ -20,8 +20,8 @@ from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, To
 from lightning_rl.algos.tree import TreeRLOO
 from lightning_rl.algos.turns import GiGPO, RewardToGo, TurnGAE
 from lightning_rl.collect.checks import check_groups
+from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.pipeline import GroupSource
 from lightning_rl.data import splitting
 from lightning_rl.data.batch import empty_like, select
@@ -147,14 +147,14 @@ def test_no_prompt_is_lost_or_doubled_when_ranks_change(source, before, after):
 def batches(source):
     """With an engine of their own, or (``shared``) one that rank 0 feeds for all ``ranks``."""
 
-    def make(rank: int, ranks: int, shared: bool = False) -> RolloutBatches:
+    def make(rank: int, ranks: int, shared: bool = False) -> Collection:
         issuing = source() if shared else source(rank, ranks)
-        return RolloutBatches(None, SyncCollector(), issuing)
+        return Collection(None, SyncCollector(), issuing)
 
     return make
 
 
-def held(batches: RolloutBatches) -> list[str]:
+def held(batches: Collection) -> list[str]:
     return [group[0]["group_id"] for group in batches.state_dict()["collector"]["groups"]]
 
 

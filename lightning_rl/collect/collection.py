@@ -1,0 +1,334 @@
+"""Collection: the batches of a run, one per iteration, from a collector, filters and a buffer."""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from lightning_rl.collect.collector import Collector, GroupFilter
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
+from lightning_rl.collect.replay_buffer import ReplayBuffer
+from lightning_rl.collect.stats import rollout_metrics
+from lightning_rl.collect.streamed import Stream, StreamedCollector
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.engines.base import RunState, drives_engine
+from lightning_rl.errors import FilterError
+from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
+from lightning_rl.run import dist
+from lightning_rl.run.cores import beside_engine
+from lightning_rl.run.loop import run_async, runtime
+
+
+class Collection:
+    """Collects batches: takes groups from a collector, grades them, replaces those filters reject.
+
+    ``next`` gives one iteration's rollouts, and ``state_dict`` everything that a later one needs.
+
+    Attributes describe the last batch: the groups ``kept``, all rollouts ``generated``, how many
+    groups each filter ``rejected``, and the ``seconds`` that they took. A collector that works
+    while the trainer trains has had the time since the batch before.
+
+    Args:
+        pipeline: generates and grades.
+        collector: decides when which group is generated.
+        source: issues the groups.
+        filters: rejected groups are replaced by groups of new prompts (DAPO's dynamic sampling).
+        max_rounds: how often to ask for replacements in one iteration.
+        refill_seconds: after which no more are asked for; None: no limit.
+        train_on_rest: groups that are still missing then are made up by the last that filters
+            rejected, in place of an error; what is still written after ``refill_seconds`` as a
+            replacement is evicted.
+        buffer: keeps the groups, and adds older ones to each batch; None: none.
+        experts: given an iteration, returns rollouts to imitate beside its own; None: none.
+    """
+
+    stream: Stream | None = None
+    """The part of an update that is done while the batch is still being written."""
+
+    def __init__(
+        self,
+        pipeline: RolloutPipeline,
+        collector: Collector,
+        source: GroupSource,
+        filters: Sequence[GroupFilter] = (),
+        max_rounds: int = 1,
+        refill_seconds: float | None = None,
+        train_on_rest: bool = False,
+        buffer: ReplayBuffer | None = None,
+        experts: Callable[[int], list[Rollout]] | None = None,
+    ) -> None:
+        self.pipeline = pipeline
+        self.collector = collector
+        self.source = source
+        self.filters = filters
+        self.max_rounds = max_rounds
+        self.refill_seconds = math.inf if refill_seconds is None else refill_seconds
+        self.train_on_rest = train_on_rest
+        self.buffer = buffer
+        self.experts = experts
+        self._acked: float | None = None
+        self._clear()
+        collector.bind(pipeline, source)
+
+    def _clear(self) -> None:
+        self.generated: list[Rollout] = []
+        self.kept: list[Group] = []
+        self.rejected: Counter[str] = Counter()
+        self._set_aside: list[tuple[Group, list[Rollout]]] = []
+        self._made_up = 0
+        self.seconds = 0.0
+        self._ahead: dict[str, float] = {}
+        self._taken: list[Group] = []
+
+    def next(
+        self, iteration: int, version: int, tell: Callable[[list[Rollout]], None] | None = None
+    ) -> list[Rollout]:
+        """This rank's share of what an iteration trains on.
+
+        Args:
+            iteration: its number, from 0 on.
+            version: of the trainer's weights.
+            tell: called with the rollouts just collected, before older ones and experts join them.
+
+        Raises:
+            EngineError: if the engine is not ready, or fails.
+            FilterError: if too few groups were kept in ``max_rounds`` rounds, or
+                ``refill_seconds``, and ``train_on_rest`` is not set.
+            RewardError: if too large a share could not be graded.
+        """
+        if self.stream is not None:
+            self.stream.begin(self.source.num_groups)
+        rollouts = self.collect(iteration)
+        if tell is not None:
+            tell(rollouts)
+        if self.buffer is not None:
+            groups = self.buffer.exchange(self.kept, version)
+            rollouts = [rollout for group in groups for rollout in group]
+        if self.experts is not None:
+            rollouts += self.experts(iteration)
+        self.ack()
+        if self.stream is not None:
+            self.stream.finish([rollout for rollout in rollouts if rollout.graded])
+        return rollouts
+
+    def collect(self, iteration: int) -> list[Rollout]:
+        """This rank's share of an iteration's groups that all filters keep; held until ``ack``."""
+        self._clear()
+        engine = self.pipeline.engine
+        with dist.every_rank():
+            if drives_engine(engine):
+                self._fill(iteration)
+        if engine.serves_all_ranks:
+            self.kept = dist.scatter(self.kept)
+        return self.rollouts
+
+    def _fill(self, iteration: int) -> None:
+        """Keep ``source.num_groups`` groups."""
+        self.pipeline.engine.require_ready()
+        end, rounds = time.monotonic() + self.refill_seconds, 0
+        while missing := self.source.num_groups - len(self.kept):
+            left = end - time.monotonic()
+            if rounds and (rounds == self.max_rounds or left <= 0):
+                self._make_up(missing, rounds)
+                return
+            rounds += 1
+            bounded = self.train_on_rest and rounds > 1  # what the first writes is the rest
+            groups = self._take(iteration, missing, left if bounded else math.inf)
+            self._taken += groups
+            for group in groups:
+                self.add(group)
+            self.pipeline.rewards.require_graded([r for group in groups for r in group])
+
+    def _make_up(self, missing: int, rounds: int) -> None:
+        """Train on what there is: take the last rejected groups back, if that is wanted."""
+        if not self.train_on_rest:
+            raise FilterError(
+                f"after {rounds} rounds only {len(self.kept)} of "
+                f"groups_per_iteration={self.source.num_groups} groups passed the filters "
+                f"({self.tell()}): the prompts are exhausted, too easy or too hard; raise "
+                "max_rounds (or refill_seconds), change the prompts, drop the filter, or set "
+                "train_on_rest: true"
+            )
+        for group, completed in self._set_aside[-missing:]:
+            for rollout in completed:
+                rollout.status = RolloutStatus.COMPLETED
+            self.kept.append(group)
+        self._made_up = missing
+
+    def _take(self, iteration: int, count: int, seconds: float) -> list[Group]:
+        begin, since = time.perf_counter(), self._acked
+        if self.collector.works_between_batches and since is not None:
+            begin, self._acked = since, None
+        with self.pipeline.clock("generate"):
+            if self.stream is not None and isinstance(self.collector, StreamedCollector):
+                self._work_ahead(self.collector, iteration, count, self.stream)
+            groups = run_async(self._in_loop(iteration, count, seconds))
+        self.seconds += time.perf_counter() - begin
+        self.pipeline.grade(groups)
+        return groups
+
+    def _work_ahead(
+        self, collector: StreamedCollector, iteration: int, count: int, stream: Stream
+    ) -> None:
+        """Let the stream work on groups that filters keep, until all are complete."""
+
+        async def begin() -> list[Group]:
+            self.source.begin(iteration)
+            return await collector.begin(count, stream.first)
+
+        before = len(self.kept)
+        elsewhere = self.pipeline.engine.serves_all_ranks  # servers have threads of their own
+        with nullcontext() if elsewhere else beside_engine(collector.engine_threads):
+            groups = run_async(begin())
+            while places := run_async(collector.complete()):
+                kept = [p for p in places if all(f.keep(groups[p]) for f in self.filters)]
+                stream.add([(before + place, groups[place]) for place in kept])
+
+    async def _in_loop(self, iteration: int, count: int, seconds: float) -> list[Group]:
+        """The collector's next groups; none, if it does not have them in so many seconds."""
+        # All that works ahead is in this thread too, so nothing changes in the middle of it.
+        self.source.begin(iteration)
+        limit = asyncio.timeout(None if seconds == math.inf else seconds)
+        try:
+            async with limit:
+                groups = await self.collector.take(count)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            groups = []
+            await self.collector.evict(self._taken)
+        dropped, self.collector.dropped = self.collector.dropped, []
+        self.generated += [rollout for group in dropped for rollout in group]
+        self._ahead = self.collector.metrics()
+        if self.pipeline.engine.replica_count > 1:
+            states = [replica.state for replica in self.pipeline.engine.replica_states()]
+            self._ahead["collect/replicas"] = float(states.count(RunState.RUNNING))
+        return groups
+
+    def add(self, group: Group) -> None:
+        """Keep a group, or mark its rollouts SKIPPED and note which filter rejected it."""
+        self.generated += group
+        for group_filter in self.filters:
+            if not group_filter.keep(group):
+                self.rejected[type(group_filter).__name__] += 1
+                completed = [rollout for rollout in group if rollout.completed]
+                self._set_aside.append((group, completed))
+                for rollout in completed:
+                    rollout.status = RolloutStatus.SKIPPED
+                return
+        self.kept.append(group)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The kept ones."""
+        return [rollout for group in self.kept for rollout in group]
+
+    def metrics(self) -> dict[str, float]:
+        """Groups that each filter rejected, or that made up a batch; what the collector has."""
+        made_up = {"filter/made_up": float(self._made_up)} if self.train_on_rest else {}
+        rejected = {f"filter/{name}": float(n) for name, n in self.rejected.items()}
+        return self._ahead | rejected | made_up
+
+    def of_all_ranks(
+        self, version: int, versions: Mapping[str, int] | None = None
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Every rank's groups of the last batch in the order of their places, and what they say.
+
+        ``versions``: of several policies, by the roles that they play.
+
+        On several ranks without logprobs, and of prompts only the id: less to send.
+        """
+        groups = in_groups(self.generated)
+        if dist.world_size() > 1:
+            light = [[_without_logprobs(rollout) for rollout in group] for group in groups]
+            groups = dist.interleaved(dist.gather(light))
+        rollouts = [rollout for group in groups for rollout in group]
+        metrics = rollout_metrics(rollouts, dist.all_reduce_max(self.seconds), version, versions)
+        return groups, metrics | dist.all_reduce_sum(self.metrics())
+
+    def tell(self) -> str:
+        """Say in words which filter rejected how many groups."""
+        parts = (f"{name} rejected {count}" for name, count in self.rejected.items())
+        return ", ".join(parts) or "none was rejected"
+
+    def observe(self, prompts: PromptDataset, groups: Sequence[Group]) -> None:
+        """Tell prompts of all ranks' groups: on each rank after the same number of draws.
+
+        Filters make ranks draw more or fewer prompts, and what works ahead draws at any time. A
+        curriculum or mixture needs all to learn, and to go on, from one place.
+        """
+
+        async def in_loop() -> None:  # where prompts are drawn: none is, while ranks agree
+            if not self.pipeline.engine.serves_all_ranks:
+                self.source.catch_up(int(dist.all_reduce_max(self.source.drawn)))
+            prompts.observe(groups)
+
+        run_async(in_loop())
+
+    def ack(self) -> None:
+        """Take note that the batch is in safe hands, and begin to work on the next one."""
+        # Nobody waits: the loop may be in the middle of an engine's step.
+        runtime.loop.call_soon_threadsafe(self.collector.ack, self._taken)
+        self._acked = time.perf_counter()
+
+    @contextmanager
+    def yielding(self) -> Iterator[None]:
+        """Let an evaluation have the engine first."""
+        context = self.collector.yielding()
+        run_async(context.__aenter__())
+        try:
+            yield
+        finally:
+            run_async(context.__aexit__(None, None, None))
+
+    # Taken in the loop, between two steps of whatever works ahead there.
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the source, and every group that is not in a batch yet; primitives only."""
+
+        async def snapshot() -> dict[str, Any]:
+            return {
+                "source": self.source.state_dict(),
+                "collector": self.collector.state_dict(),
+            }
+
+        return run_async(snapshot())
+
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on where all ranks stood; what they had in hand is dealt out anew to another number.
+
+        An engine that serves all ranks is fed by the first of them only.
+        """
+        if dist.rank() > 0 and self.pipeline.engine.serves_all_ranks:
+            return
+        feeding = states[: states[0]["source"]["ranks"]]
+        self.source.load_shares([state["source"] for state in feeding])
+        collectors = [state["collector"] for state in feeding]
+        rank, ranks = self.source.rank, self.source.ranks
+        self.collector.load_state_dict(
+            {
+                name: dist.reshard([c[name] for c in collectors], rank, ranks)
+                for name in collectors[0]
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state of one process was taken."""
+        self.load_shares([state])
+
+    def close(self, timeout: float | None = None) -> None:
+        """Stop what is in flight; it stays in the state.
+
+        Raises:
+            TimeoutError: if something blocks the loop for longer than ``timeout`` seconds.
+        """
+        run_async(self.collector.close(), timeout)
+
+
+def _without_logprobs(rollout: Rollout) -> Rollout:
+    rows = [replace(row, prompt_ids=[], logprobs=[]) for row in rollout.rows]
+    prompt = Prompt(rollout.prompt.id, "", [], set=rollout.prompt.set)
+    return replace(rollout, prompt=prompt, rows=rows)

@@ -1,0 +1,52 @@
+"""Evaluation: rollouts of held-out prompts, always with the same seeds, and their metrics."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_rl.collect.stats import evaluation_metrics, own_metrics
+from lightning_rl.collect.tasks import Task
+from lightning_rl.rollout import Group, Rollout
+
+
+class Evaluation:
+    """What is done with held-out prompts.
+
+    Args:
+        tasks: one for each set of held-out prompts.
+        before: tasks of training, for whose rollouts an evaluation does not wait.
+        seed: from which every rollout's own is derived.
+        own_metrics: functions ``f(rollouts) -> dict[str, float]`` for further metrics.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        before: Sequence[Task],
+        seed: int,
+        own_metrics: Sequence[Callable[..., dict[str, float]]] = (),
+    ) -> None:
+        first = min(task.sampling.priority for task in before) - 1
+        self.tasks = [replace(t, sampling=replace(t.sampling, priority=first)) for t in tasks]
+        self.seed = seed
+        self.own_metrics = own_metrics
+
+    def groups(self, limit: int | None = None) -> list[Group]:
+        """Empty groups, set by set; of each set the first ``limit`` prompts, or all."""
+        return [
+            group
+            for task in self.tasks
+            for group in task.new_groups(limit, self.seed, iteration=-1)
+        ]
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """``eval/*`` of graded rollouts, without the further metrics."""
+        return evaluation_metrics(rollouts, {task.name: task.success_reward for task in self.tasks})
+
+    def all_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """``eval/*`` of graded rollouts.
+
+        Raises:
+            ConfigError: if one of ``own_metrics`` fails.
+        """
+        metrics = self.metrics(rollouts)
+        return metrics | own_metrics(self.own_metrics, rollouts, metrics)
