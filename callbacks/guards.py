@@ -213,8 +213,7 @@ class Guard(RLCallback, ABC):
         return {"broken": self._in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        held = state_dict["broken"]
-        self._in_a_row = held if isinstance(held, dict) else {"": held}  # of earlier releases
+        self._in_a_row = state_dict["broken"]
 
 
 class BatchGuard(Guard, ABC):

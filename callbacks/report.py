@@ -228,10 +228,9 @@ class RunReport(RLCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Those of earlier releases held the rows themselves.
-        self._log.load_state_dict(state_dict.get("metrics", state_dict))
-        self._wall -= state_dict.get("wall_s", 0.0)
-        self._cpu -= state_dict.get("cpu_s", 0.0)
+        self._log.load_state_dict(state_dict["metrics"])
+        self._wall -= state_dict["wall_s"]
+        self._cpu -= state_dict["cpu_s"]
 
     def _write(
         self, trainer: Trainer, pl_module: LightningModule, error: BaseException | None

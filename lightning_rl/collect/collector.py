@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.rollouts.form import upgraded
+from lightning_rl.data.rollouts.form import whole
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.rollout import Group, Rollout, RolloutStatus, own
 from lightning_rl.run.loop import require_awaited
@@ -39,15 +39,13 @@ class Collector(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "settle" in vars(cls):
-            raise ConfigError(f"{cls.__name__}.settle: the method is called ack now; rename it")
         signature = inspect.signature(cls.take)
         try:
             signature.bind("self", "count")
         except TypeError as error:
             raise ConfigError(
                 f"{cls.__name__}.take{signature} must be take(self, count): the pipeline is "
-                "self.pipeline now, the source self.source, and self.issue() is given none"
+                "self.pipeline, the source self.source, and self.issue() takes no argument"
             ) from error
 
     def bind(self, pipeline: RolloutPipeline, source: GroupSource) -> None:
@@ -131,7 +129,7 @@ class Collector(ABC):
         self._restored = [
             [
                 _retried(rollout)
-                for rollout in map(Rollout.from_dict, map(upgraded, _each(group)))
+                for rollout in map(Rollout.from_dict, map(whole, _each(group)))
                 if not _is_lost(rollout)
             ]
             for group in state["groups"]

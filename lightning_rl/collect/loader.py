@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from tensordict import TensorDict
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.rollouts.form import upgraded
+from lightning_rl.data.rollouts.form import whole
 from lightning_rl.errors import RewardError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run import dist
@@ -151,7 +151,7 @@ class RolloutLoader(EpochLoader):
         groups = dist.reshard(
             [_in_groups(state["pending"]) for state in states], dist.rank(), dist.world_size()
         )
-        self._restored = [Rollout.from_dict(upgraded(r)) for group in groups for r in group]
+        self._restored = [Rollout.from_dict(whole(r)) for group in groups for r in group]
 
 
 def limited_epoch(trainer: Trainer, length: int) -> int:

@@ -12,7 +12,6 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from torch import nn
 
-from lightning_rl.config.names import RENAMED
 from lightning_rl.config.yaml_text import parse_yaml, parse_yaml_nodes
 from lightning_rl.errors import ConfigError, kind_of_path
 
@@ -241,13 +240,9 @@ def differences(then: Table, now: Table) -> list[Change]:
 
 
 def _value(table: Table, key: str) -> Any:
-    """Look a key up; if it has others below it instead, as arguments without a class, those.
-
-    Classes go by what they are called now.
-    """
+    """Look a key up; if it has others below it instead, as arguments without a class, those."""
     if key in table:
-        value = table[key]
-        return RENAMED.get(value, value) if isinstance(value, str) else value
+        return table[key]
     below = {n.removeprefix(f"{key}."): v for n, v in table.items() if n.startswith(f"{key}.")}
     return below or _UNKNOWN
 

@@ -42,15 +42,6 @@ MODULE_OF = {name: module for shown in SURFACES.values() for name, module in sho
 HOME = {name: package for package, shown in reversed(SURFACES.items()) for name in shown}
 """Public name: the package to import it from; ``lightning_rl`` where that has it."""
 
-RENAMED = {
-    "Coefficient": "ConstantSchedule",
-    "ExponentialShare": "ExponentialSchedule",
-    "LinearEpsilon": "LinearSchedule",
-    "LinearShare": "LinearSchedule",
-    "ReplayRecorder": "RerunRecorder",
-}
-"""Class in configurations that were recorded earlier: its name today."""
-
 
 def added() -> dict[str, "EntryPoint"]:
     """Classes that installed packages add, which a configuration may name in the same way."""

@@ -112,10 +112,6 @@ class MetricsLog:
         if state is None or not trainer.is_global_zero:
             return
         file = self._path()
-        if "history" in state:  # a checkpoint of an earlier release holds the rows themselves
-            self.rows, self._begin = state["history"], 0
-            self._rewrite(_lines(self.rows))
-            return
         source = next((f for f in _candidates(file, trainer, state) if _holds(f, state)), None)
         if source == file:
             self._begin = state["begin"]

@@ -222,17 +222,6 @@ def test_a_run_that_goes_on_forgets_what_lay_ahead(tmp_path, make_rollout):
     assert (kept.id, kept.token_ids) == ("1/0/p/0", [4, 1])
 
 
-def test_what_an_earlier_release_recorded_counts_from_one_too(tmp_path, make_rollout):
-    log = RerunLog(tmp_path)
-    log.write_rollouts(2, 0, [make_rollout([3], [4, 1])])
-    (log.path / "iteration-000002-000.parquet").rename(log.path / "000001-000.parquet")
-    log.write_rollouts(3, 0, [make_rollout([3], [5, 1])])
-    assert log.iterations() == {2, 3}
-    assert [log.rollouts(i)[0].token_ids for i in (2, 3)] == [[4, 1], [5, 1]]
-    log.forget_after(2)
-    assert log.iterations() == {2}
-
-
 def test_rollouts_come_back_as_they_were(finished):
     log = RerunLog(finished)
     assert log.iterations() == {1, 2, 3, 4}

@@ -18,7 +18,7 @@ from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
-from lightning_rl.config.names import HOME, RENAMED
+from lightning_rl.config.names import HOME
 from lightning_rl.config.packages import OPTIONAL_CLASSES
 from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import DataError
@@ -81,8 +81,7 @@ def with_public_names(text: str) -> str:
     """The text of a recorded configuration without the modules of our classes, which may move."""
 
     def public(path: re.Match[str]) -> str:
-        name = RENAMED.get(path[1], path[1])
-        home = HOME | OPTIONAL_CLASSES
+        name, home = path[1], HOME | OPTIONAL_CLASSES
         return f"{home[name]}.{name}" if name in home else path[0]
 
     return _OUR_PATH.sub(public, text)

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.data.rollouts.form import checked, upgraded
+from lightning_rl.data.rollouts.form import checked, whole
 from lightning_rl.data.rollouts.pictures import PictureFolder, told, without_data
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
 from lightning_rl.rollout import Call, Group, Rollout, Row
@@ -80,7 +80,7 @@ class RolloutFile(ABC):
         total = 0
         for total, recorded in enumerate(self.read(), 1):  # noqa: B007
             last.append(recorded)
-        return [{"iteration": r.iteration} | upgraded(as_record(r.rollout)) for r in last], total
+        return [{"iteration": r.iteration} | whole(as_record(r.rollout)) for r in last], total
 
     def groups(self) -> list[Group]:
         """All rollouts by group, in the order of their first members.
@@ -268,11 +268,10 @@ def from_row(where: str, row: Record, pictures: PictureFolder) -> Rollout:
         DataError: naming the place, if the row is no rollout.
     """
     try:
-        record = upgraded(json.loads(row["rest"]))
+        record = whole(json.loads(row["rest"]))
         left = {name: row[name] for name in ARRAYS}
         for part in reversed(record["rows"]):
-            # In the earlier form the first row did not tell its tokens: they are what is left.
-            begin = len(left["token_ids"]) - part.get("tokens", len(left["token_ids"]))
+            begin = len(left["token_ids"]) - part["tokens"]
             part |= {name: column[begin:] for name, column in left.items()}
             left = {name: column[:begin] for name, column in left.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

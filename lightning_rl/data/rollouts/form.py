@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lightning_rl.errors import DataError
-from lightning_rl.rollout import SAMPLED_BY, Rollout, Row
+from lightning_rl.rollout import Rollout
 
 Record = dict[str, Any]
 
@@ -37,7 +37,7 @@ _WORDS: dict[Any, str] = {
 
 
 def checked(where: str, record: Any) -> Record:
-    """The record in today's form, with what it leaves out, if all in it is as a rollout's.
+    """The record with what it leaves out, if everything in it is as a rollout's.
 
     What it tells beyond a rollout's fields stays as it is.
 
@@ -47,7 +47,7 @@ def checked(where: str, record: Any) -> Record:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a rollout, an object, got {shortened(record)}")
     try:
-        made: Record = {"iteration": 0} | _filled("", upgraded(record), Rollout)
+        made: Record = {"iteration": 0} | _filled("", whole(record), Rollout)
         for name, hint in (("iteration", int), ("id", str)):
             _check(name, made.get(name, hint()), hint)
         for place, row in enumerate(made["rows"]):
@@ -61,24 +61,17 @@ def checked(where: str, record: Any) -> Record:
         ) from error
 
 
-def upgraded(record: Record) -> Record:
-    """A rollout's record in today's form, of one that may have an earlier one.
+def whole(record: Record) -> Record:
+    """A rollout's record whose rows hold what they leave to the rollout.
 
-    In the flat form the first row's fields and the sampling settings stood beside the rollout's
-    own, and the other rows in ``further``. What is malformed stays as it is, to be refused.
+    What is malformed stays as it is, to be refused.
     """
-    made = dict(record)
-    if "rows" not in made:
-        names = [name for name in (*_hints(Row), *TOLD) if name in made]
-        first = {"prompt_ids": None} | {name: made.pop(name) for name in names}
-        further = made.pop("further", [])
-        made["rows"] = [first, *further] if isinstance(further, list) else further
-        made["sampling"] = {name: made.pop(name) for name in SAMPLED_BY if name in made}
-    if isinstance(made["rows"], list):
-        made["rows"] = [
-            _whole_row(row, made) if isinstance(row, dict) else row for row in made["rows"]
-        ]
-    return made
+    rows = record.get("rows")
+    if not isinstance(rows, list):
+        return dict(record)
+    return record | {
+        "rows": [_whole_row(row, record) if isinstance(row, dict) else row for row in rows]
+    }
 
 
 def _whole_row(row: Record, record: Record) -> Record:

@@ -31,16 +31,15 @@ class Outcome:
 
 
 class RerunLog:
-    """The folder ``rerun`` of a run directory; ``replay`` in those of earlier releases.
+    """The folder ``rerun`` of a run directory.
 
     ``iteration-000012-000.parquet`` holds the rollouts that iteration 12 was trained on, by rank
     and in their order (a rollout file, as ``lightning-rl rollouts`` reads it); ``versions.jsonl``
-    an :class:`Outcome` per line. Earlier releases counted from 0, and wrote ``000011-000.parquet``.
+    an :class:`Outcome` per line.
     """
 
     def __init__(self, run: Path) -> None:
-        earlier = run / "replay"
-        self.path = earlier if earlier.is_dir() else run / "rerun"
+        self.path = run / "rerun"
         self._versions = self.path / "versions.jsonl"
 
     def write_rollouts(self, iteration: int, rank: int, rollouts: list[Rollout]) -> None:
@@ -141,15 +140,14 @@ class RerunLog:
                 )
 
     def _file(self, iteration: int, rank: int) -> Path:
-        earlier = self.path / f"{iteration - 1:06d}-{rank:03d}.parquet"
-        return earlier if earlier.exists() else self.path / FILE.format(iteration, rank)
+        return self.path / FILE.format(iteration, rank)
 
     def _files(self) -> list[Path]:
         files = (file for file in self.path.glob("*.parquet") if _NAMED.fullmatch(file.name))
         return sorted(files, key=lambda file: (_iteration_of(file), file.name))
 
 
-_NAMED = re.compile(r"(?:iteration-)?[0-9]{1,9}-[0-9]{1,9}\.parquet")
+_NAMED = re.compile(r"iteration-([0-9]{1,9})-[0-9]{1,9}\.parquet")
 
 
 def _line(outcome: Outcome) -> str:
@@ -157,8 +155,9 @@ def _line(outcome: Outcome) -> str:
 
 
 def _iteration_of(file: Path) -> int:
-    first, second, *_ = file.stem.split("-")
-    return int(second) if first == "iteration" else int(first) + 1
+    named = _NAMED.fullmatch(file.name)
+    assert named is not None
+    return int(named[1])
 
 
 def first_difference(one: Mapping[str, object], other: Mapping[str, object]) -> str | None:

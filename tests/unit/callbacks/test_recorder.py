@@ -17,7 +17,7 @@ from lightning_rl.cli.view.flags import find_flags
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.batch import token_rows
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
-from lightning_rl.data.rollouts.form import upgraded
+from lightning_rl.data.rollouts.form import whole
 from lightning_rl.data.rollouts.log import RerunLog
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
@@ -194,7 +194,7 @@ def test_every_file_of_a_run_holds_its_rollouts_in_the_same_form(tiny_model, tmp
     # As the viewer reads them: the record, and what else the recorder tells.
     [last], count = recorded.tail(1)
     assert count == 24
-    expected = upgraded(as_record(collected.rollouts[-1][1]))
+    expected = whole(as_record(collected.rollouts[-1][1]))
     for row, told in zip(expected.pop("rows"), last.pop("rows"), strict=True):
         assert row.items() <= told.items()
     assert expected.items() <= last.items()

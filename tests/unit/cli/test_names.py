@@ -9,20 +9,21 @@ import pytest
 import lightning_rl
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli.rerun.rebuild import callbacks_that_rerun, with_public_names
-from lightning_rl.data.rollouts.log import RerunLog
 
 
 @pytest.mark.parametrize(
     ("recorded", "read"),
     [
-        ("lightning_rl.ReplayRecorder", "lightning_rl.callbacks.RerunRecorder"),
         (
-            "lightning_rl.callbacks.replay_recorder.ReplayRecorder",
+            "lightning_rl.callbacks.somewhere.RerunRecorder",
             "lightning_rl.callbacks.RerunRecorder",
         ),
         ("lightning_rl.where.it.was.RolesModule", "lightning_rl.games.RolesModule"),
         ("lightning_rl.callbacks.preview.PreviewTable", "lightning_rl.PreviewTable"),
-        ("lightning_rl.games.staged.annealing.LinearShare", "lightning_rl.extend.LinearSchedule"),
+        (
+            "lightning_rl.games.staged.annealing.LinearSchedule",
+            "lightning_rl.extend.LinearSchedule",
+        ),
         ("RolesModule", "RolesModule"),
         ("lightning_rl.serving.verifiers.VerifiersAgent", "lightning_rl.verifiers.VerifiersAgent"),
         ("lightning_rl.convert", "lightning_rl.convert"),
@@ -68,9 +69,3 @@ def test_only_callbacks_that_say_so_take_part_in_a_rerun():
 
     ours = Ours()
     assert callbacks_that_rerun([RLCallback(), ours]) == [ours]
-
-
-def test_logs_of_earlier_releases_are_found(tmp_path):
-    assert RerunLog(tmp_path).path == tmp_path / "rerun"
-    (tmp_path / "replay").mkdir()
-    assert RerunLog(tmp_path).path == tmp_path / "replay"

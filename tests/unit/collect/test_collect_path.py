@@ -56,13 +56,14 @@ def awaited(task) -> list[tuple[str, str]]:
     return frames
 
 
-def test_the_first_token_is_seven_files_from_the_loader(tiny_model, tmp_path):
+def test_the_first_token_is_eight_files_from_the_loader(tiny_model, tmp_path):
     engine = Watched()
     trainer = trainer_of(tmp_path, [WeightSync()], fast_dev_run=1, logger=False)
     trainer.fit(grpo(tiny_model), datamodule=data_module(engine=engine))
     assert engine.files == [
         "collect/loader.py",
         "datamodule.py",
+        "collect/collection.py",
         "run/loop.py",
         "collect/collector.py",
         "collect/pipeline.py",

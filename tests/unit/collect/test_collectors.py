@@ -428,19 +428,13 @@ def test_the_collectors_schedule_pushes_as_seldom_as_staleness_allows(make, max_
     assert max(result.staleness) == max_staleness
 
 
-def test_a_collector_written_for_an_earlier_interface_is_refused():
+def test_a_collector_whose_take_has_other_arguments_is_refused():
     message = r"Waves\.take.* must be take\(self, count\): the pipeline"
     with pytest.raises(ConfigError, match=message):
 
         class Waves(Collector):
             async def take(self, pipeline, source, count):
                 return [self.issue(source) for _ in range(count)]
-
-    with pytest.raises(ConfigError, match=r"Noted\.settle: the method is called ack now"):
-
-        class Noted(SyncCollector):
-            def settle(self, groups):
-                pass
 
 
 def test_a_group_that_has_not_begun_is_copied_once_whatever_its_size(monkeypatch):

@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rl import EntropyBonus, K2Penalty, PolicyModule
-from lightning_rl.config.layers import differences
 from lightning_rl.envs import ActorCriticModule, DQNModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import (
@@ -41,12 +40,6 @@ def test_what_a_number_depends_on_is_in_a_checkpoint_and_nothing_else():
     assert other.at(7) == 2.0
     other.load_state_dict(LinearSchedule(1.0, 0.0, 4).state_dict())  # it was another schedule
     assert other.at(7) == 2.0
-
-
-def test_a_run_of_an_earlier_release_goes_on_with_the_new_names():
-    then = {"model.epsilon": "LinearEpsilon", "model.epsilon.final": 0.05}
-    now = {"model.epsilon": "LinearSchedule", "model.epsilon.final": 0.1}
-    assert [change.key for change in differences(then, now)] == ["model.epsilon.final"]
 
 
 @pytest.mark.parametrize(

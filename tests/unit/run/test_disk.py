@@ -125,15 +125,6 @@ def test_rows_that_were_changed_or_lost_are_told(run, tmp_path):
         log_in(tmp_path / "new", state)
 
 
-def test_checkpoints_that_hold_the_rows_are_still_read(tmp_path):
-    directory = tmp_path / "old"
-    directory.mkdir()
-    (directory / "metrics.jsonl").write_text("rubbish")
-    log, trainer = log_in(directory, {"history": [row(0), row(1)], "wall_s": 1.0})
-    log.add(trainer, row(2))
-    assert log.rows == lines(directory) == [row(0), row(1), row(2)]
-
-
 def test_a_damaged_line_of_the_rerun_log_is_named_and_left_out(tmp_path):
     log = RerunLog(tmp_path)
     log.write_outcome(Outcome(1, {"w": "1"}))
