@@ -14,9 +14,9 @@ from benchmarks.scaling_constants import Constants, Model
 from benchmarks.scaling_costs import Lengths, Replica, Trainer
 from benchmarks.scaling_sync import Push, broadcast, in_process, shared_broadcast
 from benchmarks.schedulers_simulated import normal
+from benchmarks.simulate import SimulatedEngine, simulate
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import Collector, SyncCollector
-from lightning_rl.collect.simulate import SimulatedEngine, simulate
 
 UNITS = 64  # that the longest rollout is simulated in
 WARMUP, COUNTED = 3, 3  # iterations

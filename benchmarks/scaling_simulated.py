@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling_simulated [--groups 64] [--save]
 
-The collectors themselves run on a virtual clock (`collect/simulate.py`). What a decoding step, an
+The collectors themselves run on a virtual clock (`benchmarks.simulate`). What a decoding step, an
 update and a sync take is computed from the shapes of Qwen3 models and from constants, all of them
 in `scaling_constants` with unit and source; the formulas are in `scaling_costs` and `scaling_sync`,
 which follows this library's transports step by step. Lengths of rollouts are lognormal, as spread
@@ -176,7 +176,6 @@ def main() -> None:
         figure = f"![Seconds of iterations by GPUs, and of syncs by transport]({PICTURE})"
         block = [figure, "", *iteration_table(shown, rows), "", *sync_table(few, many)]
         write_block(DOCS / "distributed.md", "scaling-simulated", block)
-        write_block(DOCS / "distributed.md", "scaling-checks", check_table(checks))
     report("scaling-simulated", summary(c, rows, checks), given.save)
 
 

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.schedulers --real [--save]
     OMP_NUM_THREADS=1 python -m benchmarks.schedulers --cores [--save]
 
-The collectors themselves run on a virtual clock (`collect/simulate.py`), so no GPU is needed and
+The collectors themselves run on a virtual clock (`benchmarks/simulate.py`), so no GPU is needed and
 every run gives the same numbers. The engine decodes a batch of 256 at most, in 10 ms + 0.06 ms x
 requests per token; lengths differ between prompts and between rollouts of one prompt. Trainer and
 engine have devices of their own, but for "Sync, colocated": there both use all devices in turn, so

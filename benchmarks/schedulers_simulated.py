@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+from benchmarks.simulate import SimulatedEngine, Simulation, simulate
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
-from lightning_rl.collect.simulate import SimulatedEngine, Simulation, simulate
 from lightning_rl.collect.streamed import StreamedCollector
 
 GROUPS, GROUP_SIZE = 32, 8

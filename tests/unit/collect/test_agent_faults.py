@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.simulate import SimulatedEngine
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.pipeline import run_agent
-from lightning_rl.collect.simulate import SimulatedEngine
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import RolloutStatus

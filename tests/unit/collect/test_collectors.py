@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from benchmarks.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import Collector, SyncCollector
@@ -18,7 +19,6 @@ from lightning_rl.collect.early_cut import (
     TailBatchingCollector,
 )
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
-from lightning_rl.collect.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
