@@ -10,7 +10,6 @@ from lightning_rl.callbacks.batch_guards import (
     EffectiveSampleGuard as EffectiveSampleGuard,
     LogprobGapGuard as LogprobGapGuard,
     LogprobSpikeGuard as LogprobSpikeGuard,
-    RewardAlarmGuard as RewardAlarmGuard,
     StalenessGuard as StalenessGuard,
     ZeroAdvantageGuard as ZeroAdvantageGuard,
 )

@@ -122,22 +122,6 @@ class ZeroAdvantageGuard(BatchGuard):
         return total / count
 
 
-@configurable
-@dataclass(eq=False, repr=False)
-class RewardAlarmGuard(BatchGuard):
-    """Number of alarms of ``RewardAlarms`` that are on; that callback comes first in the list."""
-
-    name = "reward_alarms"
-    what = "the number of alarm/* that are on"
-    fix = "read some rollouts: the policy may game the reward"
-    bound: float = 0
-    patience: int = 3
-
-    def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
-        alarms = [on for name, on in module.recorded.items() if name.startswith("alarm/")]
-        return sum(alarms) if alarms else None
-
-
 def log_weights(module: PolicyModule, batch: TensorDict) -> Tensor:
     """log p_trainer - log p_engine, (T,); meaningful at ``trained_tokens``."""
     return module.trainer_logprobs(batch) - batch["tokens", "rollout_logprobs"]

@@ -1,13 +1,12 @@
 """Signs that a policy is paid for something else than its task, for ``LearningAlarms``."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from lightning_rl.callbacks.reward_alarms import component
 from lightning_rl.callbacks.samples import Ends, Sample
+from lightning_rl.collect.tasks import Task
 from lightning_rl.rollout import Rollout
 
 ADVICE = (
@@ -85,8 +84,7 @@ class Gaming:
         first, last = (sample.mean for sample in self.rewards.both)
         earlier = self.best.get("reward", first)
         highest, now = (
-            Sample(share, math.sqrt(share * (1 - share)), prompts)
-            for share in (self.best["accuracy"], accuracy)
+            Sample.of_share(share, prompts) for share in (self.best["accuracy"], accuracy)
         )
         if last <= earlier or now.mean >= highest.lowest(now, self.eval_sigmas):
             return None
@@ -107,3 +105,13 @@ class Gaming:
             self.parts[name] = Ends(self.rewards.window, self.rewards.least)
             self.parts[name].load_state_dict(ends)
         self.ranges, self.best = state["ranges"], state["best"]
+
+
+def component(prompt_set: str, reward: str) -> str:
+    """The name of a part of the reward, with its prompt set where there are several."""
+    return f"{prompt_set}/{reward}" if prompt_set else reward
+
+
+def component_weights(task: Task) -> dict[str, float]:
+    """The weight of each part in the reward of a task."""
+    return {component(task.name, name): w for name, w in task.rewards.weights.items()}

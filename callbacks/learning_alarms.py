@@ -11,8 +11,7 @@ from typing import Any, TypeGuard
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.gaming import Gaming
-from lightning_rl.callbacks.reward_alarms import component_weights
+from lightning_rl.callbacks.gaming import Gaming, component_weights
 from lightning_rl.callbacks.samples import Ends, Sample
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
@@ -25,11 +24,13 @@ from lightning_rl.run.hooks import datamodule_of
 _log = logging.getLogger(__name__)
 
 FINITE = ("policy/loss", "policy/grad_norm", "policy/kl_old", "policy/entropy", "reward/mean")
-SPREAD_OF: dict[str, Callable[[dict[str, float]], float]] = {
-    "eval/accuracy": lambda row: math.sqrt(row["eval/accuracy"] * (1 - row["eval/accuracy"])),
-    "eval/reward_mean": lambda row: row["eval/reward_std"],
+SAMPLE_OF: dict[str, Callable[[dict[str, float], int], Sample]] = {
+    "eval/accuracy": lambda row, count: Sample.of_share(row["eval/accuracy"], count),
+    "eval/reward_mean": lambda row, count: Sample(
+        row["eval/reward_mean"], row["eval/reward_std"], count
+    ),
 }
-"""Standard deviations of a held-out rollout's success, and reward."""
+"""Success and reward of so many held-out prompts, from a row of metrics."""
 UNLEARNS = (
     "The policy gets worse: lower the learning rate, ppo_epochs or minibatches, add a KL penalty "
     "(model.kl), and read some rollouts"
@@ -210,14 +211,14 @@ class LearningAlarms(RLCallback):
             return None
         first = self.first_evaluation
         if not first or datamodule.eval_prompts is None:
-            names = (*SPREAD_OF, "eval/reward_std")
+            names = (*SAMPLE_OF, "eval/reward_std")
             self.first_evaluation = {name: metrics[name] for name in names if name in metrics}
             return None
         prompts = len(datamodule.evaluation.groups(datamodule.eval_limit))
-        for name, spread_of in SPREAD_OF.items():
+        for name, sample_of in SAMPLE_OF.items():
             if name not in first or name not in metrics:
                 continue
-            before, now = (Sample(row[name], spread_of(row), prompts) for row in (first, metrics))
+            before, now = (sample_of(row, prompts) for row in (first, metrics))
             bound = before.lowest(now, self.eval_sigmas)
             if now.mean < bound:
                 return (

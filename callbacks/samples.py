@@ -25,6 +25,11 @@ class Sample:
         """From given values."""
         return cls(*summarize(list(values)), len(values))
 
+    @classmethod
+    def of_share(cls, share: float, count: int) -> "Sample":
+        """From the share of ``count`` values that are 1, where the others are 0."""
+        return cls(share, math.sqrt(share * (1 - share)), count)
+
     def lowest(self, later: "Sample", sigmas: float) -> float:
         """The lowest mean that a later sample may have by chance, or that is too little to matter.
 

@@ -1,13 +1,13 @@
 """RewardAlarms: each alarm's arithmetic by hand, and a real run that games its reward."""
 
 import logging
-import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_rl.callbacks import RewardAlarms, RunReport, WeightSync
-from lightning_rl.callbacks.reward_alarms import component_drifts, duplicate_shares, summary_row
+from lightning_rl.callbacks.reward_alarms import duplicate_shares
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
@@ -31,35 +31,6 @@ def test_duplicates_within_a_group_and_across_prompts(make_rollout):
     ]  # fmt: skip
     # Within: both [4, 1]. Across: both [5, 1]; the [8, 1] are of one prompt, drawn twice.
     assert duplicate_shares(rollouts) == (2 / 8, 2 / 8)
-
-
-def test_a_row_sums_up_an_iteration(make_rollout):
-    rollouts = [
-        make_rollout([3], [4, 1], reward=1.0, reward_parts={"x": 1.0, "y": None}),
-        make_rollout([3], [4, 5, 6, 1], reward=0.0, reward_parts={"x": 0.0, "y": None}),
-    ]
-    assert summary_row(rollouts, 0.25) == {
-        "tokens": 3, "duplicates": 0.25, "reward": 0.5, "part/x": 0.5, "std/x": 0.5,
-    }  # fmt: skip
-
-
-def test_component_drifts_by_hand():
-    first = [{"part/a": 0.0, "std/a": 0.5, "part/b": 1.0, "std/b": 0.2}] * 2
-    last = [
-        {"part/a": 0.5, "std/a": 0.25, "part/b": 0.6, "std/b": 0.4},
-        {"part/a": 1.0, "std/a": 0.25, "part/b": 0.4, "std/b": 0.4},
-    ]
-    # a: 0 -> 0.75, std max(0.5, 0.25); b: 1 -> 0.5, std max(0.2, 0.4)
-    assert component_drifts(first, last, {"a": 1.0, "b": 0.0}) == pytest.approx(
-        {"a": 1.5, "b": -1.25}
-    )
-    # What costs (a negative weight) gets better by falling.
-    assert component_drifts(first, last, {"b": -2.0}) == pytest.approx({"b": 1.25})
-    # It applied to nothing at one end.
-    assert component_drifts(first, last, {"c": 1.0}) == {}
-    steady = [{"part/a": 1.0, "std/a": 0.0}]
-    assert component_drifts(steady, steady, {"a": 1.0}) == {"a": 0.0}
-    assert component_drifts(steady, [{"part/a": 2.0, "std/a": 0.0}], {"a": 1.0}) == {"a": math.inf}
 
 
 def test_impossible_settings_are_refused():
@@ -107,52 +78,41 @@ def test_a_policy_that_games_its_reward_sets_off_the_alarms(tiny_model, tmp_path
         history = run(tiny_model, tmp_path, [sevens, other_digits], [1.0, 0.0], [alarms], 9)
     # Nothing can be said before 2 x 2 iterations.
     assert {row[f"alarm/{name}"] for row in history[:3] for name in alarms.on} == {0.0}
-    for name in ("length", "duplicates", "components"):
+    for name in ("length", "duplicates"):
         assert history[-1][f"alarm/{name}"] == 1.0, name
         assert sum(f"alarm/{name}" in r.getMessage() for r in caplog.records) == 1
-    assert "reward sevens rose" in caplog.text
-    assert "while other_digits fell" in caplog.text
     # The alarms of every run say so as soon as they have groups enough at either end.
     assert "LearningAlarms (gaming), iteration 8: the reward other_digits went from" in caplog.text
-    assert history[-1]["alarm/eval"] == 0.0  # nothing was evaluated
     assert history[-1]["rollout/duplicates_across"] > history[0]["rollout/duplicates_across"] + 0.3
 
 
-def feed_evaluations(alarms, module, steps):
-    """Rows of (reward, evaluation) as a run would add them; which of them set off the alarm."""
-    on = []
-    for reward, value in steps:
-        alarms._add({"reward": reward, "tokens": 1.0, "duplicates": 0.0})
-        alarms.on_iteration_end(None, module, {} if value is None else {"eval/accuracy": value})
-        on.append(alarms.on["eval"])
+def feed(alarms, make_rollout, tiny_model, rows):
+    """Iterations of (length, prompts that share a completion); which alarms were on after each."""
+    module, trainer, on = PolicyModule(str(tiny_model)), SimpleNamespace(world_size=1), []
+    alarms.rollout_module_of, alarms.rl_data_of = lambda _: module, lambda _: None
+    module.record = lambda metrics: None
+    for length, shared in rows:
+        completions = [[4] * length if n < shared else [5 + n] * length for n in range(4)]
+        rollouts = [rollout_of(make_rollout, str(n), ids) for n, ids in enumerate(completions)]
+        alarms.on_collect_end(trainer, None, rollouts)
+        on.append("".join(name[0] for name, is_on in alarms.on.items() if is_on))
     return on
 
 
-def test_the_evaluation_alarm_by_hand(tiny_model):
-    alarms = RewardAlarms(window=1, eval_drop=0.1)
-    module = PolicyModule(str(tiny_model))
-    steps = [
-        (0.2, 0.5),
-        (0.3, None),
-        (0.4, 0.6),  # the best
-        (0.5, 0.55),  # lower, but by less than 0.1
-        (0.6, 0.45),  # 0.15 lower, and the reward is higher
-        (0.3, 0.45),  # as low, but now the reward fell too
-        (0.7, 0.40),
-        (0.9, 0.65),  # a new best
-    ]
-    assert feed_evaluations(alarms, module, steps) == [
-        False, False, False, False, True, False, True, False,
-    ]  # fmt: skip
+ROWS = [(2, 0), (4, 0), (5, 2), (6, 2), (8, 2), (3, 4), (2, 4)]
 
 
-def test_a_resumed_run_compares_with_the_first_iterations(tiny_model):
-    module = PolicyModule(str(tiny_model))
-    whole, before, after = (RewardAlarms(window=2) for _ in range(3))
-    steps = [(0.1 * i, 0.9 - 0.1 * i) for i in range(8)]
-    feed_evaluations(whole, module, steps)
-    feed_evaluations(before, module, steps[:3])
+def test_the_alarms_by_hand(make_rollout, tiny_model):
+    alarms = RewardAlarms(window=2, length_ratio=2.0, duplicates_rise=0.5)
+    # Mean lengths: 3 at first; then 5.5, 7, 5.5, 2.5. Shares: 0; then 0.5, 0.5, 0.75, 1.
+    assert feed(alarms, make_rollout, tiny_model, ROWS) == ["", "", "", "", "l", "d", "d"]
+
+
+def test_a_resumed_run_compares_with_the_first_iterations(make_rollout, tiny_model):
+    whole, before, after = (RewardAlarms(window=2, duplicates_rise=0.5) for _ in range(3))
+    feed(whole, make_rollout, tiny_model, ROWS)
+    feed(before, make_rollout, tiny_model, ROWS[:3])
     after.load_state_dict(before.state_dict())
-    feed_evaluations(after, module, steps[3:])
+    feed(after, make_rollout, tiny_model, ROWS[3:])
     assert after.state_dict() == whole.state_dict()
-    assert whole.on["eval"]
+    assert whole.on["duplicates"]

@@ -23,7 +23,6 @@ from lightning_rl.callbacks import (
     MetricFloorGuard,
     MetricGuard,
     NonFiniteGuard,
-    RewardAlarmGuard,
     RLCallback,
     RunReport,
     SkipUpdate,
@@ -357,25 +356,25 @@ def test_a_stop_before_the_update_leaves_the_update_out(tiny_model, tmp_path):
         assert torch.equal(ours, theirs)
 
 
-def test_reward_alarms_and_a_metric_that_nobody_records(tiny_model, tmp_path, caplog):
+def test_an_alarm_and_a_metric_that_nobody_records(tiny_model, tmp_path, caplog):
     class Alarm(RLCallback):
         """On from the second iteration on."""
 
         def on_collect_end(self, trainer, pl_module, rollouts) -> None:
             on = float(pl_module.iteration > 0)
-            pl_module.record({"alarm/length": on, "alarm/eval": on, "alarm/other": 0.0})
+            pl_module.record({"alarm/length": on})
 
-    guards = [RewardAlarmGuard(0, SkipUpdate(), patience=2), MetricGuard("policy/no_such", 1.0)]
+    guards = [MetricGuard("alarm/length", 0, patience=2), MetricGuard("policy/no_such", 1.0)]
     with caplog.at_level(logging.WARNING, "lightning_rl"):
         _, rows = fit(tiny_model, tmp_path, Alarm(), *guards)
-    assert [row["guard/reward_alarms_value"] for row in rows[1:]] == [0, 2, 2, 2]
-    assert ["policy/loss" in row for row in rows[1:]] == [True, True, False, False]
+    assert [row["guard/alarm_length_value"] for row in rows[1:]] == [0, 1, 1, 1]
+    assert [row["guard/alarm_length_acted"] for row in rows[1:]] == [0, 0, 1, 1]
     assert "MetricGuard had nothing to watch: no 'policy/no_such' was recorded" in caplog.text
 
 
 def test_warn_is_the_default_of_all():
     guards = (LogprobGapGuard(), EffectiveSampleGuard(), StalenessGuard(), ZeroAdvantageGuard(),
-              RewardAlarmGuard(), KLGuard(), EntropyGuard(), NonFiniteGuard())  # fmt: skip
+              KLGuard(), EntropyGuard(), NonFiniteGuard())  # fmt: skip
     assert {type(guard.action) for guard in guards} == {Warn}
 
 
