@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning_rl.config import packages
 from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
 from lightning_rl.run.garbage import uncollected
+from lightning_rl.run.openmp import spin_briefly
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _main(list(argv))
+    spin_briefly()
     from lightning_rl.cli.process import run_to_the_end
 
     return run_to_the_end(lambda: _main(sys.argv[1:]))

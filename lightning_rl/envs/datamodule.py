@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from tensordict import TensorDict
 
@@ -167,9 +166,7 @@ class EnvDataModule(CollectingDataModule):
         """Make the environments."""
         assert self.trainer is not None
         self._module()
-        share_cores(self.trainer)
-        if self.threads is not None and self.trainer.strategy.root_device.type == "cpu":
-            torch.set_num_threads(self.threads)
+        share_cores(self.trainer, self.threads)
         enter_directory(self.trainer)
         check_early(self.trainer)
         ranks = dist.world_size()

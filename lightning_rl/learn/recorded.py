@@ -19,8 +19,8 @@ from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.models.pretrained import load_config
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run import dist
+from lightning_rl.run.cores import share_cores
 from lightning_rl.run.metrics import summarize
-from lightning_rl.run.openmp import stop_spinning_when_crowded
 from lightning_rl.run.resume import enter_directory
 from lightning_rl.run.seeding import permutation, run_seed
 
@@ -136,7 +136,6 @@ class OfflineDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read and check the file."""
-        stop_spinning_when_crowded()
         module = self._module()
         if stage != "fit":
             raise ConfigError(
@@ -144,6 +143,7 @@ class OfflineDataModule(LightningDataModule):
                 "RLDataModule"
             )
         assert self.trainer is not None
+        share_cores(self.trainer)
         enter_directory(self.trainer)
         check_groups(self.groups_per_iteration, module.minibatches)
         warn_if_uncorrected("recorded", module.objective, module.trust_engine_logprobs)

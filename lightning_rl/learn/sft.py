@@ -26,8 +26,8 @@ from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.run.cores import share_cores
 from lightning_rl.run.hooks import named_callbacks
-from lightning_rl.run.openmp import stop_spinning_when_crowded
 from lightning_rl.run.seeding import derived_generator, run_seed
 from lightning_rl.vision.training import Vision
 
@@ -167,8 +167,9 @@ class SFTDataModule(LightningDataModule):
         self.chat_template_kwargs = chat_template_kwargs or {}
 
     def setup(self, stage: str) -> None:
-        stop_spinning_when_crowded()
-        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        assert self.trainer is not None
+        share_cores(self.trainer)
+        module: Any = self.trainer.lightning_module
         if not isinstance(module, self.works_with):
             raise ConfigError(
                 f"{type(self).__name__} works with {self.works_with.__name__}, not "

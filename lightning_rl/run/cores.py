@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_rl.run.dist import world_size
 from lightning_rl.run.loop import run_async, runtime
 from lightning_rl.run.machine import usable_cores
-from lightning_rl.run.openmp import stop_spinning_when_crowded
+from lightning_rl.run.openmp import spin_briefly, why_slow
 
 _GIVEN = os.environ.get("OMP_NUM_THREADS")
 """As it was before the run: Lightning sets it, too, when it starts processes."""
@@ -49,27 +49,33 @@ def _plainly(call: Callable[[], T]) -> T:
         return call()
 
 
-def share_cores(trainer: Trainer) -> None:
-    """Give each of several training processes on this machine as many threads as it has cores.
-
-    Also let threads sleep where they wait as soon as others want the cores.
+def share_cores(trainer: Trainer, chosen: int | None = None) -> None:
+    """Give each training process on this machine at most its share of the cores as threads.
 
     Call it before an engine starts in this process, which takes over as many. Lightning does the
-    same, but counts cores that a container may not use. What the user chose with
-    ``OMP_NUM_THREADS`` stays; that it is too much is said, as threads that wait for a core spin.
+    same for several processes, but counts cores that a container may not use. What the user chose
+    with ``OMP_NUM_THREADS`` stays, and a warning says if it is too much. A script whose threads
+    spin for long where they wait is told so, once.
+
+    Args:
+        trainer: of the run.
+        chosen: a data module's own number of threads, on a CPU; None: the share.
     """
-    stop_spinning_when_crowded()
-    if world_size() == 1:
-        return
+    on_cpu = trainer.strategy.root_device.type == "cpu"
     processes, cores = trainer.num_devices, usable_cores()
-    if _GIVEN is None:
-        threads = max(1, cores // processes)
-        torch.set_num_threads(threads)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for what this process starts
+    share = max(1, cores // processes)
+    if chosen is not None and on_cpu:
+        torch.set_num_threads(chosen)
+    elif _GIVEN is None and torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+        os.environ["OMP_NUM_THREADS"] = str(share)  # for what this process starts
     threads = torch.get_num_threads()
-    rank_zero_info(f"{processes} processes of {_threads(threads)} each, on {cores} cores")
-    if trainer.strategy.root_device.type == "cpu" and processes * threads > cores:
-        rank_zero_warn(_too_many(processes, threads, cores))
+    if world_size() > 1:
+        rank_zero_info(f"{processes} processes of {_threads(threads)} each, on {cores} cores")
+        if on_cpu and processes * threads > cores:
+            rank_zero_warn(_too_many(processes, threads, cores))
+    if spin_briefly() and on_cpu and threads > 1 and (told := why_slow()):
+        rank_zero_info(told)
 
 
 @contextmanager
@@ -105,9 +111,9 @@ def _too_many(processes: int, threads: int, cores: int) -> str:
             f"alone; lower it to {cores}"
         )
     return (
-        f"OMP_NUM_THREADS={threads} in each of trainer.devices={processes} processes: "
-        f"{processes * threads} threads share {cores} cores, and spin while they wait, which can "
-        f"be many times slower; unset it, or set it to {max(1, cores // processes)}"
+        f"{threads} threads in each of trainer.devices={processes} processes: "
+        f"{processes * threads} threads share {cores} cores and wait for each other, which can be "
+        f"many times slower; set OMP_NUM_THREADS={max(1, cores // processes)}"
     )
 
 

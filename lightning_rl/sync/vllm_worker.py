@@ -35,7 +35,6 @@ from lightning_rl.engines.vllm_held import held_weights, watch_conversions
 from lightning_rl.engines.vllm_lora import PolicyAdapter, keep_apart, policy_adapter
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import WeightSyncError
-from lightning_rl.run.openmp import stop_spinning_when_crowded
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.stream import WeightReceiver, receiver_of
 
@@ -99,10 +98,8 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
             raise _raisable(error) from error
         self._lora = policy_adapter(self.model) or Merger(self.device)
         watch_conversions(self.model, self.model_config.dtype)
-        if self.device.type == "cpu":
-            stop_spinning_when_crowded()
-            if self.model_config.enforce_eager:
-                use_cpu_kernels(self.model)
+        if self.device.type == "cpu" and self.model_config.enforce_eager:
+            use_cpu_kernels(self.model)
 
     def start_weight_update(self) -> None:
         self.finish_weight_update()  # if the push before broke off

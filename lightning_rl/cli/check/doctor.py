@@ -181,15 +181,15 @@ def check_torchvision() -> Check:
 def check_threads(threads: int, cores: int, load: float, wait_policy: str | None) -> Check:
     """Check that torch's OpenMP threads will have a core each.
 
-    A run's threads sleep where they wait as soon as others want the cores (``run/openmp.py``), but
-    what needs several of them is slower all the same.
+    A run's threads soon sleep where they wait (``run/openmp.py``), but what needs several of them
+    is slower all the same.
     """
-    omp = os.environ.get("OMP_NUM_THREADS", "unset")
+    omp, spins = (os.environ.get(name, "unset") for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"))
     value = (
-        f"torch {threads}, OMP_NUM_THREADS {omp}, OMP_WAIT_POLICY {wait_policy or 'unset'}, "
-        f"load {load:.1f} on {cores} cores"
+        f"torch {threads}, OMP_NUM_THREADS {omp}, GOMP_SPINCOUNT {spins}, OMP_WAIT_POLICY "
+        f"{wait_policy or 'unset'}, load {load:.1f} on {cores} cores"
     )
-    fix = "OMP_NUM_THREADS=1, or OMP_WAIT_POLICY=PASSIVE with at most one thread per free core"
+    fix = "OMP_NUM_THREADS=1, or at most one thread per free core"
     if threads > cores:
         return Check("threads", value, f"{threads} threads share {cores} cores", fix)
     spinning = (wait_policy or "").upper() != "PASSIVE"
