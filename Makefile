@@ -17,7 +17,6 @@ setup:  ## make or update .venv (the others do it by themselves)
 ALL_TESTS := test test-all test-range test-touched test-rounding
 $(ALL_TESTS) bench-floor: export OMP_NUM_THREADS ?= 1
 $(ALL_TESTS) bench-floor: export VLLM_PLUGINS ?=
-$(ALL_TESTS) bench-floor: export LIGHTNING_RL_LAYOUT ?= plain
 $(ALL_TESTS) bench-floor: export VLLM_NO_USAGE_STATS ?= 1
 # Tests make their own models and data; a hub look-up is a mistake, and fails at once.
 $(ALL_TESTS): export HF_HUB_OFFLINE ?= 1

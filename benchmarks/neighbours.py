@@ -1,12 +1,12 @@
 """What does a busy process on the same two cores cost a run, and what does it cost without one?
 
-    python -m benchmarks.neighbours [--runs 3] [--trl] [--save]
+    python -m benchmarks.neighbours [--runs 3] [--spins 1000 100000] [--trl] [--save]
 
 OpenMP's threads spin where they wait, and a core on which one spins does nothing for whoever it
-waits for. The quickstart trains with `TransformersEngine` on two threads: spinning as libgomp does
-by itself (GOMP_SPINCOUNT=300000), as the library has it (`lightning_rl/run/openmp.py`), and
+waits for. `sort_digits` trains with `TransformersEngine` on two threads: spinning as libgomp does
+by itself (GOMP_SPINCOUNT=300000), as the command has it (`lightning_rl/run/openmp.py`), and
 passively (OMP_WAIT_POLICY), each alone on the machine and beside a process that uses one core; in
-turns. `--trl`: TRL too, with its defaults.
+turns. `--spins`: other spin counts too. `--trl`: TRL too, with its defaults.
 
 The last line is JSON: `quiet`, the library's / spinning, both alone; `busy`, the library's beside
 the neighbour / its fair share: what it takes alone, times 3 / 2, since of three busy threads on two
@@ -18,11 +18,9 @@ Figures are medians of iterations after the first two of each run.
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.peers_layouts import make_environment
@@ -37,7 +35,7 @@ SIDES = {
     "ours": {},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
-OPTIONS = ["--layout", "plain", "--threads", "2", "--data.engine", "TransformersEngine"]
+OPTIONS = ["--data.engine", "TransformersEngine"]
 FAIR = 3 / 2
 
 
@@ -56,22 +54,22 @@ def seconds(runs: list[dict[str, Any]]) -> float:
     return statistics.median(s for run in runs for s in run["wall_s"][2:])
 
 
-def measure(runs: int, trl: bool) -> dict[str, Any]:
+def measure(runs: int, spins: list[int], trl: bool) -> dict[str, Any]:
     """Seconds per iteration of each side, alone (``quiet``) and beside a neighbour (``busy``)."""
     task = replace(quick_task(8), goal=NEVER)
-    names = [*SIDES, *(["trl"] if trl else [])]
+    sides = SIDES | {f"{count} spins": {"GOMP_SPINCOUNT": str(count)} for count in spins}
+    names = [*sides, *(["trl"] if trl else [])]
     done: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as cache:
-        for turn in range(runs):
-            for where in ("quiet", "busy"):
-                for name in names[:: -1 if turn % 2 else 1]:
-                    with neighbour() if where == "busy" else nullcontext():
-                        if name == "trl":
-                            run = run_theirs(task, turn)
-                        else:
-                            run = run_ours(task, Path(cache), OPTIONS, SIDES[name])
-                    done.setdefault((name, where), []).append(run)
-                    print(f"{where:<6}{name:<10}{seconds([run]):.3f} s per iteration", flush=True)
+    for turn in range(runs):
+        for where in ("quiet", "busy"):
+            for name in names[:: -1 if turn % 2 else 1]:
+                with neighbour() if where == "busy" else nullcontext():
+                    if name == "trl":
+                        run = run_theirs(task, turn)
+                    else:
+                        run = run_ours(task, OPTIONS, {"OMP_NUM_THREADS": "2"} | sides[name])
+                done.setdefault((name, where), []).append(run)
+                print(f"{where:<6}{name:<13}{seconds([run]):.3f} s per iteration", flush=True)
     return {name: {w: seconds(done[name, w]) for w in ("quiet", "busy")} for name in names}
 
 
@@ -93,6 +91,7 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--spins", type=int, nargs="*", default=[])
     parser.add_argument("--trl", action="store_true")
     parser.add_argument("--max-load", type=float, default=0.5)
     arguments = parser.parse_args()
@@ -101,7 +100,7 @@ def main() -> None:
     prepare()
     if arguments.trl:
         make_environment()
-    found = measure(arguments.runs, arguments.trl)
+    found = measure(arguments.runs, arguments.spins, arguments.trl)
     result = {"seconds": found, **ratios(found)}
     report("neighbours", result, arguments.save)
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 
 
 def require_quiet(most: float) -> float:
@@ -14,12 +13,6 @@ def require_quiet(most: float) -> float:
             "be measured too. Wait until it is over, or give --max-load for a trial"
         )
     return load
-
-
-def wait_until_quiet(most: float) -> None:
-    """Wait until the load of the last minute is below ``most``."""
-    while os.getloadavg()[0] >= most:
-        time.sleep(5)
 
 
 def take_cores(count: int) -> None:

@@ -255,8 +255,7 @@ def main() -> None:
     prepare()
     make_environment()
     if arguments.defaults:
-        # As many iterations as the quickstart has, of which it pays to measure layouts.
-        few = 2 if arguments.quick else 28
+        few = 2 if arguments.quick else 28  # as many iterations as the quickstart has
         found = compare(
             [quick_task(few), large_task(few)], 1 if arguments.quick else arguments.runs
         )

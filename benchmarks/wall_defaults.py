@@ -21,8 +21,6 @@ import yaml  # type: ignore[import-untyped]
 
 from benchmarks.peers_layouts import Layout, counted, run_trl
 from benchmarks.peers_tasks import NEVER, Task
-from benchmarks.quiet import wait_until_quiet
-from lightning_rl.cli.fastest import BUSY
 from lightning_rl.run.machine import usable_cores
 
 CONFIG = Path("recipes/sort_digits/grpo.yaml")
@@ -48,12 +46,11 @@ def configuration(task: Task, folder: Path) -> Path:
 
 
 def run_ours(
-    task: Task, cache: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    task: Task, options: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Wall seconds of each iteration, and of the whole command, the choice of a layout included."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "VLLM_PLUGINS": ""}
-    for name in ("OMP_NUM_THREADS", "LIGHTNING_RL_LAYOUT"):
-        environment.pop(name, None)
+    """Wall seconds of each iteration, and of the whole command."""
+    environment = {**os.environ, "VLLM_PLUGINS": ""}
+    environment.pop("OMP_NUM_THREADS", None)
     environment |= variables or {}
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
@@ -71,9 +68,8 @@ def run_ours(
             raise RuntimeError(f"fit failed: {done.stderr[-3000:]}")
         [metrics] = folder.rglob("metrics.jsonl")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    said = [line for line in done.stderr.splitlines() if line.startswith("layout: ")]
     iterations = [row["time/iteration"] for row in rows if "time/iteration" in row]
-    return {"wall_s": iterations, "whole_s": whole, "layout": said[0] if said else "as configured"}
+    return {"wall_s": iterations, "whole_s": whole}
 
 
 def run_theirs(task: Task, seed: int) -> dict[str, Any]:
@@ -84,20 +80,17 @@ def run_theirs(task: Task, seed: int) -> dict[str, Any]:
 
 
 def compare(tasks: list[Task], runs: int) -> dict[str, Any]:
-    """Both in turns; the first of ours measures layouts, once it is quiet; the others know them."""
+    """Both in turns."""
     found: dict[str, Any] = {}
     for task in (replace(task, goal=NEVER) for task in tasks):
         sides: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
-        wait_until_quiet(BUSY * usable_cores())
-        with tempfile.TemporaryDirectory() as cache:
-            for turn in range(runs):
-                for side in list(sides)[:: -1 if turn % 2 else 1]:
-                    ours = side == "ours"
-                    last = run_ours(task, Path(cache)) if ours else run_theirs(task, turn)
-                    sides[side].append(last)
-                    each = statistics.median(counted([last], "wall_s"))
-                    told = f"{each:.3f} s per iteration, {last['whole_s']:.1f} s in all"
-                    print(f"{task.name:<11}{side:<5}{told}  {last.get('layout', '')}", flush=True)
+        for turn in range(runs):
+            for side in list(sides)[:: -1 if turn % 2 else 1]:
+                last = run_ours(task) if side == "ours" else run_theirs(task, turn)
+                sides[side].append(last)
+                each = statistics.median(counted([last], "wall_s"))
+                told = f"{each:.3f} s per iteration, {last['whole_s']:.1f} s in all"
+                print(f"{task.name:<11}{side:<5}{told}", flush=True)
         found[task.name] = {side: summary(done) for side, done in sides.items()}
     return found
 
@@ -106,12 +99,11 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "wall_s_per_iteration": statistics.median(counted(runs, "wall_s")),
         "whole_s": [run["whole_s"] for run in runs],
-        "layouts": [run.get("layout") for run in runs],
     }
 
 
 def ratios(found: Mapping[str, Any]) -> dict[str, float]:
-    """TRL / ours: of an iteration, and of whole commands, the first of ours included."""
+    """TRL / ours: of an iteration, and of whole commands."""
     each = "wall_s_per_iteration"
     result = {f"default_ratio_{t}": r["trl"][each] / r["ours"][each] for t, r in found.items()}
     for name, sides in found.items():

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import KnownMonitors, StopEarly
-from lightning_rl.callbacks.layout_hint import LayoutHint
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
@@ -84,7 +83,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
 def rl_callbacks(trainer: Trainer) -> list[Callback]:
     """Callbacks of a run of ``PolicyModule``; a ``WeightSync`` among them."""
     push_weights(trainer)
-    return [*_of_monitors(trainer), LayoutHint(), *default_callbacks(trainer)]
+    return [*_of_monitors(trainer), *default_callbacks(trainer)]
 
 
 def env_callbacks(trainer: Trainer) -> list[Callback]:

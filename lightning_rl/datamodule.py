@@ -378,29 +378,18 @@ class RLDataModule(CollectingDataModule):
             self.groups_per_iteration,
         )
         if isinstance(self.collector, StreamedCollector):
-            self._check_streaming(policy)
-
-    def can_stream(self, module: OwnLoop) -> bool:
-        """Tell whether ``StreamedCollector`` would take these settings."""
-        try:
-            self._check_streaming(module)
-        except ConfigError:
-            return False
-        return True
-
-    def _check_streaming(self, module: OwnLoop) -> None:
-        check_streaming(
-            module.advantage,
-            module.aggregation,
-            buffer=self.buffer is not None,
-            experts=self.expert_prompts is not None,
-            of_batch=self.rewards.of_batch,
-            filtered_minibatches=bool(self.filters) and module.minibatches > 1,
-            sharded=module.device_mesh is not None,
-            sleeps=self.engine.sleep_level is not None,
-            shared=self.engine.serves_all_ranks and dist.world_size() > 1,
-            measures=module.packs is not None,
-        )
+            check_streaming(
+                policy.advantage,
+                policy.aggregation,
+                buffer=self.buffer is not None,
+                experts=self.expert_prompts is not None,
+                of_batch=self.rewards.of_batch,
+                filtered_minibatches=bool(self.filters) and policy.minibatches > 1,
+                sharded=policy.device_mesh is not None,
+                sleeps=self.engine.sleep_level is not None,
+                shared=self.engine.serves_all_ranks and dist.world_size() > 1,
+                measures=policy.packs is not None,
+            )
 
     def load_tokenizer(self, module: RolloutModule) -> PreTrainedTokenizerBase:
         """The tokenizer of the module's model, with the ``chat_template_kwargs``."""

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 gc.disable()  # until all is imported, and all tests are known
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-os.environ.setdefault("LIGHTNING_RL_LAYOUT", "plain")  # of a run that is tested nothing is measured
 ARROW = TemporaryDirectory()  # what datasets makes of files; not in a home
 os.environ["HF_DATASETS_CACHE"] = ARROW.name
 # Each Trainer asks all installed packages for callbacks, which takes longer than the rest of it.

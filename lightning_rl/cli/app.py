@@ -3,12 +3,10 @@
 import inspect
 import json
 import os
-import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -26,7 +24,6 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
-from lightning_rl.cli.fastest import SWITCH, layout_options
 from lightning_rl.cli.parser import RLArgumentParser, checked_sources, named_classes, trainer_help
 from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
@@ -62,12 +59,10 @@ class RLCLI(LightningCLI):
 
     Args:
         args: a command line, from its command on.
-        chooses_layout: takes the fastest layout for ``fit`` where the configuration leaves it open.
     """
 
-    def __init__(self, args: list[str], chooses_layout: bool = False) -> None:
+    def __init__(self, args: list[str]) -> None:
         self._command = args[0]
-        self._chooses_layout = chooses_layout and self._command == "fit"
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -89,9 +84,6 @@ class RLCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        layout = os.environ.get(SWITCH, "auto")
-        parser.add_argument("--layout", type=Literal["auto", "plain"], default=layout)
-        parser.add_argument("--threads", type=PositiveInt | None, default=None)
         if subcommand == "fit":
             parser.add_argument("--allow_changes", type=bool | list[str], default=False)
         parser.command = subcommand  # type: ignore[attr-defined]
@@ -112,19 +104,7 @@ class RLCLI(LightningCLI):
         # super() would warn that args is not sys.argv
         self.config = parser.parse_args([command, *rest])
         self._require_trusted_parts()
-        if self._chooses_layout:
-            self._choose_layout(parser, args)
         self._push_weights()
-
-    def _choose_layout(self, parser: LightningArgumentParser, args: list[str]) -> None:
-        """Add the options of the fastest layout, which the run's configuration then keeps."""
-        added = layout_options(self.config.fit, self.table)
-        if added:
-            self.config = parser.parse_args([*args, *added])
-        if sys.argv[1:] == args:  # with which Lightning starts the other processes
-            sys.argv += [*added, "--layout", "plain"]
-        # As it is written now it holds, whatever a later run measures.
-        self.config.fit.layout = "plain"
 
     def table(self) -> Table:
         """The configuration of ``fit``, flat."""
@@ -205,10 +185,6 @@ class RLCLI(LightningCLI):
         super()._set_seed()
 
     def instantiate_classes(self) -> None:
-        threads = self.config[self.config.subcommand].threads
-        if threads is not None:
-            torch.set_num_threads(threads)
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # for what this process starts
         try:
             super().instantiate_classes()
         except Exception as error:  # a constructor refused its arguments
@@ -340,5 +316,5 @@ def _require_checkpoint(path: Any) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run ``fit``, ``validate``, ``test`` or ``rollout``, the first of the arguments."""
-    RLCLI(arguments, chooses_layout=True)
+    RLCLI(arguments)
     return 0

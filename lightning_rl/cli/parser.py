@@ -46,8 +46,6 @@ OWN_HELP = {
     "seed_everything": "seed of all random generators; true draws one (default: 0)",
     "ckpt_path": "checkpoint to go on from, or to use",
     "checkpoints": "several, as a list or a folder: each is tested, in one table",
-    "layout": "plain: as configured, nothing is measured; auto: the fastest, if fit may choose",
-    "threads": "of each process (default: OMP_NUM_THREADS, or its share of the cores)",
     "weights_only": "false also loads pickled objects, from a file that you trust",
     "allow_changes": "with ckpt_path: true, or keys that may alter the run from there on",
     "verbose": "print the metrics at the end (default: true)",

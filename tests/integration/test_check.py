@@ -4,7 +4,6 @@ Slow: `check --run` makes the first iteration of several configurations.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import yaml
 
 from lightning_rl.cli import main
-from lightning_rl.cli.check import layouts, stopwatch
 from lightning_rl.cli.check.activations import measure_activations
 from lightning_rl.cli.check.mesh import Candidate
 from tests.support.bad_configs import CONFIG, files
@@ -233,47 +231,9 @@ def test_a_strategy_that_shares_experts_is_planned_or_refused(workplace, capsys)
     assert "has no experts that processes could have together" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_layouts_are_measured_and_the_fastest_named(workplace, capsys, monkeypatch):
-    """Each trains in processes of its own; nothing of it stays."""
-    of_two_cores = layouts.layouts_of(2, groups=4)[::2]
-    monkeypatch.setattr(layouts, "layouts_of", lambda *_: of_two_cores)
-    monkeypatch.setattr(layouts, "BUDGET_S", 0.0)
-    before = files(workplace)
-    assert main(["check", "--config", "good.yaml", "--layout"]) == 0
-    assert files(workplace) == before
-    said = capsys.readouterr().out.splitlines()
-    [head] = [place for place, line in enumerate(said) if line.startswith("layouts, in seconds")]
-    names = ("1 process, 1 thread", "2 processes, 1 thread each")
-    for name, line in zip(names, said[head + 2 : head + 4], strict=True):
-        assert line.startswith(f"  {name} ")
-        figures = line.removeprefix(f"  {name}").split()
-        iteration, generate, train, sync, measured = map(float, figures)
-        assert 0 < max(generate, train, sync) < iteration
-        assert measured == stopwatch.MOST - stopwatch.WARM_UP
-    assert re.fullmatch(
-        r"fastest: .* \(.* times as fast as .*\): "
-        r"`OMP_NUM_THREADS=1 lightning-rl fit ... --trainer.devices [12]`",
-        said[-2],
-    )
-    assert said[-1] == "good: `lightning-rl fit` with the same options would start"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--run", "--run and --layout are different checks; give one of them"),
-        (
-            "--trainer.strategy lightning_rl.ShardedStrategy --trainer.strategy.cpu_offload true "
-            "--trainer.devices 2",
-            "trainer.strategy is ShardedStrategy; add --trainer.strategy auto",
-        ),
-        ("--trainer.num_nodes 2", "this run is on 2 machines; leave it out"),
-    ],
-)
-def test_what_cannot_be_laid_out_is_refused(workplace, capsys, options, message):
-    assert main(["check", "--config", "good.yaml", "--layout", *options.split()]) == 2
-    assert message in capsys.readouterr().err
+def test_two_ways_at_once_are_refused(workplace, capsys):
+    assert main(["check", "--config", "good.yaml", "--run", "--no_rollout"]) == 2
+    assert "--no_rollout and --run are different checks; give one" in capsys.readouterr().err
 
 
 def test_a_monitor_that_nothing_records_is_refused_or_said_to_be_unknown(workplace, capsys):

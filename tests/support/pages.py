@@ -96,7 +96,7 @@ def fit_arguments(words: list[str]) -> list[str] | None:
     """Return what ``fit`` would be given where ``check`` is; None for a command without a run."""
     command, *rest = words
     if command == "check" or "--dry_run" in rest:
-        own_options = ("--dry_run", "--no_rollout", "--run", "--layout")
+        own_options = ("--dry_run", "--no_rollout", "--run")
         _, others = gpus_of(card_of(rest)[1])
         return ["fit", *(a for a in others if a not in own_options)]
     if command not in ("fit", "validate", "test", "rollout"):

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lightning.pytorch import Callback
@@ -13,10 +12,8 @@ from lightning_rl.callbacks import Evaluate, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.check.batches import with_longest_whole
-from lightning_rl.cli.check.layouts import candidates, compare
 from lightning_rl.cli.check.mesh import choose
 from lightning_rl.cli.check.scratch import Built
-from lightning_rl.cli.check.stopwatch import TIMED, time_iterations
 from lightning_rl.cli.check.training import card_plan, planned_device, training_plan
 from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.collect.base import CollectingDataModule
@@ -28,12 +25,11 @@ from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
-from lightning_rl.run.layout_cache import key_of
 from lightning_rl.sync.schedule import FixedSchedule
 
 HELP = """\
 usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...]
-                          [--no_rollout | --run | --layout] [--gpu_memory_gb N [--gpus N]]
+                          [--no_rollout | --run] [--gpu_memory_gb N [--gpus N]]
        lightning-rl fit --config FILE ... --dry_run
 
 Does everything that `fit` would do before its first update: resolves the configuration, loads
@@ -42,17 +38,15 @@ Prints the algebra of the batches and an estimate of the memory. Writes nothing.
 
   --no_rollout   start no engine, generate and grade nothing
   --run          then train for one small iteration, with all callbacks, in a scratch directory
-  --layout       then train for some iterations on one process and on several, with one thread and
-                 with more, and name the fastest; about a minute
   --gpu_memory_gb N  plan for GPUs of N GiB, also where there are none; default: the one found here
   --gpus N       say how N such GPUs should share the model; reads no weights and starts no engine
 """
 
 
-OPTIONS = ("--no_rollout", "--dry_run", "--run", "--layout")
+OPTIONS = ("--no_rollout", "--dry_run", "--run")
 """Of the command itself; all others are those of ``fit``."""
 
-_WAYS = ("--no_rollout", "--run", "--layout")
+_WAYS = ("--no_rollout", "--run")
 """Of these one at a time."""
 
 TRIED_GROUPS, TRIED_PROMPTS = 2, 4
@@ -73,21 +67,15 @@ def main(arguments: Sequence[str]) -> int:
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} are different checks; give one of them")
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        if rest[:1] == [TIMED]:
-            return time_iterations(Path(rest[1]), rest[2:], scratch)
         # A process that rank 0 started, which tells.
         if "--run" in ways and rank_zero_only.rank > 0:  # type: ignore[attr-defined]
             _run(Built(rest, scratch, fast_dev_run=1))
             return 0
         cli = Built(rest, scratch)
-        layouts = candidates(cli) if "--layout" in ways else []
-        key = key_of(cli.table(), type(cli.datamodule.engine).__name__) if layouts else None
         fits = _check(cli, with_rollout=not ways, card_gb=card_gb, gpus=gpus)
         del cli  # and its weights
         if "--run" in ways:
             print(_run(Built(rest, scratch, fast_dev_run=1)))
-        if layouts:
-            print("\n".join(compare(layouts, rest, Path(scratch), key)))
     if not fits:
         print("not good: the GPU is too small, as said above", file=sys.stderr)
         return 1
