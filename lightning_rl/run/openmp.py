@@ -15,8 +15,8 @@ from pathlib import Path
 WAITING = "GOMP_SPINCOUNT"
 SPINS = 1000
 """libgomp's own count for a process with more threads than cores: 26 µs on a Xeon. Of the waits of
-a small model's step some 97 % are shorter; beside other work the others cost little CPU time (a step
-took 1.4 times as much as with threads that never spin, and with 10,000 spins 4.4 times)."""
+a small model's step some 97 % are shorter. Beside other work the longer ones cost little CPU time:
+a step took 1.4 times as much as with threads that never spin, and with 10,000 spins 4.4 times."""
 _CHOSEN = (WAITING, "OMP_WAIT_POLICY")
 
 
