@@ -1,6 +1,6 @@
 """What does a busy process on the same two cores cost a run, and what does it cost without one?
 
-    python -m benchmarks.neighbours [--runs 3] [--spins 1000 100000] [--trl] [--save]
+    python -m benchmarks.neighbours [--runs 3] [--spins 10000 100000] [--trl] [--save]
 
 OpenMP's threads spin where they wait, and a core on which one spins does nothing for whoever it
 waits for. `sort_digits` trains with `TransformersEngine` on two threads: spinning as libgomp does
