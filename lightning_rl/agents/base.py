@@ -1,4 +1,4 @@
-"""Agents: how one rollout comes about from a prompt, an engine and perhaps an environment."""
+"""Agents: produce one rollout from a prompt, an engine and perhaps an environment."""
 
 import asyncio
 import inspect
@@ -24,13 +24,13 @@ class Agent(ABC):
     One object runs many rollouts at the same time: keep a rollout's state in ``run``'s own
     variables, or in the rollout.
 
-    ``chat_options``: further variables for the tokenizer's chat template when it renders prompts.
+    ``chat_options``: extra variables for the tokenizer's chat template when it renders prompts.
     """
 
     chat_options: Mapping[str, Any] = {}
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Get the tokenizer, before the first rollout; agents that encode or decode keep it.
+        """Receive the tokenizer before the first rollout; agents that encode or decode keep it.
 
         Raises:
             ConfigError: if the agent cannot work with this tokenizer or its chat template.
@@ -41,16 +41,16 @@ class Agent(ABC):
         """Extend ``rollout`` in place until it is completed or aborted, and return it."""
 
     def branches(self, rollout: Rollout) -> list[Rollout]:
-        """Further rollouts of a completed one's group that begin as it does, and are yet to be run.
+        """Return new rollouts of a completed one's group that share its beginning; not yet run.
 
-        Asked of the same rollout again, after a run was interrupted, it must name the same.
+        The same rollout must give the same branches again, e.g. after an interrupted run.
         """
         return []
 
     def close(self) -> None:
-        """Free resources besides its rollouts, such as processes, once a run is over.
+        """Free what the agent holds besides its rollouts, such as processes, once a run is over.
 
-        It may be asked to run again afterwards.
+        The agent may run again afterwards.
         """
 
 
@@ -74,18 +74,17 @@ async def completion_of(
     sampling: Sampling,
     seed: int,
 ) -> Completion:
-    """Let an engine continue a text, which may have pictures."""
+    """Let an engine continue a text, with or without pictures."""
     if pictures:
         return await engine.look(pictures, token_ids, sampling, seed)
     return await engine.generate(token_ids, sampling, seed)
 
 
 def continuation_seed(seed: int, position: int) -> int:
-    """The seed of a request that continues after ``position`` tokens of a completion; 63 bits.
+    """Return the 63-bit seed of a request that continues a completion at ``position`` tokens.
 
-    At 0 it is the rollout's own, so that a first turn is what a single turn would have been. It
-    depends on nothing else, so a rollout that was interrupted between two turns ends as if it had
-    not been.
+    At position 0 it is the rollout's own seed, so a first turn equals a single-turn completion. It
+    depends on nothing else, so interrupting a rollout between two turns does not change its end.
     """
     if position == 0:
         return seed
@@ -93,7 +92,10 @@ def continuation_seed(seed: int, position: int) -> int:
 
 
 def room(rollout: Rollout, engine: Engine, sampling: Sampling) -> int:
-    """Tokens that may still follow; ``max_tokens`` counts all tokens after the prompt."""
+    """Return how many tokens may still follow; ``max_tokens`` counts all tokens after the prompt.
+
+    It is negative if there are too many already.
+    """
     budget = min(sampling.max_tokens, engine.max_length - len(rollout.prompt.token_ids))
     return budget - len(rollout.token_ids)
 
@@ -101,9 +103,9 @@ def room(rollout: Rollout, engine: Engine, sampling: Sampling) -> int:
 async def generate_turn(
     rollout: Rollout, engine: Engine, sampling: Sampling, max_tokens: int, begun: int = 0
 ) -> Completion:
-    """Let the model write at most ``max_tokens`` tokens, and append them as they come.
+    """Let the model write at most ``max_tokens`` tokens, and append them unchanged.
 
-    ``begun`` is the number of tokens that this turn has already, which count for ``min_tokens``.
+    ``begun`` is the number of tokens this turn already has; they count towards ``min_tokens``.
     """
     least = min(max_tokens, max(0, sampling.min_tokens - begun))
     completion = await completion_of(
@@ -125,15 +127,15 @@ def append_written(rollout: Rollout, completion: Completion) -> None:
 
 
 def append_given(rollout: Rollout, token_ids: Sequence[int], placed: Sequence[Placed] = ()) -> None:
-    """Append tokens that the model reads and did not write: no loss, no logprob, no version.
+    """Append tokens that the model reads but did not write: no loss, no logprob, no version.
 
-    ``placed`` are pictures among them, counted from the first of these tokens.
+    ``placed`` are the pictures among them; their places count from the first of these tokens.
     """
     rollout.rows[0].append_given(token_ids, placed)
 
 
 def end(rollout: Rollout, reason: str) -> None:
-    """Set what ended a rollout: COMPLETED, or ABORTED by the engine or before its first token."""
+    """Record why a rollout ended: COMPLETED, or ABORTED by the engine or before any token."""
     drop_unasked(rollout)
     rollout.finish_reason = reason
     aborted = any(call.finish_reason == "abort" for call in rollout.calls)
@@ -142,7 +144,7 @@ def end(rollout: Rollout, reason: str) -> None:
 
 
 async def within(seconds: float | None, turns: Awaitable[str]) -> str:
-    """Return what ended the turns of a rollout; ``max_seconds`` if their time was over."""
+    """Return why a rollout's turns ended; ``max_seconds`` if they ran out of time."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -164,7 +166,7 @@ def require_seconds(max_seconds: float | None) -> None:
 
 
 def recorded_turns(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """The turns that a rollout holds: the model's tokens, and the given ones after them.
+    """Return a rollout's turns: the model's tokens, and the given tokens that follow them.
 
     Only the last turn's second list may be empty.
     """
@@ -184,13 +186,13 @@ def record_turns(
     rewards: Sequence[float] = (),
     states: Sequence[str | None] = (),
 ) -> None:
-    """Record the turns that a rollout holds as its calls, in place of any from an earlier attempt.
+    """Record a rollout's turns as its calls, replacing those of an earlier attempt.
 
     Args:
         rollout: each of its turns but the last is followed by given tokens.
         last_reason: what ended the last turn; earlier turns ended by themselves.
-        rewards: of the first turns; the others were not paid.
-        states: that the first turns were asked in.
+        rewards: rewards of the first turns; the remaining turns get none.
+        states: names of the states in which the first turns were asked.
     """
     rollout.calls = []  # they are recomputed
     calls = rollout.model_calls()
@@ -211,14 +213,14 @@ class Reply:
 
     Args:
         observation: what the model reads next: text, or chat messages; for a chat prompt, text
-            becomes one user message. A reply that is ``done`` is not read by anyone, and may leave
-            it out.
-        reward: paid for this turn; a rollout's ``environment_reward`` is the sum over its turns.
-        done: the rollout ends here.
-        state: names the state that the model is in next, so that :class:`GiGPO` can compare what
-            rollouts of a group do in the same one: two turns are in the same state if nothing that
-            matters from there on differs. The first turn's is the prompt, as :func:`as_text` has
-            it. None: no name.
+            becomes one user message. Nobody reads the observation of a reply that is ``done``, so
+            it may be left out.
+        reward: the reward of this turn; a rollout's ``environment_reward`` is the sum over turns.
+        done: whether the rollout ends here.
+        state: a name for the model's next state, by which :class:`GiGPO` compares what the rollouts
+            of a group do in the same state: two turns share a state if nothing that matters from
+            there on differs. The first turn's state is the prompt as text (:func:`as_text`).
+            None: no name.
     """
 
     observation: str | list[Message] = ""
@@ -230,27 +232,27 @@ class Reply:
 class Environment(ABC):
     """Answers the turns of one rollout: each rollout gets its own object, made from its row.
 
-    Whatever it raises marks that rollout FAILED, with the error kept, and the run goes on. It must
-    be deterministic for rollouts that are interrupted and resumed: it is then made anew and asked
-    to answer the recorded turns again, and must say the same. Draw at random from
-    ``random.Random(prompt.id)``, say.
+    Whatever it raises marks that rollout FAILED, with the error kept, and the run continues. It
+    must be deterministic: to resume an interrupted rollout, a new environment answers the recorded
+    turns again, and must give the same answers. Draw random numbers from
+    ``random.Random(prompt.id)``, for example.
     """
 
     def __init__(self, prompt: Prompt) -> None:
         """``prompt.columns`` holds the row's fields; further parameters are settings for YAML.
 
-        The prompt is a copy: what an environment changes in it, nobody else sees.
+        The prompt is a copy, which the environment may change.
         """
 
     @abstractmethod
     def step(self, turn: str) -> Reply | Awaitable[Reply]:
         """Answer the model's turn (text without special tokens); plain or ``async``.
 
-        All other rollouts wait while a plain one runs, so what waits itself should be ``async``.
+        All other rollouts wait while a plain method runs, so one that waits should be ``async``.
         """
 
     def close(self) -> Any:
-        """Free what the rollout used, however it ended; plain or ``async``, called once."""
+        """Free what the rollout used, however it ended; plain or ``async``, called only once."""
 
 
 EnvironmentFactory = Callable[[Prompt], Environment]
@@ -258,7 +260,7 @@ EnvironmentFactory = Callable[[Prompt], Environment]
 
 
 async def resolve(value: Any) -> Any:
-    """Await the result of an ``async`` method; return that of a plain one."""
+    """Return a method's result, awaiting it if the method is ``async``."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -270,10 +272,10 @@ def new_rollouts(
     iteration: int,
     first_place: int = 0,
 ) -> list[Rollout]:
-    """Empty rollouts, group by group, each with the seed that lets it be generated again.
+    """Return empty rollouts, group by group, each with a seed that reproduces it.
 
-    ``iteration`` is the number of those that are over, and negative for what belongs to none
-    (evaluations, probes); ``first_place`` is the number of groups that were issued for it before.
+    ``iteration`` is the number of finished iterations, or negative for rollouts outside training
+    (evaluations, probes); ``first_place`` is the number of groups already issued for it.
     """
     named = iteration + 1 if iteration >= 0 else iteration  # counted from 1, as everywhere
     return [

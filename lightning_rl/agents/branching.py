@@ -1,4 +1,4 @@
-"""Branching: rollouts are forked at some of their calls, and continue differently from there."""
+"""Branching: forks rollouts at some of their calls, from which they continue differently."""
 
 import random
 from abc import ABC, abstractmethod
@@ -18,24 +18,24 @@ from lightning_rl.rollout import Fork, Rollout
 
 
 class ForkPoints(ABC):
-    """Chooses before which of a rollout's calls it is forked.
+    """Chooses the calls before which a rollout is forked.
 
-    The choice must not depend on what the model wrote from there on: else a call would be credited
-    for having been chosen.
+    The choice must not depend on what the model wrote from there on: otherwise a call would be
+    credited for having been chosen.
     """
 
     @abstractmethod
     def chosen(self, rollout: Rollout, number: int) -> bool:
-        """Whether a completed rollout is forked before its ``number``-th call; the second is 2.
+        """Tell whether to fork a completed rollout before its ``number``-th call, counted from 1.
 
-        Asked of the same rollout again, it must say the same.
+        The answer for a rollout must never change.
         """
 
 
 @configurable
 @dataclass(frozen=True)
 class EveryCall(ForkPoints):
-    """Before each call from ``first`` on, or each ``step``-th of them; the second is 2.
+    """Forks before every ``step``-th call from call ``first`` on; calls are counted from 1.
 
     Raises:
         ConfigError: unless ``first`` >= 2 and ``step`` >= 1.
@@ -55,10 +55,11 @@ class EveryCall(ForkPoints):
 @configurable
 @dataclass(frozen=True)
 class TheseCalls(ForkPoints):
-    """Before the calls with these ``numbers``, of as many as a rollout has; the second is 2.
+    """Forks before the calls with these ``numbers``, as far as a rollout has them; from 2 on.
 
     Raises:
-        ConfigError: for none, or one below 2: the first is made as often as a group has rollouts.
+        ConfigError: for no numbers, or one below 2: a group samples the first call anyway, once
+            per rollout.
     """
 
     numbers: Sequence[int]
@@ -66,8 +67,8 @@ class TheseCalls(ForkPoints):
     def __post_init__(self) -> None:
         if not self.numbers or min(self.numbers) < 2:
             raise ConfigError(
-                f"TheseCalls(numbers={list(self.numbers)}) must name calls from 2 on; for more "
-                "answers to the prompt itself raise group_size"
+                f"TheseCalls(numbers={list(self.numbers)}) must name calls >= 2; for more answers "
+                "to the prompt itself raise group_size"
             )
 
     def chosen(self, rollout: Rollout, number: int) -> bool:
@@ -77,7 +78,7 @@ class TheseCalls(ForkPoints):
 @configurable
 @dataclass(frozen=True)
 class RandomCalls(ForkPoints):
-    """Before each call but the first with this chance, decided by the rollout's seed.
+    """Forks before each call but the first with probability ``share``, drawn from the seed.
 
     Raises:
         ConfigError: unless ``share`` is in (0, 1].
@@ -95,38 +96,38 @@ class RandomCalls(ForkPoints):
 
 @configurable
 class Branching(Agent):
-    """Forks another agent's rollouts: from chosen calls on, it continues ``k`` times more.
+    """Forks another agent's rollouts: continues each ``k`` more times from the chosen calls.
 
-    A branch begins with the very calls that its rollout made before, token by token, without asking
-    the engine, and then has seeds of its own. It is a rollout of the same group, with a reward of
-    its own; only what is its own is trained on. So the calls of a group are a tree, and what is
-    expected from a state on is known from what followed it there: that is what :class:`TreeRLOO`
-    credits calls by. Evaluations do not branch.
+    A branch begins with exactly the calls that its rollout made before the fork, token by token,
+    without asking the engine, and then uses new seeds. It is a rollout of the same group with its
+    own reward, and only its own calls are trained on. So the calls of a group form a tree, in
+    which the branches estimate the expected reward from a state on: :class:`TreeRLOO` credits calls
+    by it. Evaluations do not branch.
 
-    The agent must go on with what a rollout holds, as all of this library do, and ask for the same
-    before the fork: a program that does not (it has looked at a clock, say) costs the branch, which
-    is FAILED with the reason.
+    The agent must continue from the calls in a rollout, as all agents of this library do, and ask
+    the same calls before the fork. If a program does not (because it read a clock, for example),
+    the branch is FAILED with the reason.
 
     Args:
-        agent: whose rollouts are forked; it calls models more than once.
-        k: continuations of each chosen call, beside the rollout's own.
-        at: before which calls.
+        agent: the agent whose rollouts are forked; it calls models more than once.
+        k: continuations of each chosen call, besides the rollout's own.
+        at: chooses the calls before which rollouts are forked.
 
     Raises:
-        ConfigError: unless ``k`` >= 1, and for an agent that branches itself.
+        ConfigError: unless ``k`` >= 1, and if ``agent`` is itself a Branching.
     """
 
     def __init__(self, agent: Agent, k: int = 1, at: ForkPoints = EveryCall()) -> None:
         require_at_least(1, k=k)
         if isinstance(agent, Branching):
-            raise ConfigError("agent=Branching cannot branch once more; raise its k instead")
+            raise ConfigError("agent=Branching cannot be nested in Branching; raise its k instead")
         self.agent = agent
         self.k = k
         self.at = at
 
     @property
     def chat_options(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """The agent's."""
+        """The options of the agent whose rollouts are forked."""
         return self.agent.chat_options
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -137,10 +138,9 @@ class Branching(Agent):
         await self.agent.run(rollout, engine, sampling)
         if rollout.completed and _shared_calls(rollout) != shared:
             raise EpisodeError(
-                f"did not ask for the same {len(shared)} calls again as {rollout.group_id}/"
-                f"{rollout.sample_index} had made, so there is no going on from them; what an "
-                "agent does may depend on its prompt and on what models answered, and on nothing "
-                "else"
+                f"did not repeat the {len(shared)} calls of {rollout.group_id}/"
+                f"{rollout.sample_index} before the fork, so it cannot continue from them; make "
+                "the agent depend on nothing but its prompt and the models' answers"
             )
         return rollout
 
@@ -159,12 +159,13 @@ class Branching(Agent):
 
 
 def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
-    """A rollout that begins with the first ``calls`` calls of another, and continues from there.
+    """Return a rollout that begins with the first ``calls`` calls of another.
 
     Args:
-        rollout: the one it branches off from; may be recorded. Nothing is shared with it.
-        calls: fewer than all; 0 starts over from the prompt.
-        number: distinguishes its seeds from those of other branches at the same place.
+        rollout: the rollout to branch off from, possibly a recorded one; it shares no object with
+            the branch.
+        calls: the number of calls to keep, fewer than all; 0 starts over from the prompt.
+        number: distinguishes the seeds of this branch from those of others at the same place.
 
     Raises:
         EpisodeError: if the rollout has too few calls.
@@ -172,8 +173,8 @@ def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
     made = rollout.model_calls()
     if not 0 <= calls < len(made):
         raise EpisodeError(
-            f"rollout {rollout.id!r} has no call {calls + 1} to be forked before; it has "
-            f"{len(made)}, counted from 1"
+            f"cannot fork rollout {rollout.id!r} before call {calls + 1}: it has {len(made)}, "
+            "counted from 1"
         )
     seed = seed_of(f"{rollout.own_seed}/fork/{calls}/{number}".encode())
     branch = Rollout(
@@ -193,7 +194,7 @@ def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
 
 
 def _shared_calls(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """The calls before the fork, with their answers."""
+    """Return the calls before the fork, as prompt and answer tokens."""
     count = 0 if rollout.fork is None else rollout.fork.calls
     calls = [captured(rollout, call) for call in rollout.model_calls()[:count]]
     return [(call.prompt_ids, call.completion.token_ids) for call in calls]

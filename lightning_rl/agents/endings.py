@@ -1,4 +1,4 @@
-"""How agents end that are programs, as rollouts record it and metrics count it."""
+"""Endings of agents that are programs, as rollouts record and metrics count them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from lightning_rl.rollout import Rollout
 
 ENDINGS = ("timeout", "exit", "killed", "output", "result", "silent")
-"""How a run may end besides ``done``; all but the first fail its rollout."""
+"""Endings of a run besides ``done``; all but the first fail its rollout."""
 ENDING = "agent_end"
-"""The column of ``rollout.extra`` that says how it ended."""
+"""The key of ``rollout.extra`` that holds the ending."""
 
 
 def ending_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """``agent/*_share``: the share of runs with each ending but ``done``; {} where nothing ran."""
+    """Return the share of runs with each ending but ``done``, as ``agent/*_share``; {} if none."""
     endings = Counter(r.extra[ENDING] for r in rollouts if ENDING in r.extra)
     if not endings:
         return {}

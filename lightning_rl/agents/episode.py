@@ -1,4 +1,4 @@
-"""Episode: the model calls of one rollout, recorded exactly, and cut into rows to train on."""
+"""Episode: records the model calls of one rollout exactly, as rows of tokens to train on."""
 
 import asyncio
 from array import array
@@ -22,23 +22,23 @@ from lightning_rl.rollout import Call, Placed, Rollout, RolloutStatus, SamplingD
 class Episode:
     """Calls models for a rollout, and records everything in ``calls`` and in rows of tokens.
 
-    A call whose prompt continues the exact tokens of a row, by the same role and sampled alike,
-    continues the longest such row: what its prompt adds is given, so without loss. Any other begins
-    a row. Nothing is ever encoded or decoded, so training uses what was generated. Once it has
-    ended, calls are in the order of asking, whichever was answered first (:meth:`settle`).
+    A call whose prompt continues the exact tokens of a row, with the same role and sampling,
+    extends the longest such row: what its prompt adds is given, so it has no loss. Any other call
+    begins a row. Nothing is ever encoded or decoded, so training uses the generated tokens. When
+    the episode ends, calls are put into the order in which they were asked (:meth:`settle`).
 
-    Seeds depend on what is asked, and how often it was asked before, but not on when: a program
-    that is run again asks the same and gets the same, also with calls side by side. So what a
-    rollout holds from an interrupted attempt is given again in place of generating it, to whoever
-    asks for it, and until then is kept. What nobody has asked for when the rollout ends is dropped,
-    and counted in ``rollout.dropped``.
+    Seeds depend on the request and on how often it was made before, but not on the time: a program
+    that runs again makes the same requests and gets the same answers, even with concurrent calls.
+    So the calls of an interrupted attempt are kept, and replayed instead of generated when they are
+    asked again. Those that nobody has asked by the end of the rollout are dropped, and counted in
+    ``rollout.dropped``.
 
-    Once a call was aborted by the engine the rollout ends ABORTED. Calls under
-    ``structured_outputs`` are recorded, but not trained on.
+    If the engine aborts any call, the rollout ends ABORTED. Calls under ``structured_outputs`` are
+    recorded, but not trained on.
 
     Args:
-        rollout: to be filled. What was told of it after its calls (their rewards and states,
-            ``completion``, ``environment_reward``, ``role_rewards``) is to be told again.
+        rollout: the rollout to fill. Whatever was set after its calls (their rewards and states,
+            ``completion``, ``environment_reward``, ``role_rewards``) must be set again.
     """
 
     def __init__(self, rollout: Rollout) -> None:
@@ -52,7 +52,7 @@ class Episode:
         self._digests: dict[int, _Digest] = {}  # by the place of the row that was read last
         self._times: defaultdict[bytes, _Times] = defaultdict(_Times)
         self._held: dict[int, Call] = {}
-        """Calls that can be given in place of generating them, by their seeds."""
+        """Calls that can be replayed instead of generated, by seed."""
         self._asked_as: dict[int, tuple[bytes, int]] = {}  # by seed
         self._places: dict[int, int] = {}  # in the order of asking, by seed
         self._asking = count()
@@ -71,14 +71,14 @@ class Episode:
     ) -> tuple[Call, Completion]:
         """Let a role's model continue ``prompt_ids``, and record what it wrote.
 
-        ``pictures`` are those of the prompt, in the places of their placeholders.
+        ``pictures`` are those of the prompt, at the places of their placeholders.
 
-        Several may be under way at once. One that is cancelled has not been asked: who asks again
-        gets the same. ``max_tokens`` is lowered to what the engine has room for.
+        Several calls may run concurrently. A cancelled call counts as never asked: repeating it
+        gets the same answer. ``max_tokens`` is lowered to what the engine has room for.
 
         Raises:
             ContextLengthError: if the prompt leaves no room for a single token.
-            EpisodeError: if there is no prompt, or the rollout has ended (meanwhile).
+            EpisodeError: if the prompt is empty, or the rollout has ended (perhaps meanwhile).
             EngineError: if the engine fails.
         """
         self._require_open()
@@ -116,10 +116,10 @@ class Episode:
         return call, completion
 
     def undelivered(self, call: Call) -> None:
-        """Note that the client never got a call's answer, as when a connection broke.
+        """Note that the client never got a call's answer, e.g. because a connection broke.
 
-        A repeated request gets the same answer; if none comes, it is dropped. After the rollout's
-        end, and said twice, it changes nothing.
+        A repeated request gets the same answer; if none comes, the answer is dropped. Noting it
+        twice, or after the rollout has ended, has no effect.
         """
         if not call.asked or self.rollout.status is not RolloutStatus.INIT:
             return
@@ -129,9 +129,9 @@ class Episode:
         self._forget(call.seed)
 
     def settle(self) -> None:
-        """Put the calls into the order of asking, and cut their rows as if answered in that order.
+        """Sort the calls by when they were asked, and rebuild their rows in that order.
 
-        Until then they are in the order of their answers; :meth:`end` does it.
+        Until then they are in the order of their answers; :meth:`end` calls it.
         """
         if self.rollout.status is not RolloutStatus.INIT:
             return
@@ -143,21 +143,21 @@ class Episode:
             self._digests.clear()
 
     def end(self, reason: str = "stop") -> None:
-        """Set what ended the rollout: COMPLETED, or ABORTED by the engine or without any token."""
+        """Record why the rollout ended: COMPLETED, or ABORTED by the engine or before any token."""
         self.settle()
         end(self.rollout, reason)
 
     def _require_open(self) -> None:
         if self.rollout.status is not RolloutStatus.INIT:
             raise EpisodeError(
-                f"rollout {self.rollout.id!r} has ended ({self.rollout.status.value}), so that no "
-                "more calls belong to it; let the agent wait for its calls before it ends"
+                f"rollout {self.rollout.id!r} has ended ({self.rollout.status.value}) and takes no "
+                "more calls; let the agent wait for its calls before it ends"
             )
 
     def _digest(
         self, asked: bytes, prompt: list[int], role: str, own: SamplingDistribution | None
     ) -> "_Digest":
-        """Of a request; where it goes on from one before, what that had is not read again."""
+        """Digest a request; where it continues an earlier one, hash only what is new."""
         place = self._prefixes.recent(prompt, role, own)
         before = None if place is None else self._digests.get(place)
         length = 0 if place is None else self.rollout.rows[place].length
@@ -166,9 +166,10 @@ class Episode:
         return before.then(prompt[length:])
 
     def _take_seed(self, question: bytes, own: bool) -> int:
-        """The rollout's own for the first time of its ``own`` question; else of 63 bits.
+        """Return the seed of a request: the rollout's own for the first asking of its ``own`` one.
 
-        What a branch holds from before its fork has the seeds that it had there.
+        Other seeds are derived, with 63 bits. The calls that a branch has from before its fork keep
+        the seeds they had in the original rollout.
         """
         number = self._times[question].take()
         seed = self.rollout.seed
@@ -180,20 +181,20 @@ class Episode:
         return seed
 
     def _forget(self, seed: int) -> None:
-        """A repetition of this question gets this seed."""
+        """Free a seed, so that a repetition of its request gets it."""
         question, number = self._asked_as.pop(seed)
         self._times[question].give_back(number)
 
 
 @dataclass(slots=True)
 class _Times:
-    """Which times of asking a question have their answer, or wait for it: all but these."""
+    """Numbers in use for repetitions of a request: 1 to ``most``, except the ``free`` ones."""
 
     most: int = 0
     free: list[int] = field(default_factory=list)  # a heap
 
     def take(self) -> int:
-        """The first that is not taken."""
+        """Return the smallest free number, and mark it as used."""
         if self.free:
             return heappop(self.free)
         self.most += 1
@@ -205,7 +206,7 @@ class _Times:
 
 @dataclass(frozen=True, slots=True)
 class _Digest:
-    """Of what is asked for and so many tokens, which may be followed by others."""
+    """Incremental hash of a request's settings and token prefix."""
 
     asked: bytes
     length: int
@@ -217,12 +218,12 @@ class _Digest:
         return _Digest(self.asked, self.length + len(token_ids), running)
 
     def question(self) -> bytes:
-        """What tells this request from others."""
+        """Return the bytes that identify this request."""
         return self.running.digest()
 
 
 def _asked(role: str, sampling: Sampling, pictures: Sequence[Placed]) -> bytes:
-    """A request without its prompt's tokens: role, sampling settings, and pictures."""
+    """Encode a request without its prompt's tokens: role, sampling settings and pictures."""
     settings = [float(value) for value in astuple(sampling.distribution)]
     shown = "".join(f"{start}:{picture.digest}/" for start, picture in pictures)
     return f"{role}/{settings}/{sampling.structured_outputs is not None}/{shown}".encode()
@@ -233,9 +234,9 @@ def _derived(seed: int, number: int, question: bytes) -> int:
 
 
 def _fitting(engine: Engine, length: int, sampling: Sampling) -> Sampling:
-    """The sampling with ``max_tokens`` lowered to the engine's room."""
+    """Return the sampling with ``max_tokens`` lowered to the engine's room."""
     if length == 0:
-        raise EpisodeError("a call has no prompt tokens; give the model something to go on from")
+        raise EpisodeError("a call has no prompt tokens; give the model a prompt to continue")
     room = engine.max_length - length
     if room < 1:
         raise ContextLengthError(

@@ -49,25 +49,26 @@ from lightning_rl.vision.messages import pictures_of
 class MultiTurn(Agent):
     """Lets an environment answer each turn, until it is done or a limit is reached.
 
-    Exact to the token: what the model writes is appended as it is and never encoded again, the
-    environment's answer is encoded alone and has no loss. ``finish_reason`` becomes ``stop`` (the
-    environment is done), ``length`` (``sampling.max_tokens``, which counts all tokens after the
-    prompt, or the engine's length), ``max_turns`` or ``max_seconds``. All of these are completed
-    rollouts, with what the environment paid until then as ``environment_reward``, and for which
-    turn in ``calls``; a last turn that a token limit cut in the middle is not shown to it.
+    Rollouts are exact to the token: what the model writes is appended unchanged and never encoded
+    again; the environment's answer is encoded alone and has no loss. ``finish_reason`` becomes
+    ``stop`` (the environment is done), ``length`` (``sampling.max_tokens``, which counts all tokens
+    after the prompt, or the engine's length), ``max_turns`` or ``max_seconds``. All of these are
+    completed rollouts: ``environment_reward`` is the environment's reward until then, and ``calls``
+    has the reward of each turn. The environment does not see a last turn that a token limit cut
+    off.
 
-    A rollout that holds turns already is continued: a new environment is led through them
-    without generating anything, then the rest is played. ``max_seconds`` counts anew.
+    A rollout that already holds turns is resumed: a new environment answers them again, without
+    generation, and then the remaining turns are played. ``max_seconds`` starts anew.
 
     Args:
         environment: makes the environment of one rollout from its prompt: an
             :class:`Environment`'s class (in YAML with ``init_args``), or any callable.
-        max_turns: turns of the model at most.
-        max_turn_tokens: tokens in one turn at most; a turn that long is over. None: no such limit.
-        max_seconds: maximum wall time of one rollout; the turn in generation is then lost.
+        max_turns: maximum number of the model's turns.
+        max_turn_tokens: maximum tokens in one turn; a turn that long is over. None: no limit.
+        max_seconds: maximum wall time of one rollout; the turn being generated is then lost.
         min_tokens: finished rollouts with fewer tokens after the prompt are SKIPPED.
-        allow_rewrites: train on chats although the chat template rewrites earlier turns.
-        picture_limits: bounds of pictures that the environment shows, as parts of its messages.
+        allow_rewrites: train on chats even if the chat template rewrites earlier turns.
+        picture_limits: limits of pictures that the environment shows in its messages.
 
     Raises:
         ConfigError: for values out of range.
@@ -129,7 +130,7 @@ class MultiTurn(Agent):
 
     @cached_property
     def _chat(self) -> TurnTemplate:
-        """How chats continue; made for the first chat, since text prompts need no template."""
+        """The template that continues chats; made for the first chat, as text needs none."""
         assert self._tokenizer is not None
         template = TurnTemplate(self._tokenizer)
         template.check([_user("Reply.")], allow_rewrites=self.allow_rewrites)
@@ -164,7 +165,7 @@ class _Episode:
             rollout.completion = self.messages
 
     async def play(self, engine: Engine, sampling: Sampling) -> str:
-        """Take turns, first those that the rollout holds already; return why they ended."""
+        """Play turns, beginning with those the rollout already holds; return why they ended."""
         recorded = recorded_turns(self.rollout)
         for number in range(self.limits.max_turns):
             turn, answer = recorded[number] if number < len(recorded) else ([], [])
@@ -195,7 +196,7 @@ class _Episode:
     async def _write(
         self, turn: list[int], engine: Engine, sampling: Sampling
     ) -> tuple[list[int], str | None]:
-        """Let the model end a turn; also returns the reason if it could not."""
+        """Let the model finish a turn; return it, with the reason if it could not, else None."""
         left, longest = room(self.rollout, engine, sampling), self.limits.max_turn_tokens
         if longest is not None:
             left = min(left, longest - len(turn))
@@ -208,7 +209,7 @@ class _Episode:
         return turn, None if over else completion.finish_reason
 
     def _is_over(self, turn: list[int], sampling: Sampling) -> bool:
-        """Whether a turn found in a rollout was complete."""
+        """Tell whether a turn found in a rollout was complete."""
         if not turn:
             return False
         ended = self.ends.ended(turn)
@@ -230,7 +231,7 @@ class _Episode:
             if self.chat is None and not isinstance(reply.observation, str):
                 raise TypeError("returned messages for a text prompt; return text")
             if not isinstance(reply.state, str | None):
-                raise TypeError(f"returned state={reply.state!r:.80}; name it by a string, or None")
+                raise TypeError(f"returned state={reply.state!r:.80}; it must be a string or None")
             reply = replace(reply, observation=of_whole_characters(reply.observation))
         assert self.rollout.environment_reward is not None
         self.rollout.environment_reward += reply.reward
@@ -241,7 +242,7 @@ class _Episode:
     def _encoded(
         self, turn: list[int], reply: Reply, messages: list[Message], pictures: list[Picture]
     ) -> tuple[list[int], list[Placed]]:
-        """The tokens that the model reads after its turn, and the pictures among them."""
+        """Return the tokens that the model reads after its turn, and the pictures among them."""
         with _blaming(f"{type(self.environment).__name__}.step"):
             if self.chat is not None:
                 return self.chat.seen_suffix(turn, messages, pictures)
@@ -257,8 +258,8 @@ class _Episode:
         del self.recorded_pictures[: len(pictures)]
         if given != answer or pictures != [picture for _, picture in known]:
             raise _EnvironmentFailure(
-                f"{type(self.environment).__name__}.step answered {self._text(given)!r:.80} to "
-                f"turn {number + 1} of a resumed rollout, which it had answered by "
+                f"{type(self.environment).__name__}.step answered turn {number + 1} of a resumed "
+                f"rollout with {self._text(given)!r:.80}, but before with "
                 f"{self._text(answer)!r:.80}; make it deterministic, e.g. draw from "
                 "random.Random(prompt.id)"
             )
@@ -273,9 +274,9 @@ class _EnvironmentFailure(Exception):
 
 @contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Separate an environment's errors, which cost a rollout, from the engine's, which end runs.
+    """Turn an environment's errors into failed rollouts, while the engine's errors end the run.
 
-    Nor does it end the process, as by an alarm that nobody handles.
+    This covers attempts to end the process, or to use signals such as an alarm.
     """
     try:
         with function_called_here():
@@ -289,7 +290,7 @@ def _user(text: str) -> Message:
 
 
 def _as_messages(reply: Reply) -> list[Message]:
-    """The observation as chat messages: none if it is empty."""
+    """Return the observation as chat messages; none if it is empty."""
     if not isinstance(reply.observation, str):
         return list(reply.observation)
     return [_user(reply.observation)] if reply.observation else []

@@ -1,4 +1,4 @@
-"""Prefixes: of a rollout's rows, the longest that a prompt begins with, found by hashes."""
+"""Prefixes: finds the longest of a rollout's rows that a prompt begins with, by hashes."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
@@ -12,16 +12,16 @@ from lightning_rl.rollout import SAMPLED_BY, Row, SamplingDistribution
 
 _settings = attrgetter(*SAMPLED_BY)
 _RECENT = 8
-"""Rows that a prompt is compared with first: side by side, so many chats go on without hashing."""
+"""Rows a prompt is compared with first: up to this many concurrent chats need no hash lookup."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Rows of one role, sampled alike: by length and hash the places of those that are so now.
+    """Rows of one role and sampling: ``places`` maps a length and hash to the rows that have them.
 
-    Each list of places is a heap. A row that has grown leaves its old entry behind, and never comes
-    back to it. ``counts`` says how many rows are of a length; ``lengths`` are these, ascending;
-    ``recent`` grew last.
+    Each list of places is a heap. A row that grows leaves a stale entry behind, which never becomes
+    valid again. ``counts`` holds the number of rows of each length; ``lengths`` are these lengths,
+    ascending; ``recent`` are the rows that grew last.
     """
 
     places: defaultdict[tuple[int, int], list[int]] = field(
@@ -33,12 +33,12 @@ class _Kind:
 
 
 class Prefixes:
-    """Which row a prompt continues, without comparing it with all of them.
+    """Finds the row that a prompt continues, without comparing the prompt with every row.
 
-    Rows only grow, and tell of it by :meth:`grown`.
+    Rows only grow; report each growth to :meth:`grown`.
 
     Args:
-        rows: what they hold counts, but for a first one without tokens, which is nobody's yet.
+        rows: the rows to index, except a first row without tokens, which has no role yet.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -50,7 +50,7 @@ class Prefixes:
                 self.grown(place)
 
     def grown(self, place: int) -> None:
-        """Take note of a new row, or of tokens that were appended to one."""
+        """Index a new row, or the tokens that were appended to one."""
         row = self._rows[place]
         kind = self._kinds[_kind_of(row.role, row.sampling)]
         before = self._texts.get(place)
@@ -81,9 +81,9 @@ class Prefixes:
         sampling: SamplingDistribution | None,
         may: Callable[[Row], bool] = lambda row: True,
     ) -> int | None:
-        """The place of the longest row of that role and sampling that ``prompt`` begins with.
+        """Return the place of the longest row of that role and sampling ``prompt`` begins with.
 
-        Of equal ones it is the first. Only those that ``may`` be continued count.
+        Among equally long rows, return the first. Only rows for which ``may`` is true count.
         """
         kind = self._kinds.get(_kind_of(role, sampling))
         if kind is None:
@@ -103,7 +103,7 @@ class Prefixes:
     def recent(
         self, prompt: list[int], role: str, sampling: SamplingDistribution | None
     ) -> int | None:
-        """The place of a row that grew lately, and that ``prompt`` begins with: one of several."""
+        """Return the place of a recently grown row that ``prompt`` begins with: one of several."""
         kind = self._kinds.get(_kind_of(role, sampling))
         return None if kind is None else self._recent(kind, prompt)
 
@@ -117,7 +117,7 @@ class Prefixes:
         return next(fitting, None)
 
     def _at(self, kind: _Kind, length: int, number: int) -> Iterator[int]:
-        """The places of rows of this length and hash, in ascending order."""
+        """Yield the places of rows of this length and hash, in ascending order."""
         places = kind.places.get((length, number), [])
         while places and self._texts[places[0]].length != length:
             heappop(places)
@@ -131,7 +131,7 @@ def _kind_of(role: str, sampling: SamplingDistribution | None) -> tuple[Hashable
 
 
 def begins(prompt: list[int], row: Row) -> bool:
-    """Whether a prompt begins with a row's tokens."""
+    """Tell whether a prompt begins with a row's tokens."""
     begin, end = len(row.prompt_ids), row.length
     # From the end, where rows that share their beginning differ.
     return prompt[begin:end] == row.token_ids and prompt[:begin] == row.prompt_ids

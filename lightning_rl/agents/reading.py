@@ -1,4 +1,4 @@
-"""Reading the calls in a model's turn, beside the event loop and not for ever."""
+"""Reads the tool calls in a model's turn, outside the event loop and within a time limit."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from lightning_rl.agents.templates import ParsedCall, ToolParser
 from lightning_rl.run.threads import CallingThread
 
 READ_S = 5.0
-"""Seconds that a parser may take for one turn."""
+"""Time limit, in seconds, for parsing one turn."""
 
 
 class CallReader:
-    """Reads turns with a parser of its own, one after another, each within a time.
+    """Reads turns with its own copy of a parser, one at a time, each within a time limit.
 
-    A turn that takes longer is text without a call, with one warning. Any thread may ask; a parser
-    is Python code, which lets other threads run meanwhile.
+    A turn that takes longer counts as text without calls, with a single warning. Any thread may
+    call it; a parser is Python code, which lets other threads run meanwhile.
 
     Args:
         parser: reads calls; it is copied, as it may hold state.
-        tokenizer: of the policy.
-        schemas: OpenAI-style, of the tools.
-        seconds: that one turn may take.
+        tokenizer: the policy's tokenizer.
+        schemas: the tools' OpenAI-style schemas.
+        seconds: the time limit of one turn.
 
     Raises:
         ConfigError: if the parser cannot work with this tokenizer.
@@ -46,7 +46,7 @@ class CallReader:
         self._parser = self._new_parser()
 
     def read(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """What the parser says of a turn; it may be asked in any thread but the event loop's."""
+        """Return the parser's result for a turn; call it in any thread but the event loop's."""
         with self._one_at_a_time:  # so that a turn's time begins with its own reading
             parser = self._parser
             call = self._thread.submit(lambda: parser.parse(text))

@@ -1,4 +1,4 @@
-"""From a rollout's model calls to rows of tokens: which calls are merged, which begin a row."""
+"""Turns a rollout's model calls into rows of tokens: some calls extend a row, others begin one."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,9 +11,9 @@ from lightning_rl.rollout import Call, Placed, Rollout, Row, SamplingDistributio
 
 @dataclass(slots=True)
 class Captured:
-    """A call with the tokens of its rows: its prompt and its answer.
+    """A call with the tokens of its prompt and its answer.
 
-    ``sampling`` is None where it was sampled as the rollout says.
+    ``sampling`` is None if the call used the rollout's own settings.
     """
 
     call: Call
@@ -25,12 +25,12 @@ class Captured:
 
 
 def own_sampling(rollout: Rollout, sampling: Sampling) -> SamplingDistribution | None:
-    """Its sampling settings; None if they are the rollout's."""
+    """Return the settings that a call was sampled with; None if they are the rollout's."""
     return None if sampling.distribution == rollout.sampling else sampling.distribution
 
 
 def captured(rollout: Rollout, call: Call) -> Captured:
-    """Read a call off its row."""
+    """Return a call with its tokens, read from its row."""
     row, part = rollout.rows[call.row], slice(call.start, call.stop)
     completion = Completion(
         row.token_ids[part],
@@ -50,12 +50,12 @@ def captured(rollout: Rollout, call: Call) -> Captured:
 
 
 def write(rollout: Rollout, one: Captured, prefixes: Prefixes) -> None:
-    """Record a call as the last: at the end of a row that its prompt continues, or of a new one.
+    """Record a call as the last one: append it to a row that its prompt continues, or a new row.
 
-    A row's prompt and tokens must be the very beginning of the call's prompt, with its pictures,
-    written by the same role and sampled alike; the longest such row is taken. What the prompt adds
-    is given, so without loss. So is a completion that cannot be scored. ``prefixes`` are of the
-    rollout's rows.
+    The call's prompt must begin with exactly the row's prompt and tokens, with the same pictures,
+    and role and sampling must be equal; the longest such row is used. What the prompt adds is
+    given, so it has no loss. Neither has a completion that cannot be scored. ``prefixes`` indexes
+    the rollout's rows.
     """
     place = _row_for(rollout, one, prefixes)
     row, call, completion = rollout.rows[place], one.call, one.completion
@@ -74,7 +74,7 @@ def write(rollout: Rollout, one: Captured, prefixes: Prefixes) -> None:
 
 
 def cut_anew(rollout: Rollout, calls: Iterable[Captured]) -> Prefixes:
-    """Make the rollout hold exactly these calls, in this order."""
+    """Rebuild the rollout's rows from exactly these calls, in this order."""
     rollout.rows, rollout.calls = [Row.of(rollout.prompt)], []
     prefixes = Prefixes(rollout.rows)
     for one in calls:
@@ -83,13 +83,13 @@ def cut_anew(rollout: Rollout, calls: Iterable[Captured]) -> Prefixes:
 
 
 def keep(rollout: Rollout, calls: Sequence[Call]) -> Prefixes:
-    """Make the rollout hold exactly these of its calls, in this order."""
+    """Keep only these of the rollout's calls, in this order, and rebuild its rows."""
     before = replace(rollout)  # its rows; one prompt after the other is read off them
     return cut_anew(rollout, (captured(before, call) for call in calls))
 
 
 def drop_unasked(rollout: Rollout) -> None:
-    """Remove the calls that were not asked for (again), and count their tokens as dropped."""
+    """Remove calls that nobody asked for in this attempt, and count their tokens as dropped."""
     if all(call.asked for call in rollout.calls):
         return
     rollout.dropped += sum(call.stop - call.start for call in rollout.calls if not call.asked)
@@ -97,14 +97,14 @@ def drop_unasked(rollout: Rollout) -> None:
 
 
 def mask_roles(rollout: Rollout, roles: Collection[str]) -> None:
-    """Remove the tokens of these roles from the loss."""
+    """Exclude the tokens of these roles from the loss."""
     for row in rollout.rows:
         if row.role in roles:
             row.loss_mask[:] = [False] * len(row.loss_mask)
 
 
 def _row_for(rollout: Rollout, one: Captured, prefixes: Prefixes) -> int:
-    """The index of the longest row that the prompt continues, or of a new one."""
+    """Return the index of the longest row that the prompt continues; else of a new row."""
     rows = rollout.rows
     first = rows[0]
     if not first.token_ids and (first.prompt_ids, first.placed) == (one.prompt_ids, one.pictures):
@@ -115,7 +115,7 @@ def _row_for(rollout: Rollout, one: Captured, prefixes: Prefixes) -> int:
     counts = sampling.penalizes or bool(sampling.min_tokens)
 
     def may(row: Row) -> bool:
-        """With its pictures, and something given in between where calls count their tokens."""
+        """Whether pictures match, and given tokens separate calls whose sampling counts tokens."""
         if row.placed != [shown for shown in one.pictures if shown.start < row.length]:
             return False
         return not (counts and row.token_ids and row.length == len(one.prompt_ids))

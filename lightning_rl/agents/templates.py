@@ -1,4 +1,4 @@
-"""A model family's way to write chats: what comes between two turns, and how tools are called."""
+"""Chat formats of model families: the text between two turns, and the syntax of tool calls."""
 
 import logging
 import re
@@ -26,12 +26,12 @@ class TurnTemplate:
 
     Only what *follows* a turn of the model is rendered: the end of that turn, if the model did not
     write it itself, the new messages, and the opening of the model's next turn. The tokens that the
-    model wrote stay as they are.
+    model wrote are never changed.
 
     Args:
-        tokenizer: with a chat template, which closes a turn by a token that ends turns
+        tokenizer: has a chat template that closes a turn with one of its end tokens
             (:class:`~lightning_rl.data.ends.Ends`).
-        chat_options: further variables of the template, such as ``tools``.
+        chat_options: extra variables of the template, such as ``tools``.
 
     Raises:
         ConfigError: if the tokenizer has no chat template or no end token.
@@ -42,8 +42,8 @@ class TurnTemplate:
     ) -> None:
         if tokenizer.chat_template is None:
             raise ConfigError(
-                "a chat of several turns needs a tokenizer with a chat template and an end token; "
-                "take the instruct model, or set tokenizer.chat_template and tokenizer.eos_token "
+                "a multi-turn chat needs a tokenizer with a chat template and an end token; use "
+                "the instruct model, or set tokenizer.chat_template and tokenizer.eos_token "
                 "and save the tokenizer"
             )
         self.tokenizer = tokenizer
@@ -52,7 +52,7 @@ class TurnTemplate:
         self._end_texts = list(map(str, tokenizer.convert_ids_to_tokens([*self.ends.token_ids])))
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text of a chat with the opening of the model's next turn.
+        """Return the text of a chat, with the opening of the model's next turn.
 
         Raises:
             ConfigError: if the template cannot render such messages.
@@ -78,12 +78,12 @@ class TurnTemplate:
     def suffix(
         self, wrote: Sequence[int], reply: Sequence[Message], calls: Sequence[Message] = ()
     ) -> list[int]:
-        """Token ids that follow a turn of tokens ``wrote``: the replies and the next opening.
+        """Return the token ids that follow the turn ``wrote``: the replies and the next opening.
 
         Args:
-            wrote: the model's turn, with or without its end token.
+            wrote: the tokens of the model's turn, with or without its end token.
             reply: the messages that answer it.
-            calls: for tool results the calls that they answer, as in a message's ``tool_calls``.
+            calls: the calls that tool results answer, as in a message's ``tool_calls``.
 
         Raises:
             ConfigError: if the template cannot render such replies.
@@ -97,14 +97,14 @@ class TurnTemplate:
         pictures: Sequence[Picture],
         calls: Sequence[Message] = (),
     ) -> tuple[list[int], list[Placed]]:
-        """:meth:`suffix` of replies with pictures, and where these are in it.
+        """Return :meth:`suffix` of replies with pictures, and the pictures' places in it.
 
-        ``reply`` has a part ``{"type": "image"}`` for each
+        ``reply`` has a part ``{"type": "image"}`` for each picture
         (:func:`~lightning_rl.vision.messages.pictures_of`).
 
         Raises:
             ConfigError: if the template cannot render such replies.
-            PictureError: if the model reads no pictures, or the template has no places for them.
+            PictureError: if the model reads no pictures, or the template has no place for them.
         """
         text = self._after_turn(reply, calls)
         token_ids, places = encode(self.tokenizer, text, pictures, special=False)
@@ -113,7 +113,7 @@ class TurnTemplate:
         return token_ids[known:], [Placed(start - known, picture) for start, picture in placed]
 
     def call_text(self, call: Message) -> str:
-        """Write a turn that is one tool call as the template does, without the end token."""
+        """Return a turn that is one tool call as the template writes it, without the end token."""
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         # A reply follows, because some templates treat a last message differently.
         text = self.render([QUESTION, turn, tool_reply(call, "A result.")])
@@ -123,17 +123,17 @@ class TurnTemplate:
     def check(
         self, reply: Sequence[Message], calls: Sequence[Message] = (), allow_rewrites: bool = False
     ) -> None:
-        """Refuse a template that shows the model another history than it really had.
+        """Refuse a template that rewrites the history that the model really saw.
 
-        Conversations are rendered step by step: each must be the one before, plus what was added.
+        Conversations are rendered step by step: each must extend the previous one unchanged.
 
         Args:
             reply: messages such as those that will answer a turn.
-            calls: for tool results the calls that they answer.
+            calls: the calls that tool results answer.
             allow_rewrites: check only that a turn can be continued at all.
 
         Raises:
-            ConfigError: naming what differs, or why no turn can follow.
+            ConfigError: if the template rewrites the history, or no turn can follow.
         """
         text = self._checked_end(reply, calls)
         if allow_rewrites:
@@ -144,18 +144,18 @@ class TurnTemplate:
         ]
         if differences:
             raise ConfigError(
-                "this chat template rewrites what was said before, so a model would be trained on "
+                "this chat template rewrites earlier turns, so the model would be trained on "
                 "conversations that it never sees when served:\n"
                 + "\n".join(f"- {difference}" for difference in differences)
-                + "\nChange tokenizer.chat_template so that it leaves earlier turns as they were "
-                "written and save the tokenizer, or set allow_rewrites: true to train on the "
-                "tokens as they were"
+                + "\nChange tokenizer.chat_template so that it leaves earlier turns unchanged "
+                "and save the tokenizer, or set allow_rewrites: true to train on the "
+                "tokens as they were generated"
             )
 
     # ---------------------------------------------------------------- inside
 
     def _after_turn(self, reply: Sequence[Message], calls: Sequence[Message]) -> str:
-        """The text from the end token of the model's turn on."""
+        """Return the text from the end token of the model's turn on."""
         turn: Message = {"role": "assistant", "content": "" if calls else MARK}
         if calls:  # as a server would show it, since templates look back at calls
             marked = {"name": calls[-1]["function"]["name"], "arguments": {"x": MARK}}
@@ -163,30 +163,29 @@ class TurnTemplate:
         text = self.render([QUESTION, turn, *reply])
         place = text.rfind(MARK)
         if place < 0:
-            what = "a turn's tool calls" if calls else "a turn"
+            what = "tool calls" if calls else "turns"
             raise ConfigError(
-                f"the chat template leaves out {what} of the model; use a model whose template "
-                "renders them"
+                f"the chat template does not render the model's {what}; use a model whose "
+                "template does"
             )
         after = text[place + 1 :]
         gap = self._before_end(after)
         if gap == after or (gap and not calls):
             raise ConfigError(
-                f"the chat template closes a turn of the model with {gap[:40]!r}, and the model's "
-                f"end tokens are {', '.join(map(repr, self._end_texts))}: the engine would not "
-                "stop there; set tokenizer.eos_token to the token that ends a turn, and save the "
-                "tokenizer"
+                f"the chat template closes the model's turns with {gap[:40]!r}, but its end tokens "
+                f"are {', '.join(map(repr, self._end_texts))}, so the engine would not stop there; "
+                "set tokenizer.eos_token to the token that ends a turn, and save the tokenizer"
             )
         return after[len(gap) :]
 
     def _before_end(self, text: str) -> str:
-        """A text up to the first end token in it; all of it if there is none."""
+        """Return a text up to its first end token; all of it if it has none."""
         return min((text.partition(end)[0] for end in self._end_texts), key=len)
 
     def _is_closed(self, wrote: Sequence[int], end: int) -> bool:
-        """Tell whether what the model wrote is closed, so that the template adds no ``end`` to it.
+        """Tell whether the model's turn is already closed, so that ``end`` must not be added.
 
-        Where a template closes no turn, ``end`` opens what follows, and another is none.
+        Where the template closes turns by another token, only that token counts as closing.
         """
         return self.ends.ended(wrote) and end in (wrote[-1], self.ends.turn)
 
@@ -196,13 +195,13 @@ class TurnTemplate:
         if first not in self.ends.token_ids:
             cut = next(end for end in self._end_texts if text.startswith(end))
             raise ConfigError(
-                f"the tokenizer cuts its own end token {cut!r} into pieces; add it as a "
-                "special token and save the tokenizer"
+                f"the tokenizer splits its own end token {cut!r}; add it as a special token "
+                "and save the tokenizer"
             )
         return text
 
     def _rewritten_turns(self, reply: Sequence[Message], calls: Sequence[Message]) -> list[str]:
-        """Find ways to write a turn that become others, once a reply follows."""
+        """Find turns that the template renders differently once a reply follows."""
         opened = self.render([QUESTION])
         inside = opened.rstrip().endswith("<think>")  # the opening begins the thought already
         found = []
@@ -218,7 +217,7 @@ class TurnTemplate:
     def _changed_later(
         self, reply: Sequence[Message], calls: Sequence[Message], suffix: str
     ) -> list[str]:
-        """Find what a second exchange changes in the first, or in its own rendering."""
+        """Find what a second exchange changes in the first one, or in the reply's own text."""
         turn = _turn("Plain.", calls)
         once = self.render([QUESTION, turn, *reply])
         try:
@@ -235,7 +234,7 @@ class TurnTemplate:
 
 
 def tool_reply(call: Message, content: str | list[Any]) -> Message:
-    """The message that answers a tool call."""
+    """Return the message that answers a tool call."""
     return {
         "role": "tool",
         "tool_call_id": call["id"],
@@ -250,7 +249,7 @@ def _turn(content: str, calls: Sequence[Message]) -> Message:
 
 
 def _shared(a: str, b: str) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     shortest = min(len(a), len(b))
     return next((i for i in range(shortest) if a[i] != b[i]), shortest)
 
@@ -262,7 +261,7 @@ def _difference(before: str, after: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A model's request: a tool's name and its arguments, or why that cannot be read."""
+    """A model's tool call: the tool's name and its arguments, or why it cannot be read."""
 
     name: str = ""
     arguments: Any = None
@@ -275,15 +274,15 @@ class ToolParser(ABC):
     def configure(
         self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]
     ) -> None:
-        """Take over the tools' OpenAI-style schemas, once, before the first turn.
+        """Receive the tools' OpenAI-style schemas, once, before the first turn.
 
         Raises:
-            ConfigError: if it cannot work with this tokenizer.
+            ConfigError: if the parser cannot work with this tokenizer.
         """
 
     @abstractmethod
     def parse(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """The text beside the calls, and the calls in their order.
+        """Return the text outside the calls, and the calls in order.
 
         ``text`` is a whole turn with its special tokens, without the end token. A call that cannot
         be read is returned with its ``error``, which the model will see.
@@ -314,13 +313,13 @@ def _read_call(text: str, closed: bool) -> ParsedCall:
 
 @configurable
 class VLLMParser(ToolParser):
-    """One of vLLM's tool-call parsers, under its name in ``vllm serve``.
+    """One of vLLM's tool-call parsers, by its name in ``vllm serve``.
 
-    It needs vLLM to be installed; any engine may generate. Most of vLLM's parsers take a call that
-    they cannot read for plain text: the model is then not told, and the turn is its last.
+    It needs vLLM to be installed; any engine may generate. Most of vLLM's parsers treat a call that
+    they cannot read as plain text: the model is not told, and the turn ends the rollout.
 
     Args:
-        name: such as ``llama3_json``, ``mistral``, ``qwen3_coder`` or ``pythonic``.
+        name: for example ``llama3_json``, ``mistral``, ``qwen3_coder`` or ``pythonic``.
 
     Raises:
         ConfigError: if vLLM is missing.
@@ -356,7 +355,9 @@ class VLLMParser(ToolParser):
                 tool_choice="auto",
             )
         except ValueError as error:  # pydantic's
-            raise ConfigError(f"these tools are none that vLLM knows: {error}") from error
+            raise ConfigError(
+                f"vLLM does not accept the schemas of these tools: {error}"
+            ) from error
         try:
             make = ToolParserManager.get_tool_parser(self.name)
             self._parser = make(tokenizer, self._request.tools)

@@ -1,4 +1,4 @@
-"""ThinkingBudget: a chain of thought of a limited length, and an answer in any case."""
+"""ThinkingBudget: a chain of thought of limited length, always followed by an answer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,20 +19,21 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @configurable
 class ThinkingBudget(Agent):
-    """One completion, whose thought is closed for the model when it has become too long.
+    """One completion, whose thought is closed for the model when it gets too long.
 
     A thought begins with ``<think>``, which the model writes or the chat template already has, and
     ends with ``</think>``. If it is still open after ``max_thinking_tokens`` tokens of the
-    completion, ``closing`` is appended, and the model goes on with its answer. The model reads
-    those tokens and did not write them: they have no loss. A completion that does not think, or
-    ends its thought in time, is as without the budget. ``sampling.max_tokens`` counts all tokens.
+    completion, ``closing`` is appended, and the model continues with its answer. The model reads
+    those tokens but did not write them, so they have no loss. The budget does not change a
+    completion that does not think, or ends its thought in time. ``sampling.max_tokens`` counts all
+    tokens.
 
-    ``logged/thinking/closed`` is the share of completions whose thought was closed so, and
-    ``logged/thinking/tokens`` the tokens that were thought, or 0.
+    ``logged/thinking/closed`` is the share of completions whose thought was closed this way, and
+    ``logged/thinking/tokens`` the number of tokens in the thought, or 0.
 
     Args:
-        max_thinking_tokens: of a completion, before its thought is closed; below
-            ``sampling.max_tokens``.
+        max_thinking_tokens: how many tokens a completion may have before its thought is closed;
+            must be below ``sampling.max_tokens``.
         closing: the text that closes a thought; a sentence before its ``</think>`` may tell the
             model that its time is over.
 
@@ -45,8 +46,8 @@ class ThinkingBudget(Agent):
         require_at_least(1, max_thinking_tokens=max_thinking_tokens)
         if CLOSE not in closing or OPEN in closing:
             raise ConfigError(
-                f"ThinkingBudget closing={closing!r} must have {CLOSE} and no {OPEN}: else the "
-                "thought goes on"
+                f"ThinkingBudget closing={closing!r} must contain {CLOSE} and no {OPEN}; otherwise "
+                "the thought stays open"
             )
         self.max_thinking_tokens = max_thinking_tokens
         self.closing = closing
@@ -57,7 +58,7 @@ class ThinkingBudget(Agent):
         for tag, tokens in tags.items():
             if len(tokens) != 1:
                 raise ConfigError(
-                    "ThinkingBudget needs a model that thinks, such as Qwen3: this tokenizer cuts "
+                    "ThinkingBudget needs a reasoning model such as Qwen3: this tokenizer splits "
                     f"{tag!r} into {len(tokens)} tokens; leave the agent out, or add the token"
                 )
         [self._open], [self._close] = tags.values()
@@ -69,7 +70,7 @@ class ThinkingBudget(Agent):
             raise ConfigError("ThinkingBudget has no tokenizer; call configure(tokenizer) first")
         if budget >= sampling.max_tokens:
             raise ConfigError(
-                f"max_thinking_tokens={budget} leaves no token for an answer in "
+                f"max_thinking_tokens={budget} leaves no room for an answer within "
                 f"sampling.max_tokens={sampling.max_tokens}; lower it, or raise max_tokens"
             )
         prompt, episode = rollout.prompt.token_ids, Episode(rollout)
@@ -101,7 +102,7 @@ class ThinkingBudget(Agent):
         return rollout
 
     def _given(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens that close the thought, if one is open."""
+        """Return the tokens that close the thought; none unless one is open."""
         assert self._tokenizer is not None
         return _encoded(self._tokenizer, self.closing) if self._is_open(token_ids) else []
 
@@ -110,7 +111,7 @@ class ThinkingBudget(Agent):
         return tags[-1:] == [self._open]
 
     def _thought(self, prompt: Sequence[int], written: Sequence[int]) -> int:
-        """How many tokens of a completion stand before the end of its thought; 0 without one."""
+        """Return how many tokens of a completion precede the end of its thought; 0 without one."""
         if not self._is_open(prompt) and self._open not in written:
             return 0
         return written.index(self._close) if self._close in written else len(written)

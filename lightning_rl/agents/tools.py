@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call; and the agent that runs them."""
+"""Tools: functions that a model may call, and the agent that runs them."""
 
 import asyncio
 import inspect
@@ -49,25 +49,25 @@ _threads = CallingThreads("lightning_rl tools")
 
 @configurable
 class ToolAgent(Agent):
-    """Turns with tool calls are answered by the tools' results; a turn without one is the answer.
+    """Answers turns with tool calls by the tools' results; a turn without a call is the answer.
 
     ``rollout.completion`` becomes the list of messages: the model's, with its ``tool_calls``, and
     the tools'. The model's tokens are kept as it wrote them, and only they are trained on.
 
-    ``finish_reason`` is ``stop`` (an answer), ``length`` (``max_tokens``, which counts the results
-    too, or the engine's length), ``max_turns`` or ``max_seconds``.
+    ``finish_reason`` is ``stop`` (an answer), ``length`` (``max_tokens``, which also counts the
+    results, or the engine's length), ``max_turns`` or ``max_seconds``.
 
     Args:
         tools: functions with type hints and a docstring; see :func:`tool_schema`.
-        parser: reads the model family's way to write calls.
-        max_turns: turns of the model; calls in its last one are not run.
-        call_timeout: seconds that one call may take.
-        max_seconds: wall time for one rollout; None: no limit.
-        allow_rewrites: accept a chat template that shows earlier turns differently than the model
-            wrote them.
+        parser: reads calls in the model family's format; Hermes by default.
+        max_turns: maximum number of the model's turns; calls in the last one are not run.
+        call_timeout: time limit of one call, in seconds.
+        max_seconds: maximum wall time of one rollout; None: no limit.
+        allow_rewrites: accept a chat template that shows earlier turns differently from how the
+            model wrote them.
 
     Raises:
-        ConfigError: for values out of range, or functions that are no tools.
+        ConfigError: for values out of range, or functions that cannot be tools.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class ToolAgent(Agent):
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         if isinstance(rollout.prompt.prompt, str):
             raise ConfigError(
-                f"ToolAgent needs chats, but prompt {rollout.prompt.id!r} is plain text, in which "
-                "tools have no place; write it as messages"
+                f"ToolAgent needs chats, but prompt {rollout.prompt.id!r} is plain text, which "
+                "cannot show tools; write it as messages"
             )
         messages = [] if isinstance(rollout.completion, str) else rollout.completion
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
@@ -127,9 +127,9 @@ class ToolAgent(Agent):
     async def _converse(
         self, rollout: Rollout, messages: list[Message], engine: Engine, sampling: Sampling
     ) -> str:
-        """Take turns until something ends the rollout; returns the reason.
+        """Take turns until something ends the rollout; return the reason.
 
-        The rollout holds all there is to know, so that one that was interrupted goes on from it.
+        All state is in the rollout, so an interrupted one is resumed from it.
         """
         if self._template is None:
             raise ConfigError("ToolAgent has no tokenizer yet; call configure(tokenizer) first")
@@ -162,7 +162,7 @@ class ToolAgent(Agent):
             messages += results
 
     async def _read(self, wrote: list[int], messages: list[Message], parse: bool) -> Message:
-        """A turn of the model as a message. One that was cut off is not searched for calls."""
+        """Return a turn of the model as a message; ``parse`` is False for one that was cut off."""
         assert self._tokenizer is not None and self._reader is not None
         reader = self._reader
         said = ends_of(self._tokenizer).cut(wrote)
@@ -195,30 +195,30 @@ class ToolAgent(Agent):
             if schema["function"]["name"] not in opened:
                 raise ConfigError(
                     f"the chat template does not show the tool {schema['function']['name']!r} to "
-                    "the model; use one that renders `tools`"
+                    "the model; use a template that renders `tools`"
                 )
 
     def _check_parser(self, template: TurnTemplate, call: Message) -> None:
-        """The template shows the model how calls are written: the parser must read that."""
+        """Check that the parser reads calls as the template shows them to the model."""
         assert self._reader is not None
         text = template.call_text(call)
         _, calls = self._reader.read(text)
         if [(c.name, c.arguments) for c in calls] != [tuple(call["function"].values())]:
             raise ConfigError(
-                f"{type(self.parser).__name__} does not read tool calls as this chat template "
+                f"{type(self.parser).__name__} cannot read tool calls as this chat template "
                 f"writes them, {text!r}; choose the parser of the model's family, such as "
                 "VLLMParser('llama3_json')"
             )
 
 
 def _sample(kind: Any) -> Any:
-    """An argument of a JSON schema's type."""
+    """Return a sample value of a JSON schema's type."""
     samples = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
     return samples.get(kind, "text") if isinstance(kind, str) else "text"
 
 
 def call_message(call: ParsedCall, number: int) -> Message:
-    """As in a message's ``tool_calls``; ids of nine letters and digits, as Mistral wants them."""
+    """Return an entry of a message's ``tool_calls``; Mistral wants ids of nine alphanumerics."""
     function = {"name": call.name, "arguments": {} if call.error else call.arguments}
     message: Message = {"id": f"call{number:05d}", "type": "function", "function": function}
     return message | ({"error": call.error} if call.error else {})
@@ -234,14 +234,14 @@ def _renders_two(template: TurnTemplate, call: ParsedCall) -> bool:
 
 
 def _last_turn(rollout: Rollout) -> list[int]:
-    """The tokens that the model wrote since it was last given any."""
+    """Return the tokens that the model wrote since it was last given any."""
     mask = reversed(rollout.loss_mask)
     length = sum(1 for _ in takewhile(bool, mask))
     return rollout.token_ids[len(rollout.token_ids) - length :]
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The OpenAI-style JSON schema of a typed function with a Google-style docstring.
+    """Return the OpenAI-style JSON schema of a typed function with a Google-style docstring.
 
     Raises:
         ConfigError: if a type hint or a line of the docstring is missing.
@@ -251,19 +251,19 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     except (DocstringParsingException, TypeHintParsingException, AttributeError) as error:
         name = getattr(function, "__qualname__", function)
         raise ConfigError(
-            f"no tool can be made of {name!r}: {error}. A tool is a function with a type hint "
-            "for every argument, and a docstring that says what it does and, under `Args:`, what "
-            "each argument is"
+            f"{name!r} cannot be a tool: {error}. A tool is a function with a type hint for every "
+            "argument, and a docstring that says what it does and, under `Args:`, what each "
+            "argument is"
         ) from error
     return schema
 
 
 class Toolbox:
-    """Runs the tool calls of any number of rollouts at once; each is answered by a message.
+    """Runs the tool calls of any number of rollouts at once, and answers each with a message.
 
-    What a tool returns is written as JSON unless it is a text; of a list or dictionary the message
-    has the value, too, as ``result``, for rewards. A PIL image is a picture that the model sees,
-    and so is each in a list of texts, images and content parts.
+    A tool's result is written as JSON unless it is a string; if it is a list or dictionary, the
+    message also has the value as ``result``, for rewards. The model sees a PIL image as a picture,
+    also within a list of texts, images and content parts.
 
     An error is reported to the model: the message's content then starts with ``Error:``, and its
     ``error`` holds the kind: ``unreadable`` (not the parser's format), ``unknown_tool``,
@@ -271,14 +271,14 @@ class Toolbox:
 
     Args:
         functions: tools; see :func:`tool_schema`. ``async`` ones run on the event loop, plain ones
-            in a thread each. A thread cannot be stopped: after a timeout it continues unheard, so
-            what may hang should be ``async``, or bound itself. ``signal.alarm``, which works in the
-            main thread only, costs the rollout.
-        call_timeout: seconds that one call may take.
-        picture_limits: bounds of pictures that tools show.
+            each in a thread. A thread cannot be stopped: after a timeout it keeps running unheard,
+            so a function that may hang should be ``async``, or limit its own time.
+            ``signal.alarm`` works in the main thread only; a tool that uses it fails the rollout.
+        call_timeout: time limit of one call, in seconds.
+        picture_limits: limits of pictures that tools show.
 
     Raises:
-        ConfigError: if a function is no tool, or two share a name.
+        ConfigError: if a function cannot be a tool, or two share a name.
     """
 
     def __init__(
@@ -313,10 +313,10 @@ class Toolbox:
                 ) from error
 
     async def answer(self, calls: Sequence[Message]) -> list[Message]:
-        """Run the calls of one turn side by side; their results in the calls' order.
+        """Run the calls of one turn concurrently; return their results in the calls' order.
 
         Raises:
-            EpisodeError: if a tool uses signals, which no tool can.
+            EpisodeError: if a tool uses signals, which work in the main thread only.
         """
         return list(await asyncio.gather(*(self._answer(call) for call in calls)))
 
@@ -340,9 +340,9 @@ class Toolbox:
             return _error(call, "arguments", "; ".join(wrong))
         except UsesSignals as error:  # no fault of the model's
             raise EpisodeError(
-                f"tool {name!r}: {error}, and tools run in others; leave the alarm out, as "
-                f"call_timeout={self.call_timeout:g} bounds each call, or let the tool do its work "
-                "in a process, by subprocess.run(..., timeout=...)"
+                f"tool {name!r}: {error}, but tools run in other threads; remove the alarm, since "
+                f"call_timeout={self.call_timeout:g} limits each call, or let the tool do its work "
+                "in a process with subprocess.run(..., timeout=...)"
             ) from error
         except Exception as error:  # a tool may raise anything; the model sees it
             if isinstance(error, TimeoutError) and limit.expired():
@@ -355,7 +355,10 @@ def _error(call: Message, kind: str, text: str) -> Message:
 
 
 def _with_result(reply: Message, result: Any) -> Message:
-    """The message with a list or dictionary beside its JSON, as a resumed run has it."""
+    """Return the message, with a list or dictionary as ``result``, read back from its JSON.
+
+    A resumed run has the same value.
+    """
     written = isinstance(result, list | tuple | dict) and isinstance(reply["content"], str)
     return reply | ({"result": json.loads(reply["content"])} if written else {})
 
@@ -376,7 +379,7 @@ async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """The result, or why there can be none in this thread."""
+    """Return the result and None, or None and the error if the function uses signals."""
     try:
         with function_called_here():
             return function(**arguments), None

@@ -63,7 +63,7 @@ def test_a_parser_and_a_template_of_one_family_agree():
     for template, parser in (("qwen3", "hermes"), ("llama3_1", "llama3_json")):
         agent = ToolAgent([add], VLLMParser(parser), allow_rewrites=True)
         agent.configure(chat_tokenizer(template))
-    with pytest.raises(ConfigError, match="does not read tool calls as this chat template"):
+    with pytest.raises(ConfigError, match="cannot read tool calls as this chat template"):
         ToolAgent([add], VLLMParser("pythonic")).configure(chat_tokenizer("qwen3"))
 
 

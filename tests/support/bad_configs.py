@@ -263,7 +263,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "expert_prompts needs model.loss=SFTMix"
         ],
         "--data.agent ToolAgent --data.agent.tools+=my_rewards.length": [
-            "no tool can be made of 'length'",
+            "'length' cannot be a tool",
             "docstring",
         ],
         "--data.agent.turns 3": ["agent.turns: no such key in SingleTurn"],

@@ -46,11 +46,11 @@ CHATS = {
     "qwen3, not thinking": Chats(
         "qwen3", ("<|im_end|>",), variables={"enable_thinking": False}, turns=1,
         rewrites="what comes before a turn, '<think>", calls="object",
-        tools="rewrites what was said before", thinking="off",
+        tools="rewrites earlier turns", thinking="off",
     ),
     "llama3_1": Chats(
         "llama3_1", ("<|eot_id|>",), begin="<|begin_of_text|>", rewrites="becomes 'Padded.'",
-        tools="leaves out a turn's tool calls",
+        tools="does not render the model's tool calls",
     ),
     "gemma3": Chats(
         "gemma3", ("<end_of_turn>",), begin="<bos>", rewrites="becomes 'Padded.'",
@@ -62,7 +62,7 @@ CHATS = {
     ),
     "mistral": Chats(
         "mistral", ("</s>",), begin="<s>", rewrites="a turn written as", system=False,
-        tools="rewrites what was said before", calls="object",
+        tools="rewrites earlier turns", calls="object",
     ),
 }  # fmt: skip
 """By family; gpt-oss comes without a template."""

@@ -260,7 +260,7 @@ def test_a_state_is_named_by_text(play):
 
     rollout = play(Scripted([[5, EOS]]), Numbered)
     assert rollout.status is RolloutStatus.FAILED
-    assert "Numbered.step: TypeError: returned state=3; name it by a string" in rollout.error
+    assert "Numbered.step: TypeError: returned state=3; it must be a string" in rollout.error
 
 
 # ---------------------------------------------------------------- resuming
@@ -347,7 +347,7 @@ def test_an_environment_that_answers_otherwise_is_told_on(play):
     rollout.token_ids[3] = 6  # as if "=3" had been said, not "=2"
     again = play(Scripted([]), rollout=cut(rollout, 4))
     assert again.status is RolloutStatus.FAILED
-    assert "Sums.step answered '=2' to turn 1" in again.error
+    assert "Sums.step answered turn 1 of a resumed rollout with '=2'" in again.error
     assert "'=3'" in again.error
 
 

@@ -185,14 +185,14 @@ def test_a_template_without_room_for_tool_results_is_refused():
     asked = calls({"a": 1})
     for name, reason in (
         ("gemma", "Conversation roles must alternate"),
-        ("deepseek_r1_distill", "leaves out a turn's tool calls"),
+        ("deepseek_r1_distill", "does not render the model's tool calls"),
     ):
         assert reason in refusal(name, results(asked), asked)
 
 
 def test_a_turn_that_ends_otherwise_than_the_tokenizer_is_refused():
     text = refusal("qwen2_5", MORE, eos="<|end|>")
-    assert "closes a turn of the model with '<|im_end|>\\n" in text
+    assert "closes the model's turns with '<|im_end|>\\n" in text
     assert "set tokenizer.eos_token" in text
 
 

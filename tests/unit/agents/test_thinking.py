@@ -219,7 +219,7 @@ def test_scoring_agrees_with_a_real_engine(tokenizer, tmp_path):
     ("arguments", "message"),
     [
         ({"max_thinking_tokens": 0}, "max_thinking_tokens=0 must be >= 1"),
-        ({"max_thinking_tokens": 4, "closing": "Enough."}, "must have </think> and no <think>"),
+        ({"max_thinking_tokens": 4, "closing": "Enough."}, "must contain </think> and no <think>"),
         ({"max_thinking_tokens": 4, "closing": "</think><think>"}, "and no <think>"),
     ],
 )
@@ -229,10 +229,10 @@ def test_what_cannot_be_is_refused(arguments, message):
 
 
 def test_a_tokenizer_that_does_not_think_is_refused():
-    with pytest.raises(ConfigError, match=r"cuts '<think>' into 7 tokens; leave the agent out"):
+    with pytest.raises(ConfigError, match=r"splits '<think>' into 7 tokens; leave the agent out"):
         ThinkingBudget(4).configure(chatml_tokenizer())
 
 
 def test_a_budget_that_leaves_no_answer_is_refused(agent, tokenizer):
-    with pytest.raises(ConfigError, match=r"max_thinking_tokens=6 leaves no token .*max_tokens=6"):
+    with pytest.raises(ConfigError, match=r"max_thinking_tokens=6 leaves no room .*max_tokens=6"):
         run(agent, new(tokenizer), Scripted(tokenizer), Sampling(max_tokens=6))

@@ -268,7 +268,7 @@ def test_a_tool_with_an_alarm_fails_its_rollout_and_says_why():
     asyncio.run(run_agent(agent, rollout, Script(asks + END), Sampling(max_tokens=5000)))
     assert rollout.status is RolloutStatus.FAILED
     assert "tool 'timed': signal.alarm works in the main thread only" in rollout.error
-    assert "call_timeout=10 bounds each call" in rollout.error
+    assert "call_timeout=10 limits each call" in rollout.error
 
 
 def test_numbers_of_calls_go_on_over_turns():
@@ -406,10 +406,10 @@ class Commas(ToolParser):
 
 
 def test_a_parser_of_another_format_is_refused():
-    with pytest.raises(ConfigError, match="Commas does not read tool calls as this chat template"):
+    with pytest.raises(ConfigError, match="Commas cannot read tool calls as this chat template"):
         ToolAgent([add], Commas()).configure(TOKENIZER)
     llama = chat_tokenizer("llama3_1")
-    with pytest.raises(ConfigError, match=r'HermesParser does not read .*"parameters"'):
+    with pytest.raises(ConfigError, match=r'HermesParser cannot read .*"parameters"'):
         ToolAgent([add], allow_rewrites=True).configure(llama)
 
 
