@@ -84,16 +84,16 @@ def _reward_run(folder: Path) -> str:
 
 CALLS: list[Call] = [
     *map(forged, _FORGED),
-    tested("of nothing", ADD, "assert True", "the tests ask the program nothing"),
+    tested("of nothing", ADD, "assert True", "the tests never use the program"),
     tested("that do not compile", ADD, "assert add(1, 2 == 3", "SyntaxError"),
-    tested("that are a number", ADD, 3, "tests are a text, or a list of texts, not 3"),
+    tested("that are a number", ADD, 3, "tests=3 must be a string or a list of strings"),
     tested(
         "that give an object of their own", "def f(x): return x", "class A: pass\nassert f(A())",
-        "it can be given plain data, functions",
+        "pass only plain data, functions",
     ),
     isolated("a segmentation fault", "os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
     isolated("stops its worker", "os.kill(os.getppid(), signal.SIGSTOP)\nreturn [0.5]",
-             "its worker died or got stuck", timeout_s=1),
+             "its worker died or hung", timeout_s=1),
     isolated("kills its worker", "os.kill(os.getppid(), 9)\ntime.sleep(9)", "its worker died"),
     isolated("leaves a session behind", f"{_LEAVE}\nreturn [0.5]", "reward 0.5"),
     isolated("forks, and both return", "os.fork()\nreturn [0.5]", "reward 0.5"),

@@ -1,1 +1,1 @@
-"""Grading: reward functions, judges and tests, none of which can lose or hang a rollout."""
+"""Grading: reward functions, judges and tests; none of them can lose or hang a rollout."""

@@ -1,4 +1,4 @@
-"""Grading: user functions in TRL's form, several with weights, none of which can lose a rollout."""
+"""Grading: a weighted sum of TRL-style reward functions, none of which can lose a rollout."""
 
 import asyncio
 import inspect
@@ -37,11 +37,11 @@ class Rewards:
     Args:
         functions: reward functions, or objects with ``__call__``.
         weights: one per function; None: all 1.
-        max_failed_share: share of a batch that may fail before the run stops.
+        max_failed_share: the run stops if a larger share of a batch fails.
 
     Raises:
         ConfigError: if weights and functions differ in number, a weight is not finite, or two
-            functions have the same name of their own; what wraps a function is numbered.
+            functions share a name (see :func:`~.calling.reward_names`).
     """
 
     def __init__(
@@ -51,13 +51,15 @@ class Rewards:
         max_failed_share: float = 0.1,
     ) -> None:
         if not functions:
-            raise ConfigError("rewards=[] grades nothing; name at least one reward function")
+            raise ConfigError("rewards=[] must have at least one reward function; add one")
         if classes := [f.__name__ for f in functions if isinstance(f, type)]:
-            raise ConfigError(f"reward {classes[0]} is a class; make one: {classes[0]}(...)")
+            raise ConfigError(
+                f"reward {classes[0]} is a class; pass an instance: {classes[0]}(...)"
+            )
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(
-                f"reward_weights has {len(weights)} values for {len(functions)} rewards; give one "
-                "each"
+                f"reward_weights has {len(weights)} values for {len(functions)} rewards; give each "
+                "reward one"
             )
         require_finite(reward_weights=weights)
         if not 0 <= max_failed_share <= 1:
@@ -68,38 +70,38 @@ class Rewards:
         self._of_batch = {n: f for n, f in self.functions.items() if is_batch_reward(f)}
         self._of_group = {n: f for n, f in self.functions.items() if n not in self._of_batch}
         self.state = TrainerState()
-        """Progress of training, which whoever trains keeps up to date."""
+        """Training progress; the trainer keeps it up to date."""
         self._calls = RewardCaller()
         self._tokenizer: Any = None
 
     def configure(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Get the tokenizer of what is graded, to look where its prompts end."""
+        """Receive the policy's tokenizer, which tells whether a prompt ends in an open thought."""
         self._tokenizer = tokenizer
 
     @property
     def of_batch(self) -> list[str]:
-        """Names of those that look at a whole batch."""
+        """Names of the rewards that look at a whole batch."""
         return list(self._of_batch)
 
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Set ``reward`` and ``reward_parts`` of every completed rollout, in place.
 
-        The parts are the scores under their functions' names, and what a score consists of behind
-        that (:func:`~.parts.parts_of`), of which nothing is added twice.
+        ``reward_parts`` holds each score under its function's name, and the parts of a score under
+        ``name/part`` (:func:`~.parts.parts_of`); these do not count again in the reward.
 
-        A function that raises, or returns another number of scores, marks all that it was given
-        FAILED; a score that is no finite number, or beyond ±1e6, or a :class:`RewardFailure`, only
-        its own rollout. The reason is kept in ``rollout.error``. What is graded already stays as it
-        is.
+        A function that raises, or returns a wrong number of scores, marks all rollouts it was given
+        FAILED; a score that is not a finite number within ±1e6, or is a :class:`RewardFailure`,
+        only its own rollout. The reason is kept in ``rollout.error``. Rollouts that already have a
+        reward do not change.
         """
         await self.grade_ahead(groups)
         await self._score(_flatten(groups), self._of_batch, self._calls.call_in_loop)
         self._sum_rewards(_flatten(groups))
 
     async def grade_ahead(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """The part of :meth:`grade` that can be done group by group, before a batch is complete.
+        """Do the part of :meth:`grade` that needs only single groups, not a complete batch.
 
-        With a :func:`batch_reward` the rollouts have no ``reward`` yet afterwards.
+        If there is a :func:`batch_reward`, the rollouts still have no ``reward`` afterwards.
         """
         await asyncio.gather(
             *(self._score(group, self._of_group, self._calls.call_in_loop) for group in groups)
@@ -110,9 +112,10 @@ class Rewards:
     def grade_here(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Do the same as :meth:`grade`, and wait for it.
 
-        Plain functions run in a thread of their own: one that never ends is left behind when a
-        signal or ``Watchdog`` breaks the wait off. Those that use signals (math-verify's time
-        limit) are called again in the calling thread, once that has come out, and from then on.
+        Plain functions run in a separate thread: one that never ends is abandoned when a signal or
+        ``Watchdog`` interrupts the wait. A function that turns out to use signals (such as
+        math-verify's time limit) is called again in the calling thread, and from then on only
+        there.
         """
         if any(is_async(function) for function in self.functions.values()):
             run_async(self.grade(groups))
@@ -123,16 +126,16 @@ class Rewards:
         self._sum_rewards(_flatten(groups))
 
     def hanging(self) -> tuple[str, threading.Thread] | None:
-        """The plain function that is being called in its thread right now, and this thread."""
+        """Return the name of the plain function being called, and its thread; None if idle."""
         return self._calls.running()
 
     def require_graded(self, rollouts: Sequence[Rollout], what: str = "rollouts") -> None:
-        """Stop a run whose rewards, or whose agent, break too often; ``what`` they are called.
+        """Stop the run if rewards or the agent fail too often; ``what`` names the rollouts.
 
         Raises:
-            RewardError: when more than ``max_failed_share`` of the rollouts failed; it holds them
-                all, so that what they cost is not lost.
-            AgentError: the same, if the first of them came to no end that could be graded.
+            RewardError: if more than ``max_failed_share`` of the rollouts failed; it holds them
+                all, so that they are not lost.
+            AgentError: likewise, if the first failed rollout never ended, so it was not gradable.
         """
         failed = [r for r in rollouts if r.status is RolloutStatus.FAILED]
         share = len(failed) / max(1, len(rollouts))
@@ -146,7 +149,7 @@ class Rewards:
             )
 
     def close(self) -> None:
-        """Let go of what rewards hold, such as worker processes; they start again when needed."""
+        """Free what rewards hold, such as worker processes; they start again when needed."""
         for function in self.functions.values():
             close = getattr(function, "close", None)
             if close is not None:
@@ -155,7 +158,7 @@ class Rewards:
     async def _score(
         self, group: Sequence[Rollout], functions: Mapping[str, RewardFunction], call: _Call
     ) -> None:
-        """Let functions score, one after another, what none has failed and they have not scored."""
+        """Call functions in turn on rollouts that have not failed and lack the function's score."""
         metrics: dict[str, list[float]] = defaultdict(list)
         for name, function in functions.items():
             rollouts = [r for r in group if _is_ungraded(r) and name not in r.reward_parts]
@@ -184,7 +187,7 @@ class Rewards:
             rollout.logged |= {metric: mean(values) for metric, values in metrics.items()}
 
     def _sum_rewards(self, rollouts: Sequence[Rollout]) -> None:
-        """Set the reward of what all functions have scored."""
+        """Set the reward of the rollouts that all functions have scored."""
         for rollout in filter(_is_ungraded, rollouts):
             scores = ((name, rollout.reward_parts.get(name)) for name in self.functions)
             parts = {name: score for name, score in scores if score is not None}
@@ -192,7 +195,7 @@ class Rewards:
             if not parts:
                 _fail([rollout], "no reward applies: every function returned None")
             elif abs(reward) > LARGEST_REWARD:
-                _fail([rollout], f"the weighted sum {reward:g} of rewards is beyond ±1e6")
+                _fail([rollout], f"the weighted sum of rewards, {reward:g}, is beyond ±1e6")
             else:
                 rollout.reward = reward
 
@@ -230,7 +233,7 @@ class Rewards:
         return {name: value for name, value in available.items() if name in names}
 
     def _opens_thought(self, rollout: Rollout) -> bool:
-        """Whether what the model was last asked to continue ends with ``<think>``."""
+        """Tell whether the last text that the model was asked to continue ends with ``<think>``."""
         calls = rollout.model_calls()
         if self._tokenizer is None or not calls:
             return False
@@ -239,11 +242,11 @@ class Rewards:
 
 
 _TAIL = 16
-"""Tokens from the end of a prompt that hold ``<think>`` and a line's end, even as bytes."""
+"""Tokens at a prompt's end that suffice for ``<think>`` and a newline, even as single bytes."""
 
 
 def _complete(scores: list[Any], log: RewardLog, count: int) -> list[Any] | RewardFailure:
-    """Scores and logged columns, if there is one per completion."""
+    """Return the scores, or a failure unless scores and logged columns have one per completion."""
     try:
         if len(scores) != count:
             raise ValueError(f"returned {len(scores)} scores for {count} completions")
@@ -254,7 +257,7 @@ def _complete(scores: list[Any], log: RewardLog, count: int) -> list[Any] | Rewa
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that waits for nothing, without an event loop."""
+    """Run a coroutine that never waits, without an event loop."""
     try:
         coroutine.send(None)
     except StopIteration:
@@ -263,7 +266,7 @@ def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def _is_ungraded(rollout: Rollout) -> bool:
-    """True if a reward may still be set."""
+    """Tell whether a rollout's reward may still be set."""
     return rollout.completed and rollout.reward is None
 
 

@@ -1,4 +1,4 @@
-"""Grading where each prompt set has rewards of its own."""
+"""Grading with different rewards for each prompt set."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class RewardsBySet:
-    """Grades every group with the rewards of the set that its prompt is from.
+    """Grades every group with the rewards of its prompt's set.
 
-    It is used as :class:`Rewards` is. A batch reward sees what its set has in the batch, and
-    ``max_failed_share`` holds for each set by itself.
+    It is used like :class:`Rewards`. A batch reward sees its own set's rollouts of the batch, and
+    ``max_failed_share`` applies to each set separately.
 
     Args:
-        by_set: rewards by the name of the set; several may share one.
+        by_set: rewards by name of the set; several sets may share one object.
     """
 
     def __init__(self, by_set: Mapping[str, Rewards]) -> None:
@@ -27,7 +27,7 @@ class RewardsBySet:
 
     @property
     def of_batch(self) -> list[str]:
-        """Names of those that look at a whole batch."""
+        """Names of the rewards that look at a whole batch."""
         return list(dict.fromkeys(n for rewards in self.by_set.values() for n in rewards.of_batch))
 
     def configure(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -53,25 +53,25 @@ class RewardsBySet:
             self.by_set[name].grade_here(mine)
 
     def require_graded(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop a run where too large a share of a set's rollouts failed.
+        """Stop the run if too large a share of any set's rollouts failed.
 
         Raises:
-            RewardError: naming the set, as :meth:`Rewards.require_graded` does.
-            AgentError: the same, if an agent failed first.
+            RewardError: as :meth:`Rewards.require_graded`; names the set.
+            AgentError: likewise, if an agent failed first.
         """
         for name, groups in self._shares([[rollout] for rollout in rollouts]).items():
             mine = [rollout for group in groups for rollout in group]
             self.by_set[name].require_graded(mine, f"rollouts of prompt set {name!r}")
 
     def _shares(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, list[Sequence[Rollout]]]:
-        """The groups of each set that has any."""
+        """Return the groups of each set that has any."""
         shares: dict[str, list[Sequence[Rollout]]] = {}
         for group in groups:
             name = group[0].prompt.set
             if name not in self.by_set:
                 raise ConfigError(
-                    f"group {group[0].group_id!r} is of prompt set {name!r}, which has no rewards "
-                    f"(known: {', '.join(self.by_set)}); draw prompts from the Mixture alone"
+                    f"group {group[0].group_id!r} belongs to prompt set {name!r}, which has no "
+                    f"rewards (known: {', '.join(self.by_set)}); draw prompts only from the Mixture"
                 )
             shares.setdefault(name, []).append(group)
         return shares

@@ -1,4 +1,4 @@
-"""Calling reward functions of any kind, so that none can hang or end the run."""
+"""Calls reward functions of any kind, so that none can hang or end the run."""
 
 import asyncio
 import functools
@@ -21,49 +21,49 @@ from lightning_rl.run.threads import CallingThread
 RewardFunction = Callable[..., list[Any]]
 """``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
 
-It gets one group at a time, unless :func:`batch_reward` marks it. Besides the dataset's columns it
-may ask by name for ``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]),
+It gets one group at a time, unless :func:`batch_reward` marks it. Besides the dataset's columns, it
+may have parameters named ``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]),
 ``opened_thoughts`` (list[bool]: the prompt ends with ``<think>``, so the text begins in a thought),
 ``environment_rewards`` (list[float | None]), ``group_ids`` (list[str]), ``pictures`` (a sequence of
-PIL images for each completion) and, as in TRL, for ``images`` (of the prompt alone),
-``trainer_state`` (a :class:`~.log.TrainerState`), ``log_extra(column, values)`` and
-``log_metric(name, value)``. ``None`` in what it returns means that this reward does not apply to
-that completion, a :class:`RewardFailure` that it could not be graded. In place of a number it may
-return several, as a mapping or a list (:func:`~.parts.parts_of`).
+PIL images for each completion) and, as in TRL, ``images`` (of the prompt alone), ``trainer_state``
+(a :class:`~.log.TrainerState`), ``log_extra(column, values)`` and ``log_metric(name, value)``. A
+score of ``None`` means that this reward does not apply to that completion, a :class:`RewardFailure`
+that it could not be graded. Instead of one number per completion, it may return several, as a
+mapping or a list (:func:`~.parts.parts_of`).
 """
 
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Stands in a list of scores for one that could not be had: only that rollout is FAILED."""
+    """Takes the place of a score that could not be computed: only that rollout is FAILED."""
 
     reason: str
 
 
 def is_async(function: RewardFunction) -> bool:
-    """True for an ``async`` function, or an object whose ``__call__`` is one."""
+    """Tell whether a function, or an object's ``__call__``, is ``async``."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def reward_name(function: RewardFunction) -> str:
-    """The name under which a function's scores are logged; of a ``partial``, what it wraps has."""
+    """Return the name to log a function's scores under; a ``partial`` has its target's name."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
 def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """A name for each of several functions, no two of which are the same.
+    """Return a unique name for each function.
 
-    Where a ``partial``, lambda, bound method or object is called as one before it, it gets a
-    number: ``right``, ``right_2``.
+    A ``partial``, lambda, bound method or object whose name is taken gets a number: ``right``,
+    ``right_2``.
 
     Raises:
-        ConfigError: if two have the same name of their own.
+        ConfigError: if two functions that were given names of their own share one.
     """
     own = [reward_name(function) for function in functions if _has_own_name(function)]
     if twice := next((name for name in own if own.count(name) > 1), None):
-        raise ConfigError(f"two rewards share a name, {twice!r}, of {own}; rename one")
+        raise ConfigError(f"two rewards share the name {twice!r} (names: {own}); rename one")
     taken, names = set(own), []
     for function in functions:
         plain = name = reward_name(function)
@@ -76,7 +76,7 @@ def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
 
 
 def _has_own_name(function: RewardFunction) -> bool:
-    """Whether somebody chose the name for this function, and not for what it is made of."""
+    """Tell whether the name was chosen for this very function, not for what it is made from."""
     function = getattr(function, "function", function)  # of what wraps it and keeps its name
     named = getattr(function, "__name__", "<lambda>") != "<lambda>"
     return named and not inspect.ismethod(function)
@@ -86,26 +86,26 @@ F = TypeVar("F", bound=RewardFunction)
 
 
 def batch_reward(function: F) -> F:
-    """Mark a reward function, or a class of such: it is called once with the whole batch.
+    """Mark a reward function, or a class of such functions, to be called once per batch.
 
     So it can compare completions of different prompts. The batch is what is graded together: the
-    groups of an iteration, on each process its own; with filters those of each round; and in an
-    evaluation all. Collectors that work ahead let it wait until the batch is complete.
+    groups of an iteration on each process; with filters, those of each round; in an evaluation, all
+    of them. Collectors that work ahead call it once the batch is complete.
     """
     function.per_batch = True  # type: ignore[attr-defined]
     return function
 
 
 def is_batch_reward(function: RewardFunction) -> bool:
-    """True if :func:`batch_reward` has marked it."""
+    """Tell whether :func:`batch_reward` has marked a function."""
     return bool(getattr(function, "per_batch", False))
 
 
 class RewardCaller:
-    """Calls reward functions: plain ones in a thread that can be left behind, one at a time.
+    """Calls reward functions: plain ones one at a time, in a thread that can be abandoned.
 
-    Each call comes to a list of scores, or to a :class:`RewardFailure`; what is raised is why not
-    to wait for it.
+    Each call returns a list of scores, or a :class:`RewardFailure`; it raises only what interrupts
+    the wait, such as a cancellation or signal.
     """
 
     def __init__(self) -> None:
@@ -114,19 +114,23 @@ class RewardCaller:
         self._use_signals: list[RewardFunction] = []
 
     def running(self) -> tuple[str, threading.Thread] | None:
-        """The plain function that is in the middle of a call, and its thread."""
+        """Return the name of the plain function being called, and its thread; None if idle."""
         thread = self._thread.thread
         return None if thread is None else (self._name, thread)
 
     async def call_in_loop(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
-        """Call from the event loop, in which engines step."""
+        """Call a function from the event loop, in which engines run."""
         if is_async(function):
             return await _call_async(lambda: function(**arguments))
         outcome = await self._thread.heard(self._submit(function, arguments))
         return await _call_async(lambda: outcome) if inspect.isawaitable(outcome) else outcome
 
     async def call_and_wait(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
-        """Call a plain function, and wait without an event loop."""
+        """Call a plain function, and wait for it without an event loop.
+
+        Raises:
+            ConfigError: if it returns an awaitable.
+        """
         if function in self._use_signals:
             return _call(function, arguments)
         call = self._submit(function, arguments)
@@ -156,11 +160,11 @@ class RewardCaller:
 
 
 class _NeedsMain(RewardFailure):
-    """It uses signals, which it may not where it was called."""
+    """The function uses signals, which work in the main thread only."""
 
 
 def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
-    """A function's list of scores, or why there is none; an awaitable as it is."""
+    """Return a function's list of scores, or why it has none; return an awaitable unchanged."""
     try:
         with function_called_here():
             result = function(**arguments)
@@ -173,7 +177,7 @@ def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
 
 
 async def _call_async(call: Callable[[], Any]) -> Any:
-    """The list of scores of an ``async`` function, or why there is none."""
+    """Return the list of scores of an ``async`` function, or why it has none."""
     try:
         with function_called_here():
             return _scores(await call())
@@ -184,42 +188,44 @@ async def _call_async(call: Callable[[], Any]) -> Any:
 
 
 def _scores(result: Any) -> list[Any]:
-    """What a function returned, as a list.
+    """Return a function's result as a list.
 
     Raises:
-        ValueError: for a single score, say.
+        ValueError: if it is not a list of scores, but for example a single one.
     """
     if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
-        raise ValueError(f"returned {result!r:.200}, not a list with a score for each completion")
+        raise ValueError(f"returned {result!r:.200}; expected a list with a score per completion")
     return list(result)
 
 
 def _failure(error: BaseException) -> RewardFailure:
     if isinstance(error, UsesSignals):
-        return _NeedsMain(f"{error}, and this is another: wrap it in Isolated")
+        return _NeedsMain(f"{error}, but rewards run in another: wrap it in Isolated")
     if isinstance(error, EndsProcess):
-        return RewardFailure(f"called {error}, which would have ended the run as if it were done")
+        return RewardFailure(
+            f"called {error}, which would have ended the run as if it had finished"
+        )
     return RewardFailure(f"{type(error).__name__}: {error}")
 
 
 SHARED = ("trainer_state", "log_extra", "log_metric")
-"""Arguments that are no lists with a value per completion."""
+"""Arguments that are not lists with a value per completion."""
 
 Score = PlainScore | RewardFailure
 
 
 class PerSample(ABC):
-    """Wraps a reward function, and calls it with lists of one element, all at the same time.
+    """Wraps a reward function, and calls it for all completions concurrently, one per call.
 
-    It keeps the function's name, by which scores are logged, and its parameters, by which it is
-    given columns.
+    The arguments of each call are lists of one element. The wrapper keeps the function's name,
+    under which scores are logged, and its parameters, which select columns.
     """
 
     def __init__(self, function: RewardFunction) -> None:
         if is_batch_reward(function):
             raise ConfigError(
                 f"reward {reward_name(function)} is a batch_reward, but {type(self).__name__} "
-                "grades one completion at a time; use one without the other"
+                "grades one completion at a time; remove one of the two"
             )
         self.function = function
         self.__name__ = reward_name(function)
@@ -243,11 +249,11 @@ class PerSample(ABC):
 
     @abstractmethod
     async def grade_one(self, sample: dict[str, Any]) -> Score:
-        """The score of one completion; lists of ``sample`` have one element, see ``SHARED``."""
+        """Return the score of one completion; lists in ``sample`` have one element (``SHARED``)."""
 
 
 def only_score(scores: Any) -> Any:
-    """The one element of what a function returned for one completion.
+    """Return the only score that a function returned for one completion.
 
     Raises:
         ValueError: if there is not exactly one.

@@ -1,4 +1,4 @@
-"""LLMJudge: a language model grades what the policy wrote."""
+"""LLMJudge: a language model grades the policy's completions."""
 
 import json
 import re
@@ -19,25 +19,25 @@ from lightning_rl.rollout import Message, answer_in
 
 
 class JudgeError(RewardError):
-    """A judge cannot be asked, or its answer cannot be used; another attempt would not help."""
+    """A judge cannot be asked, or its answer cannot be used; retrying would not help."""
 
 
 class JudgeModel(ABC):
-    """Answers one question with a text."""
+    """Answers questions with text."""
 
     def start(self) -> None:
-        """Called before questions come; does nothing if it has started."""
+        """Get ready for questions; does nothing if already started."""
 
     @abstractmethod
     async def ask(self, question: str) -> str:
-        """The answer to a question, which becomes one user message.
+        """Return the answer to a question, which becomes one user message.
 
         Raises:
             JudgeError: if asking again would not help. After any other error it is asked again.
         """
 
     def close(self) -> None:
-        """Give back what ``start`` took."""
+        """Free what ``start`` allocated."""
 
 
 @configurable
@@ -45,11 +45,11 @@ class OpenAIJudge(JudgeModel):
     """A server that speaks OpenAI's chat completions, such as ``vllm serve`` or a hosted model.
 
     Args:
-        base_url: up to and with ``/v1``.
-        model: the server's name for it.
-        api_key_env: name of the environment variable that holds the key, which is read when asking
-            and stored nowhere; None: no key.
-        options: further fields of the request.
+        base_url: the server's address, up to and including ``/v1``.
+        model: the server's name for the model.
+        api_key_env: name of the environment variable that holds the key, which is read at each
+            request and stored nowhere; None: no key.
+        options: extra fields of the request.
 
     Raises:
         ConfigError: for an address that is not http(s).
@@ -77,12 +77,13 @@ class OpenAIJudge(JudgeModel):
 
 @configurable(model=model_of)
 class EngineJudge(JudgeModel):
-    """A model of its own in this process, in any engine.
+    """A separate model in this process, run by any engine.
 
     Args:
         model: directory or hub name of a model with a chat template.
-        engine: None: ``TransformersEngine``. vLLM in process is for one model only, the policy's.
-        sampling: of its answers.
+        engine: runs the model; None: ``TransformersEngine``. vLLM in process can run only one
+            model, the policy.
+        sampling: sampling settings of the answers.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class EngineJudge(JudgeModel):
 
     @property
     def engine(self) -> Engine:
-        """What the model runs in."""
+        """The engine that runs the model."""
         return self._chat.engine
 
     def start(self) -> None:
@@ -135,24 +136,24 @@ Score: 7"""
 class LLMJudge(Remote):
     """A reward from a model's verdict: ``(score - lowest) / (highest - lowest)``, in [0, 1].
 
-    The last match of ``pattern`` in the judge's answer is the score. A completion whose verdict
-    cannot be had, has no score, or one out of bounds is FAILED with the reason, never 0.
+    The last match of ``pattern`` in the judge's answer is the score. If there is no verdict, or its
+    score is missing or out of bounds, the completion is FAILED with the reason, never scored 0.
 
-    The judge is not shown the thought of a completion's last message. A thought that did not end is
-    no answer: its score is 0, and nobody is asked.
+    The judge does not see the thought of a completion's last message. An unfinished thought is not
+    an answer: it scores 0 without asking the judge.
 
     Args:
-        judge: who is asked.
-        question: asked for each completion; ``{prompt}``, ``{completion}`` and ``{column}`` stand
-            for the text of these, ``{{`` for a brace.
+        judge: the model to ask.
+        question: asked for each completion; ``{prompt}``, ``{completion}`` and ``{column}`` are
+            replaced by their text, ``{{`` by a brace.
         pattern: regular expression whose only group is the score.
         lowest: score that becomes 0.
         highest: score that becomes 1.
-        name: under which the reward is logged.
-        max_concurrency: questions at the same time.
-        retries: attempts after the first, when the judge cannot be reached or breaks.
+        name: name under which the reward is logged.
+        max_concurrency: maximum number of questions at the same time.
+        retries: attempts after the first, if the judge cannot be reached or fails.
         timeout_s: seconds per attempt.
-        first_wait_s: seconds before the first retry, at most; each next wait is twice as long.
+        first_wait_s: maximum seconds before the first retry; doubled for each further one.
 
     Raises:
         ConfigError: for values out of range, or a question that does not show the completion.
@@ -202,7 +203,7 @@ class LLMJudge(Remote):
         return await super().__call__(**columns)
 
     def close(self) -> None:
-        """Give back what the judge holds."""
+        """Close the judge."""
         self.judge.close()
 
     async def _ask(
@@ -222,7 +223,8 @@ class LLMJudge(Remote):
         missing = self.fields - shown.keys()
         if missing:
             raise JudgeError(
-                f"the judge's question names {sorted(missing)}, which are no columns of the prompts"
+                f"the judge's question names {sorted(missing)}, but the prompts have no such "
+                "columns; add them to the data, or correct the question"
             )
         return self.question.format(**{name: _as_text(shown[name]) for name in self.fields})
 
@@ -242,14 +244,14 @@ class LLMJudge(Remote):
 
 
 def _ending_with(said: str, completion: str | list[Message]) -> str | list[Message]:
-    """A completion whose last message is only what was said after its thought."""
+    """Return the completion, with its last message reduced to what follows the thought."""
     if isinstance(completion, str):
         return said
     return [*completion[:-1], completion[-1] | {"content": said}]
 
 
 def _as_text(value: Any) -> str:
-    """Text as it is, a single chat message as its content, a longer chat with its roles."""
+    """Return text unchanged, a single chat message as its content, a longer chat with roles."""
     if not isinstance(value, list):
         return str(value)
     if len(value) == 1 and "tool_calls" not in value[0]:

@@ -1,4 +1,4 @@
-"""Arguments of TRL's reward functions besides data: progress of training, and logging."""
+"""Arguments of TRL's reward functions besides data: training progress and logging."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ Plain = str | int | float | bool | list["Plain"] | dict[str, "Plain"] | None
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of training, under the names of transformers' class; a step is an iteration here.
+    """Training progress, named as in transformers' class; a step is an iteration here.
 
     Args:
-        global_step: iterations before the one that is graded.
-        max_steps: iterations of the whole run; -1 without an end.
+        global_step: iterations before the one being graded.
+        max_steps: iterations of the whole run; -1 if unlimited.
         epoch: ``global_step`` in epochs.
-        num_train_epochs: epochs of the whole run; -1 without an end.
+        num_train_epochs: epochs of the whole run; -1 if unlimited.
         is_world_process_zero: whether this is the process that logs.
     """
 
@@ -31,7 +31,7 @@ class TrainerState:
 
 
 class RewardLog:
-    """The log of one call of a reward function, for ``count`` completions."""
+    """The log of one call of a reward function on ``count`` completions."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -39,20 +39,20 @@ class RewardLog:
         self.metrics: dict[str, list[float]] = {}
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep a value per completion; several calls for one column follow one another."""
+        """Record a value per completion; further calls for the same column append to it."""
         self.extra.setdefault(str(column), []).extend(map(as_plain, values))
 
     def log_metric(self, name: str, value: float) -> None:
-        """Keep a number; all of one name are averaged over an iteration, NaN left out."""
+        """Record a number; numbers of the same name are averaged over an iteration, without NaN."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def arguments(self) -> dict[str, Any]:
-        """The two functions under the names by which reward functions ask for them."""
+        """Return the two logging functions, by the names of a reward function's parameters."""
         return {"log_extra": self.log_extra, "log_metric": self.log_metric}
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> "RewardLog | None":
-        """The log that a call's arguments write to; None if the function asked for none."""
+        """Return the log that a call's arguments write to; None if they include no log function."""
         methods = (arguments.get("log_extra"), arguments.get("log_metric"))
         return next((method.__self__ for method in methods if method is not None), None)
 
@@ -60,7 +60,7 @@ class RewardLog:
         """Refuse columns that do not have one value per completion.
 
         Raises:
-            ValueError: naming the first of them.
+            ValueError: for the first such column.
         """
         for column, values in self.extra.items():
             if len(values) != self.count:
@@ -70,16 +70,16 @@ class RewardLog:
                 )
 
     def clear(self) -> None:
-        """Forget everything, before the function is called again."""
+        """Clear the log before the function is called again."""
         self.extra.clear()
         self.metrics.clear()
 
     def to_dict(self) -> dict[str, Any]:
-        """The log, as primitives."""
+        """Return the log as primitives."""
         return {"extra": self.extra, "metrics": self.metrics}
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Log what another process did, from its :meth:`to_dict`."""
+        """Add what another process logged, given as its :meth:`to_dict`."""
         for column, values in record["extra"].items():
             self.log_extra(column, values)
         for name, values in record["metrics"].items():
@@ -87,7 +87,7 @@ class RewardLog:
                 self.log_metric(name, value)
 
     def join(self, parts: Sequence["RewardLog"]) -> None:
-        """Log what was logged for each completion apart; a column that one lacks is None there."""
+        """Merge one log per completion into this one; a completion without a column gets None."""
         for column in dict.fromkeys(column for part in parts for column in part.extra):
             self.log_extra(column, [part.extra.get(column, [None])[0] for part in parts])
         for part in parts:
@@ -95,22 +95,22 @@ class RewardLog:
                 self.log_metric(name, mean(values))
 
     def write_to(self, rollouts: Sequence[Rollout]) -> None:
-        """Set ``extra`` of the rollouts whose completions were graded, in order."""
+        """Write the columns into ``extra`` of the graded rollouts, in order."""
         for column, values in self.extra.items():
             for rollout, value in zip(rollouts, values, strict=True):
                 rollout.extra[column] = value
 
 
 def mean(values: Sequence[float]) -> float:
-    """Mean of the numbers that are finite; nan without any."""
+    """Return the mean of the finite numbers; nan if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def as_plain(value: Any) -> Plain:
-    """The value, however nested, as every record of a rollout can hold it.
+    """Convert a value, however nested, to a form that every record of a rollout can hold.
 
-    Arrays become lists, keys text, and what fits nothing else text, too.
+    Arrays become lists; keys, and values of any other type, become strings.
     """
     if value is None or type(value) in (str, int, bool):
         return value

@@ -1,4 +1,4 @@
-"""MathVerify: is the answer of a worked solution, however it is written, the right one?"""
+"""MathVerify: whether a worked solution gives the right answer, in any notation."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rollout import Message, answer_in
 
 REASONS = ("wrong", "no_answer", "unreadable", "unfinished_thought", "fault")
-"""Why a completion scored 0.0; each is logged as a share of the completions."""
+"""Reasons for a score of 0.0; each is logged as a share of the completions."""
 RIGHT = "right"
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -29,22 +29,22 @@ _NUMBER_WITH_WORDS = re.compile(r"([-+]?[\d,]*\.?\d+)\s+[A-Za-z][A-Za-z ]+")
 class MathVerify(Isolated):
     """1.0 for a completion whose final answer equals the row's, by math-verify; else 0.0.
 
-    Equal is what means the same: ``1/2``, ``0.5`` and ``\\frac{1}{2}``; ``1,234`` and ``1234``;
-    ``42`` and ``42 apples``. The final answer is the last ``\\boxed{...}``,
-    ``<answer>...</answer>`` or ``#### ...``; without any of them, what math-verify finds itself,
-    the last number at the latest. The row's answer is found in the same way, so a whole solution
-    such as GSM8K's may stand in its column. Of a thought only what follows its ``</think>`` counts,
-    also if the chat template has opened it.
+    Answers with the same meaning are equal: ``1/2``, ``0.5`` and ``\\frac{1}{2}``; ``1,234`` and
+    ``1234``; ``42`` and ``42 apples``. The final answer is the last ``\\boxed{...}``,
+    ``<answer>...</answer>`` or ``#### ...``; without any of them, whatever math-verify finds, with
+    the last number as its last resort. The row's answer is found in the same way, so the column may
+    hold whole solutions such as GSM8K's. If there is a thought, only what follows its ``</think>``
+    counts, also if the chat template opened it.
 
-    Each completion is graded in a process of its own, with limits: see :class:`Isolated`. What
-    cannot be read, takes too long or too much memory scores 0.0. Shares of completions by reason
+    Each completion is graded in its own process, with limits: see :class:`Isolated`. Answers that
+    cannot be read, take too long or need too much memory score 0.0. Shares of completions by reason
     are logged as ``logged/math/wrong``, ``no_answer``, ``unreadable``, ``unfinished_thought`` and
-    ``fault`` (a limit was broken), and each rollout's is in its ``extra``, as ``math``. A row
-    whose answer is not mathematical makes the rollout FAILED.
+    ``fault`` (a limit was broken); ``extra["math"]`` holds the reason of each rollout. A row whose
+    answer is not mathematical makes the rollout FAILED.
 
     Args:
         column: the data set's column of right answers.
-        workers: completions graded at the same time; None: one per usable core.
+        workers: number of completions graded at the same time; None: one per usable core.
         timeout_s: wall-clock seconds per completion.
         memory_mb: MiB per completion.
 
@@ -70,9 +70,9 @@ class MathVerify(Isolated):
 
 
 class Compare:
-    """Compares answers without any limit: the process that it runs in has some.
+    """Compares answers without limits of its own, in a process that has limits.
 
-    math-verify's own limits need signals, which only a main thread may set.
+    math-verify's own limits need signals, which only the main thread may use.
     """
 
     def __init__(self, column: str) -> None:
@@ -80,7 +80,7 @@ class Compare:
         self.__name__ = "math_verify"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a worker: what a first comparison loads, all that are forked from it have."""
+        """Run one comparison in the worker, so that forked processes have its imports loaded."""
         self.__dict__ |= state
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # of the limits that it lacks
         reason_of("\\boxed{x + \\frac{1}{2}}", "\\boxed{0.5 + x}")
@@ -103,7 +103,7 @@ class Compare:
         ):
             reason = reason_of(answer_in(completion, in_thought), str(answer))
             if reason is None:
-                what = f"column {self.column!r} holds {answer!r:.80}, which is no answer"
+                what = f"column {self.column!r} holds {answer!r:.80}, which math-verify cannot read"
                 scores.append(RewardFailure(what))
                 continue
             _log(log, reason)
@@ -120,9 +120,9 @@ def _log(arguments: dict[str, Any], reason: str) -> None:
 
 
 def reason_of(said: str | None, answer: str) -> str | None:
-    """``RIGHT``, or why what is said is not; None if the answer itself cannot be read.
+    """Return ``RIGHT`` or one of ``REASONS``; None if the right answer itself cannot be read.
 
-    ``said`` is what :func:`~lightning_rl.rollout.answer_in` finds.
+    ``said`` is the result of :func:`~lightning_rl.rollout.answer_in`.
     """
     from math_verify import verify
 
@@ -145,7 +145,7 @@ def reason_of(said: str | None, answer: str) -> str | None:
 
 
 def _parsed(text: str) -> list[Any]:
-    """What math-verify makes of it: an expression and its text, the text alone, or []."""
+    """Parse a text by math-verify: an expression and its text, the text alone, or []."""
     from math_verify import parse
 
     marked = marked_answer(text)
@@ -158,7 +158,7 @@ def _is_read(parsed: list[Any]) -> bool:
 
 
 def marked_answer(text: str) -> str | None:
-    """The text inside of the last mark of an answer; None without any."""
+    """Return the text inside the last answer mark; None if there is no mark."""
     marks = [(m.start(), m[1]) for pattern in (_TAGGED, _HASHES) for m in pattern.finditer(text)]
     for opening in _BOXED.finditer(text):
         end = _closing_brace(text, opening.end())
@@ -177,7 +177,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _tidied(answer: str) -> str:
-    """Without Markdown, a final stop, a currency's sign, and words after a number."""
+    """Strip Markdown, a final full stop, currency signs, and words after a number."""
     answer = answer.strip().strip("*").rstrip(".").strip(" $€£¥")
     number = _NUMBER_WITH_WORDS.fullmatch(answer)
     return number[1] if number else answer

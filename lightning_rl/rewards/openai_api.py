@@ -1,4 +1,4 @@
-"""OpenAIAPI: requests to a server that speaks OpenAI's API, and what its refusals mean."""
+"""OpenAIAPI: requests to a server that speaks OpenAI's API, and how its refusals are handled."""
 
 import os
 import time
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 OPENAI_URL = "https://api.openai.com/v1"
 RETRY_STATUSES = {408, 409, 425, 429}
-"""Client errors (4xx) that another attempt may get over: too early, too many, in conflict."""
+"""Client errors (4xx) worth a retry: timeout, conflict, too early, too many requests."""
 LARGEST_ANSWER = 64 * 2**20
-"""Bytes; nobody has that much to say, and a server that does not stop would fill the memory."""
+"""Maximum bytes of an answer; an endless one would fill the memory."""
 WITHOUT_TEXT = ("length", "content_filter")
-"""Endings of an answer of which there may be no text: all was thought, or withheld."""
+"""Finish reasons of an answer that may have no text: it was all thought, or was withheld."""
 
 
 class APIRefusal(LightningRLError):
-    """A server cannot be asked, or refuses; asking again would not help. ``status`` is HTTP's."""
+    """A server cannot be asked, or refuses; retrying would not help. ``status`` is HTTP's."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class APIRefusal(LightningRLError):
 
 
 class AnswerSchema(Protocol):
-    """A dataclass with the fields that are read of an answer; ``called`` is its name for users."""
+    """A dataclass of the fields to read from an answer; error messages name it by ``called``."""
 
     called: ClassVar[str]
 
@@ -63,9 +63,9 @@ class OpenAIAPI:
     """A server's address and key; each call is one attempt.
 
     Args:
-        base_url: up to and with ``/v1``.
-        api_key_env: name of the environment variable that holds the key, which is read when asking
-            and stored nowhere; None: no key.
+        base_url: the server's address, up to and including ``/v1``.
+        api_key_env: name of the environment variable that holds the key, which is read at each
+            request and stored nowhere; None: no key.
 
     Raises:
         ConfigError: for an address that is not http(s), or without pydantic.
@@ -78,12 +78,12 @@ class OpenAIAPI:
         self.api_key_env = api_key_env
 
     async def chat(self, body: Mapping[str, Any]) -> tuple[str, str]:
-        """The text of a chat completion's first choice, and its ``finish_reason``.
+        """Return the text of a chat completion's first choice, and its ``finish_reason``.
 
-        A refusal is a text, too. An answer that was cut, or withheld, may have none: "".
+        A refusal counts as text. An answer that was cut off or withheld may have none: "".
 
         Raises:
-            ServerError: if it is no chat completion, or one without a text; and as :meth:`call`.
+            ServerError: if the answer is no chat completion or has no text; and as :meth:`call`.
         """
         told = await self.post("/chat/completions", _ChatCompletion, body)
         where = f"{self.base_url}/chat/completions sent no chat completion"
@@ -96,11 +96,11 @@ class OpenAIAPI:
         return str(of_whole_characters(text or "")), str(ending)
 
     async def post(self, path: str, kind: type[A], body: Any = None, **options: Any) -> A:
-        """Post ``body`` as JSON; see :meth:`call`."""
+        """Send a POST request with ``body`` as JSON; see :meth:`call`."""
         return await self.call("POST", path, kind, json=body, **options)
 
     async def get(self, path: str, kind: type[A], **params: str) -> A:
-        """Get what stands under a path; see :meth:`call`."""
+        """Send a GET request; see :meth:`call`."""
         return await self.call("GET", path, kind, params=params)
 
     async def call(
@@ -111,12 +111,12 @@ class OpenAIAPI:
         headers: Mapping[str, str] | None = None,
         **options: Any,
     ) -> A:
-        """What the server answers, held against ``kind``; ``options`` are aiohttp's.
+        """Send a request, and return its answer validated as ``kind``; ``options`` are aiohttp's.
 
         Raises:
-            APIRefusal: if another attempt would not help.
-            ServerError: if it may, as after too many requests, a connection that broke, or what is
-                no answer of an API.
+            APIRefusal: if retrying would not help.
+            ServerError: if it may, e.g. after too many requests, a broken connection, or an answer
+                that does not fit ``kind``.
         """
         key, url = self._key(), self.base_url + path
         headers = {**(headers or {}), **({} if key is None else {"Authorization": f"Bearer {key}"})}
@@ -145,21 +145,21 @@ class OpenAIAPI:
             )
         if not (key.isascii() and key.isprintable() and " " not in key):
             raise APIRefusal(
-                f"api_key_env={self.api_key_env!r} holds characters that no header can carry (a "
-                "line break or a space at its end, perhaps); set it to the key alone"
+                f"api_key_env={self.api_key_env!r} holds characters that no header can carry "
+                "(perhaps a line break or a space at its end); set it to the key alone"
             )
         return key
 
 
 class PatientAPI(OpenAIAPI):
-    """One that can be asked again, where a request failed in a way that may pass.
+    """An OpenAIAPI that retries requests after temporary failures.
 
     Args:
-        base_url: up to and with ``/v1``.
-        api_key_env: as of :class:`OpenAIAPI`.
+        base_url: the server's address, up to and including ``/v1``.
+        api_key_env: as for :class:`OpenAIAPI`.
         retries: attempts after the first.
         timeout_s: seconds per attempt.
-        first_wait_s: seconds before the first retry, at most; each next wait is twice as long.
+        first_wait_s: maximum seconds before the first retry; doubled for each further one.
 
     Raises:
         ConfigError: for values out of range, or an address that is not http(s).
@@ -181,11 +181,11 @@ class PatientAPI(OpenAIAPI):
         self.first_wait_s = first_wait_s
 
     async def retried(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Await ``call()``, of one request or several, and again after what may pass.
+        """Await ``call()``, of one request or several, and retry after temporary failures.
 
         Raises:
-            ServerError: if the last attempt failed, too, or took longer than ``timeout_s``.
-            APIRefusal: at once.
+            ServerError: if the last attempt also failed, or took longer than ``timeout_s``.
+            APIRefusal: at once, without a retry.
         """
         try:
             return await retry(
@@ -204,7 +204,12 @@ class PatientAPI(OpenAIAPI):
 
 
 async def _asked(method: str, url: str, **options: Any) -> tuple[int, str | None, str]:
-    """An answer's status, ``Retry-After`` and text; all that can befall it is a ServerError."""
+    """Return an answer's status, ``Retry-After`` header and text.
+
+    Raises:
+        APIRefusal: if the certificate is not accepted.
+        ServerError: for any other failure of the connection.
+    """
     import aiohttp
 
     # Who asks has a time limit. One session per call: sessions belong to an event loop, and who
@@ -232,14 +237,14 @@ async def _asked(method: str, url: str, **options: Any) -> tuple[int, str | None
 def _asking_to_wait(problem: str, wait_s: float) -> ServerError:
     if wait_s > LONGEST_ASKED_S:
         problem += (
-            f"; it asks to be left alone for {wait_s:.3g} s, longer than the {LONGEST_ASKED_S:g} s "
-            "that are waited: run again then"
+            f"; it asks for a wait of {wait_s:.3g} s, longer than the maximum of "
+            f"{LONGEST_ASKED_S:g} s: run again then"
         )
     return ServerError(problem, wait_s)
 
 
 def asked_wait(retry_after: str | None) -> float:
-    """Seconds that a server asks to wait for, in numbers or as a date (RFC 9110, 10.2.3)."""
+    """Return the seconds that ``Retry-After`` asks for, as a number or date (RFC 9110, 10.2.3)."""
     if retry_after is None:
         return 0.0
     try:
@@ -260,6 +265,6 @@ def _require_address(base_url: str) -> None:
         known = False
     if not known or any(c.isspace() or not c.isprintable() for c in base_url):
         raise ConfigError(
-            f"base_url={base_url!r} must begin with http:// or https://, and name a host, such as "
+            f"base_url={base_url!r} must begin with http:// or https:// and name a host, e.g. "
             f"{OPENAI_URL}"
         )

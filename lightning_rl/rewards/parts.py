@@ -1,26 +1,26 @@
-"""What a reward function may return for one completion: a number, or several under names."""
+"""Scores that a reward function may return for one completion: a number, or several with names."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 LARGEST_REWARD = 1e6
-"""Batches hold rewards in float32, which beyond this no longer tells differences of 0.1."""
+"""Largest reward: batches hold float32, which cannot resolve differences of 0.1 beyond it."""
 WHOLE = "score"
-"""The part that is the score, where a mapping has it."""
+"""The key of the part that is the score itself, if a mapping has one."""
 
 Number = float | None
 PlainScore = Number | dict[str, Number] | list[Number]
 
 
 def parts_of(name: str, score: Any) -> dict[str, Number]:
-    """A score as ``name``, and where it has parts each of them as ``name/part``.
+    """Return a score as ``name``, and each of its parts, if any, as ``name/part``.
 
-    The score of a mapping is its ``score``; without one, and of a list, it is the sum of the parts.
-    Parts that are None are left out of the sum; where all are, the score is None.
+    The score of a mapping is its ``score``; that of a list, or of a mapping without one, is the sum
+    of the parts. The sum ignores parts that are None; if all are, the score is None.
 
     Raises:
-        ValueError: for what is no number, not finite, or beyond ±1e6, naming the part.
+        ValueError: for a part that is not a number, not finite, or beyond ±1e6; names the part.
     """
     plain = plain_score(score)
     if not isinstance(plain, dict | list):
@@ -28,7 +28,7 @@ def parts_of(name: str, score: Any) -> dict[str, Number]:
         return {name: plain}
     parts = plain if isinstance(plain, dict) else {str(i): part for i, part in enumerate(plain)}
     if not parts:
-        raise ValueError(f"returned {score!r}; a score of several parts needs one")
+        raise ValueError(f"returned {score!r}; a list or mapping must have at least one score")
     applying = [part for part in parts.values() if part is not None]
     whole = parts.get(WHOLE, math.fsum(applying) if applying else None)
     for part, number in (*parts.items(), ("the sum", whole)):
@@ -37,10 +37,10 @@ def parts_of(name: str, score: Any) -> dict[str, Number]:
 
 
 def plain_score(score: Any) -> PlainScore:
-    """The same as Python's own numbers, also numpy's and torch's.
+    """Convert a score, which may be numpy's or torch's, to plain Python numbers.
 
     Raises:
-        ValueError: for what is neither number nor numbers.
+        ValueError: if it is neither a number nor a collection of numbers.
     """
     if isinstance(score, Mapping):
         return {str(part): _part(str(part), value, score) for part, value in score.items()}
@@ -72,5 +72,6 @@ def _require_fit(number: Number, told: str) -> None:
         raise ValueError(f"returned {told}; a score must be a finite number or None")
     if abs(number) > LARGEST_REWARD:
         raise ValueError(
-            f"returned {told}; a score must be within ±1e6, so that float32 can tell it apart"
+            f"returned {told}; a score must be within ±1e6, beyond which float32 is too coarse; "
+            "scale it"
         )

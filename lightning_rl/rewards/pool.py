@@ -1,4 +1,4 @@
-"""Isolated: a reward function in processes of its own, where it can hurt nothing."""
+"""Isolated: runs a reward function in separate processes, where it can do no harm."""
 
 import asyncio
 import json
@@ -29,9 +29,9 @@ from lightning_rl.run.child import PythonChild
 from lightning_rl.run.machine import ALLOW_SANDBOX, usable_cores
 
 START_S = 120.0
-"""Seconds that a worker may take to start and to import the function's module."""
+"""Time limit, in seconds, for a worker to start and import the function's module."""
 GRACE_S = 10.0
-"""Seconds beyond ``timeout_s`` after which the worker itself counts as stuck."""
+"""Seconds after ``timeout_s`` until the worker itself counts as stuck."""
 _KEPT_ENVIRONMENT = {"PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"}
 
 
@@ -39,19 +39,19 @@ _KEPT_ENVIRONMENT = {"PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "OMP_NUM
 class Isolated(PerSample):
     """Runs a reward function per completion, each in a fresh process with limits.
 
-    A completion whose process takes too long, too much memory, crashes or raises is FAILED with
-    that reason, and everything that it started is killed; the others are graded. What the function
-    prints is dropped. It runs in an empty directory, which is removed afterwards. Processes are
+    A completion whose process exceeds its time or memory, crashes or raises is FAILED with that
+    reason, and everything that the process started is killed; the others are graded. The function's
+    output is discarded. It runs in an empty directory, which is removed afterwards. Processes are
     forked from a few workers that have imported the function's module, and nothing of the trainer.
 
     Args:
-        function: a plain reward function, or object with ``__call__``, of a module that can be
-            imported; it gets lists of one element.
-        workers: completions graded at the same time; None: one per usable core.
+        function: a plain reward function, or an object with ``__call__``, of an importable module;
+            it gets lists of one element.
+        workers: number of completions graded at the same time; None: one per usable core.
         timeout_s: wall-clock seconds per completion.
-        memory_mb: MiB that a completion's process may use beyond what the imports take.
-        sandbox: also without network, other processes in sight, secrets of the environment, or
-            files to write but 64 MiB of its own; for functions that run what a model wrote.
+        memory_mb: MiB that a completion's process may use beyond what its imports take.
+        sandbox: also deny network, sight of other processes, secrets of the environment, and
+            writing files except 64 MiB of its own; for functions that run what a model wrote.
         fault_score: score for completions whose process broke a limit or died; None: FAILED. A
             function that raises is always FAILED.
 
@@ -94,11 +94,11 @@ class Isolated(PerSample):
         return RewardFailure(str(result.get("error")))
 
     def fault(self, sample: dict[str, Any], reason: str) -> Score:
-        """The score of a completion whose process broke a limit or died."""
+        """Return the score of a completion whose process broke a limit or died."""
         return RewardFailure(reason) if self.fault_score is None else self.fault_score
 
     def close(self) -> None:
-        """Wait for what is being graded, and end the workers; grading again starts new ones."""
+        """Wait for running gradings, and end the workers; grading again starts new ones."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
@@ -117,7 +117,7 @@ class Isolated(PerSample):
                 self._idle.append(worker)
                 return result
             worker.kill()  # it may be what it graded before that made it of no use: ask a new one
-        return {"error": "its worker died or got stuck, and so did a new one"}
+        return {"error": "its worker died or hung, and so did a new one"}
 
     def _start(self) -> "_Worker":
         worker = _Worker(self.limits)
@@ -128,23 +128,23 @@ class Isolated(PerSample):
         if refusal.startswith("no sandbox"):
             raise ConfigError(
                 f"sandbox=True is not possible on this machine ({refusal}): {ALLOW_SANDBOX}, or "
-                "set sandbox=False if you trust what is run"
+                "set sandbox=False if you trust the code that it runs"
             )
         raise ConfigError(f"a worker could not load reward {self.__name__}: {refusal}")
 
 
 def _logged(log: RewardLog | None, result: dict[str, Any]) -> Score:
-    """The score, once what the completion's process logged is in the log."""
+    """Add what the completion's process logged to the log, and return the score."""
     if log is not None:
         try:
             log.add(result["log"])
         except (AttributeError, KeyError, TypeError, ValueError):
-            return RewardFailure("it wrote over its own result")
+            return RewardFailure("it overwrote its own result")
     return result["score"]
 
 
 class _Worker(PythonChild):
-    """The trainer's end of a worker process; see ``pool_worker`` for the other one."""
+    """The trainer's end of a worker process; see ``pool_worker`` for the other end."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -156,7 +156,7 @@ class _Worker(PythonChild):
         super().__init__(pool_worker.main, self.home, env=env, stdout=subprocess.DEVNULL)
 
     def load(self, function: bytes) -> str | None:
-        """Have the worker import the function; why it could not, or None."""
+        """Let the worker import the function; return why it could not, else None."""
         try:
             self.connection.send_bytes(pickle.dumps(self.limits))
             self.connection.send_bytes(function)
@@ -167,7 +167,7 @@ class _Worker(PythonChild):
             return "the worker died; its error is printed above"
 
     def grade(self, sample: dict[str, Any]) -> dict[str, Any] | None:
-        """The result of a sample; None if the worker is of no use any more."""
+        """Return the result of a sample; None if the worker can no longer be used."""
         request = pickle.dumps(sample)
         try:
             self.connection.send_bytes(request)
@@ -180,10 +180,10 @@ class _Worker(PythonChild):
             result = json.loads(answer)
         except (ValueError, RecursionError):
             result = None
-        return result if isinstance(result, dict) else {"fault": "it wrote over its own result"}
+        return result if isinstance(result, dict) else {"fault": "it overwrote its own result"}
 
     def close(self) -> None:
-        """Ask it to end, which also removes its directory; insist after a while."""
+        """Ask the worker to end and remove its directory; kill it after ``GRACE_S`` seconds."""
         with suppress(OSError):
             self.connection.send_bytes(b"")
             self.ended_within(GRACE_S)
@@ -198,17 +198,17 @@ def _pickled(function: RewardFunction) -> bytes:
     name = reward_name(function)
     if is_async(function):
         raise ConfigError(
-            f"reward {name} is async, so it waits elsewhere: wrap it in Remote instead"
+            f"Isolated needs a plain function, but reward {name} is async: use Remote instead"
         )
     if getattr(function, "__module__", None) == "__main__":
         raise ConfigError(
             f"reward {name} is defined in the script itself, which other processes cannot import: "
-            "move it to a module of its own and import it"
+            "move it to a module and import it"
         )
     try:
         return pickle.dumps(function)
     except Exception as error:
         raise ConfigError(
             f"reward {name} cannot be sent to another process ({error}): define it at the top of a "
-            "module, and give its class only what can be pickled"
+            "module, and give its class only attributes that can be pickled"
         ) from error

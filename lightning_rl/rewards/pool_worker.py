@@ -1,7 +1,7 @@
-"""What runs in a worker process of the reward pool: every sample in a process forked from it.
+"""A worker process of the reward pool, which forks a process for every sample.
 
-So no sample finds what another left behind, and one that hangs or crashes takes nothing with it.
-Results come back as JSON, never as a pickle: whoever unpickles runs what the sender likes.
+So no sample finds what another left behind, and one that hangs or crashes affects no other. Results
+come back as JSON, never as a pickle: unpickling would run whatever the sender likes.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from lightning_rl.run.child import ending
 from lightning_rl.run.keeper import adopt_orphans, die_with_parent, end_all
 
 FILES_MB = 64
-"""What a sample may write: in all when sandboxed, else per file."""
+"""Megabytes that a sample may write: in total if sandboxed, else per file."""
 MAX_PROCESSES = 64
-"""Processes and threads of a sandboxed sample; the kernel exempts root."""
+"""Maximum processes and threads of a sandboxed sample; the kernel exempts root."""
 _RESULT_BYTES = 65536  # what a pipe holds: the sample never waits for a reader
 _ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a sample may use."""
+    """Limits of one sample's process."""
 
     timeout_s: float
     memory_mb: int
@@ -47,7 +47,7 @@ class Limits:
 
 
 def main(connection: Connection, home: str) -> None:
-    """Serve samples until told to stop, or until the other end of the connection is gone.
+    """Serve samples until told to stop, or until the other end of the connection closes.
 
     ``home`` is an empty directory; it is removed at the end.
     """
@@ -76,7 +76,7 @@ def _serve(connection: Connection, home: str) -> None:
 
 @dataclass
 class Server:
-    """Answers each request, a pickled sample, with the JSON of what came of it.
+    """Answers each request, a pickled sample, with its result as JSON.
 
     ``{"score": x, "log": {...}}``, ``{"error": reason}`` if the function failed or could not be
     called, or ``{"fault": reason}`` if its process broke a limit or died.
@@ -87,7 +87,7 @@ class Server:
     home: str
 
     def serve(self) -> None:
-        """First load the function, and say ``{}`` or ``{"error": reason}``."""
+        """Load the function, answer ``{}`` or ``{"error": reason}``, then grade samples."""
         try:
             function = pickle.loads(self.connection.recv_bytes())
             if {"pictures", "images"} & inspect.signature(function).parameters.keys():
@@ -147,7 +147,7 @@ class Server:
             os._exit(0)  # whatever happened: this process must not become a second server
 
     def _wait(self, pid: int) -> bool:
-        """Whether the process ended in time; not, if nobody waits for its result any more."""
+        """Wait; tell whether the process ended in time, with someone still waiting for it."""
         descriptor = os.pidfd_open(pid)
         try:
             watched = [descriptor, self.connection.fileno()]
@@ -158,15 +158,15 @@ class Server:
 
 
 def _own_limits() -> list[tuple[int, int]]:
-    """All limits that the kernel holds this process to."""
+    """Return all resource limits of this process."""
     kinds = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
     return [resource.getrlimit(getattr(resource, kind)) for kind in kinds]
 
 
 def _confine(place: str, limits: Limits, mapped: int) -> None:
-    """Limits, a directory, and nowhere to print to, for the process of one sample.
+    """Give one sample's process its limits, its directory, and no output.
 
-    ``mapped``: bytes of address space that it has already, by its imports above all.
+    ``mapped``: bytes of address space already in use, mostly by imports.
     """
     os.setsid()
     die_with_parent()
@@ -202,7 +202,7 @@ def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
         log.require_complete()
         result = _json(score=plain_score(score), log=log.to_dict())
         if len(result) > _RESULT_BYTES:
-            return _json(error=f"what it logged takes {len(result)} of {_RESULT_BYTES} bytes")
+            return _json(error=f"score and log take {len(result)} bytes, max {_RESULT_BYTES}")
         return result
     except MemoryError:
         return _json(fault=f"needed more than memory_mb={limits.memory_mb}")

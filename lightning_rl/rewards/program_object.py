@@ -1,4 +1,4 @@
-"""An object of a program that is tested, as the tests see it from another process."""
+"""Objects of a program under test, as the tests see them from another process."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 
 class ProgramChannel(Protocol):
-    """Asks the program's process."""
+    """Sends requests to the program's process."""
 
     def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
-        """Have something done to an object with arguments, and return what comes of it."""
+        """Run an operation of ``OPERATIONS`` on an object with arguments; return its result."""
 
 
 _WORDLESS = frozenset(
@@ -18,14 +18,14 @@ _WORDLESS = frozenset(
     for name in dir(kind)
     if name.startswith(("is", "startswith", "endswith"))
 )
-"""Methods of Python's own types that say yes or no: not for an object of the program's to say."""
+"""Predicates of built-in types: computed here on plain data, never by the program's object."""
 
 
 class RemoteObject:
-    """An object in the program's process.
+    """A proxy of an object in the program's process.
 
-    It can be called, and its attributes and items asked for. Compared, it is what it holds as plain
-    data, if it does: an object's own ``__eq__`` is not asked.
+    It supports calls, attributes and items. Comparisons use its value as plain data, if it has one,
+    and never call the object's own ``__eq__``.
     """
 
     __slots__ = ("_asker", "_number")
@@ -94,14 +94,14 @@ class RemoteObject:
 
 
 def plain(value: Any) -> Any:
-    """What an object of the program's holds as plain data; what is plain already as it is.
+    """Return a program's object as plain data, and plain data unchanged.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if the object is not plain data.
     """
     found = _ask("plain", value) if isinstance(value, RemoteObject) else value
     if isinstance(found, RemoteObject):
-        raise TypeError("it is no plain data")
+        raise TypeError("it is not plain data")
     return found
 
 
@@ -110,7 +110,7 @@ def _ask(what: str, remote: RemoteObject, *arguments: Any, **named: Any) -> Any:
 
 
 def number_of(remote: RemoteObject) -> int:
-    """By which the other process knows it."""
+    """Return the number by which the other process knows the object."""
     return object.__getattribute__(remote, "_number")
 
 
@@ -125,7 +125,7 @@ def _compares(name: str) -> Callable[[Any, Any], Any]:
 
     def method(self: RemoteObject, other: Any) -> Any:
         if isinstance(other, RemoteObject):
-            raise TypeError("two objects of the program's are compared; compare plain data")
+            raise TypeError("cannot compare two objects of the program; compare plain data")
         return compare(plain(self), other)
 
     return method

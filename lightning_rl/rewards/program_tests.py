@@ -1,8 +1,8 @@
-"""Tests of a program: they run here, and the program in an interpreter of its own.
+"""Tests of a program: the tests run here, the program in a separate interpreter.
 
-A name that the tests neither define nor import, and that Python has not, is the program's. What
-they call there is called in the other process, and what comes back is plain data, which is compared
-here; so nothing that a program does to Python, or to its objects, makes a test pass.
+A name that the tests neither define nor import, and that is not built in, is the program's. Calls
+to it run in the other process, and return plain data, which is compared here; so nothing that a
+program does to Python, or to its objects, can make a test pass.
 """
 
 import ast
@@ -26,19 +26,19 @@ _ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
 
 
 class BadTestsError(ValueError):
-    """Tests that cannot judge any program."""
+    """The tests cannot judge any program."""
 
 
 def passes(program: str, tests: str | list[str]) -> bool:
-    """Whether a program passes all tests, which are Python.
+    """Tell whether a program passes all tests, which are Python.
 
     Raises:
         SyntaxError: if the tests do not compile.
-        BadTestsError: if they ask the program nothing, or give it what cannot be sent.
+        BadTestsError: if the tests never use the program, or pass it something that cannot be sent.
     """
     texts = [tests] if isinstance(tests, str) else tests
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise BadTestsError(f"tests are a text, or a list of texts, not {tests!r:.100}")
+        raise BadTestsError(f"tests={tests!r:.100} must be a string or a list of strings")
     # Before the program: broken tests are no fault of its.
     trees = [ast.parse(text, "<tests>") for text in texts]
     compiled = [compile(tree, "<tests>", "exec") for tree in trees]
@@ -61,7 +61,7 @@ def passes(program: str, tests: str | list[str]) -> bool:
     if asker.unsent:
         raise BadTestsError(asker.unsent)
     if passed and not asker.asked:
-        raise BadTestsError("the tests ask the program nothing: they use no name that it defines")
+        raise BadTestsError("the tests never use the program; use a name that it defines")
     return passed
 
 
@@ -81,9 +81,9 @@ def _all_pass(
 
 
 def _modules_of(trees: Iterable[ast.Module]) -> dict[str, str]:
-    """Modules that the tests use and do not import: never the program's, which may be forged.
+    """Find modules that the tests use without importing them; the program's could be forged.
 
-    They are told by their names, and that nothing but their attributes is used.
+    A name counts as a module if it is known as one, and only its attributes are used.
     """
     seen: dict[str, bool] = {}
     for tree in trees:
@@ -100,7 +100,7 @@ def _modules_of(trees: Iterable[ast.Module]) -> dict[str, str]:
 
 
 class _Names(dict[str, Any]):
-    """The names of tests: their own, then Python's, then the program's."""
+    """The namespace of the tests: their own names, then built-in ones, then the program's."""
 
     def __init__(self, asker: "ProcessClient", modules: dict[str, str]) -> None:
         super().__init__({"__name__": "tests", "__builtins__": builtins})
@@ -116,27 +116,27 @@ class _Names(dict[str, Any]):
 
 
 class ProcessClient:
-    """Asks the program's process, and reads what it answers."""
+    """Sends requests to the program's process, and reads its answers."""
 
     def __init__(self, line: JSONSocket) -> None:
         self._line = line
         self._functions: list[Callable[..., Any]] = []
         self.asked = 0
         self.failed = False
-        """A function of the tests that the program called found something wrong."""
+        """Whether a test's function that the program called failed, or the connection did."""
         self.unsent = ""
-        """What the tests gave the program that cannot be sent."""
+        """The error for a value that the tests passed and that cannot be sent; "" if none."""
 
     def begin(self, program: str) -> None:
-        """Run the program; raises what it raises."""
+        """Run the program; raise whatever it raises."""
         self._line.send({"program": program})
         self._answer("program")
 
     def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
-        """Have something done to an object with arguments, and return what comes of it.
+        """Run an operation of ``OPERATIONS`` on an object with arguments; return its result.
 
         Raises:
-            Exception: what the program raised, as the nearest of Python's own errors.
+            Exception: what the program raised, as the nearest built-in exception.
         """
         request: dict[str, Any] = {"do": what, "arguments": [self._written(a) for a in arguments]}
         if named:
@@ -152,7 +152,7 @@ class ProcessClient:
         return value
 
     def _answer(self, what: str) -> dict[str, Any]:
-        """The answer; until it comes, the program may call functions that it was given."""
+        """Return the answer; until it comes, serve the program's calls of the tests' functions."""
         while True:
             try:
                 answer = self._line.receive()
@@ -194,7 +194,7 @@ class ProcessClient:
             self._functions.append(value)
             return {"function": len(self._functions) - 1}
         raise TypeError(
-            f"the tests give the program a {type(value).__name__}; it can be given plain data, "
+            f"the tests pass the program a {type(value).__name__}; pass only plain data, "
             "functions, and objects of its own classes"
         )
 
@@ -207,7 +207,7 @@ class ProcessClient:
 
 
 def _changed(old: Any, new: Any) -> Any:
-    """What was given to the program as it is there now; in place, as after a call here."""
+    """Update an argument in place to its value after the program's call, as a local call would."""
     if callable(old):  # of the tests, or the program's own object
         return old
     if type(old) is not type(new):

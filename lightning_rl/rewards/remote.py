@@ -1,4 +1,4 @@
-"""Rewards that wait for something else: how many at once, how long, and how often to try."""
+"""Rewards that wait for a remote service, with limits on concurrency, time and retries."""
 
 import asyncio
 from typing import Any
@@ -21,16 +21,16 @@ from lightning_rl.run.retry import retry
 
 @configurable
 class Remote(PerSample):
-    """Runs an ``async`` reward per completion: some at a time, with a time limit and retries.
+    """Runs an ``async`` reward per completion, with limited concurrency, a timeout and retries.
 
     A completion whose last attempt failed is FAILED with that error; the others are graded.
 
     Args:
         function: an ``async`` reward function; it gets lists of one element.
-        max_concurrency: completions that it grades at the same time.
-        retries: attempts after the first, see :func:`retry`.
+        max_concurrency: maximum number of completions graded at the same time.
+        retries: attempts after the first; see :func:`retry`.
         timeout_s: seconds per attempt.
-        first_wait_s: seconds before the first retry, at most; each next wait is twice as long.
+        first_wait_s: maximum seconds before the first retry; doubled for each further one.
 
     Raises:
         ConfigError: if the function is not ``async``, or values are out of range.
@@ -50,8 +50,8 @@ class Remote(PerSample):
         super().__init__(function)
         if not is_async(function):
             raise ConfigError(
-                f"reward {self.__name__} is not async, so it computes rather than waits: wrap it "
-                "in Isolated instead"
+                f"Remote needs an async function, but reward {self.__name__} is a plain one; make "
+                "it async, or wrap it in Isolated instead"
             )
         self.retries = retries
         self.timeout_s = timeout_s

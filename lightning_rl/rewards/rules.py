@@ -1,4 +1,4 @@
-"""Ready-made rewards: length, an environment's pay, tests of the program that a model wrote."""
+"""Ready-made rewards: length penalty, the environment's reward, and tests of written programs."""
 
 import re
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ class OverlongPenalty:
     0 up to ``max_tokens - buffer`` tokens, then linearly down to -1 at ``max_tokens``, -1 beyond.
 
     Args:
-        max_tokens: longest completion; not above ``sampling.max_tokens``.
-        buffer: tokens over which the penalty grows.
+        max_tokens: length of the full penalty; at most ``sampling.max_tokens``.
+        buffer: number of tokens over which the penalty grows.
 
     Raises:
         ConfigError: unless 0 < buffer <= max_tokens.
@@ -44,10 +44,10 @@ class OverlongPenalty:
 
 
 class EnvironmentReward:
-    """The pay of each rollout's environment, summed over its turns.
+    """The reward from each rollout's environment, summed over its turns.
 
     Raises:
-        ConfigError: when called for rollouts of an agent that has no environment.
+        ConfigError: when called on rollouts of an agent that has no environment.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class EnvironmentReward:
     def __call__(self, environment_rewards: list[float | None]) -> list[float]:
         if None in environment_rewards:
             raise ConfigError(
-                "EnvironmentReward needs an agent with an environment, which this one has not; set "
-                "data.agent, e.g. to MultiTurn, or name another reward"
+                "EnvironmentReward needs an agent with an environment, but this agent has none; "
+                "set data.agent, e.g. to MultiTurn, or use another reward"
             )
         return [reward for reward in environment_rewards if reward is not None]
 
@@ -66,20 +66,20 @@ class EnvironmentReward:
 class PythonTests(Isolated):
     """1.0 for a completion whose Python program passes all tests of its row, else 0.0.
 
-    The program is the completion's last fenced block (marked python or not at all), or all of the
-    completion; of a thought only what follows its ``</think>`` counts. Tests are Python, such as
-    ``assert add(1, 2) == 3``. They run in a process that the program cannot reach: names that they
-    neither define nor import, and Python has not, are the program's, and what those return is
-    compared as plain data. Tests that no program could fail, as they ask it nothing, make a rollout
-    FAILED. All is in a sandbox; see :class:`Isolated` for the limits, and docs/rewards.md for what
-    can be tested, and what a sandbox does not prevent.
+    The program is the completion's last fenced block (marked python or unmarked), or else the whole
+    completion; if there is a thought, only what follows its ``</think>`` counts. Tests are Python,
+    such as ``assert add(1, 2) == 3``. They run in a process that the program cannot reach: names
+    that they neither define nor import, and that are not built in, refer to the program, and its
+    results are compared as plain data. Tests that never use the program, so that none could fail
+    them, make the rollout FAILED. Everything runs in a sandbox; see :class:`Isolated` for the
+    limits, and docs/rewards.md for what can be tested, and what a sandbox does not prevent.
 
     Args:
-        column: the data set's column of tests: a text, or a list of texts to run one after another.
-        workers: programs that run at the same time; None: one per usable core.
+        column: the data set's column of tests: a string, or a list of strings to run in order.
+        workers: number of programs that run at the same time; None: one per usable core.
         timeout_s: wall-clock seconds per program; one that takes longer scores 0.0.
         memory_mb: MiB per program; one that needs more scores 0.0.
-        sandbox: without network, other processes in sight, or files to write but its own.
+        sandbox: run without network, sight of other processes, or files to write but its own.
 
     Raises:
         ConfigError: if values are out of range, or the machine does not allow a sandbox.
@@ -98,14 +98,14 @@ class PythonTests(Isolated):
     async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
         score = await super().grade_one(sample)
         if isinstance(score, float) and not 0.0 <= score <= 1.0:
-            return RewardFailure(f"its process returned {score!r}, which is no result of tests")
+            return RewardFailure(f"its process returned {score!r}; a test result is in [0, 1]")
         return score
 
 
 class RunTests:
-    """Runs tests here, and the program that they ask in an interpreter of its own.
+    """Runs tests in this process, and the program under test in a separate interpreter.
 
-    The program gets nothing to write a score to, and does not know what a test expects.
+    The program has no access to the score, nor to what a test expects.
     """
 
     def __init__(self, column: str) -> None:
@@ -130,7 +130,10 @@ class RunTests:
 
 
 def program_in(completion: str | list[Message], opened_thought: bool = False) -> str:
-    """The last fenced block after a completion's thought, or all of that; "" in a thought."""
+    """Return the last fenced block after a completion's thought, or all text after the thought.
+
+    A completion that is still in its thought gives "".
+    """
     text = answer_in(completion, opened_thought) or ""
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text

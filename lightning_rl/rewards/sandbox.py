@@ -1,9 +1,9 @@
 """A sandbox of Linux namespaces, without privileges and without a container.
 
-Process 1 of a sandbox runs programs one after another, each as process 1 of a room of its own. In
-a room there is no network, no process but its own, also in ``/proc``, and no file to write outside
-one directory in memory, new in each room. A room's processes cannot name any process outside of it:
-so they cannot signal, trace or limit what runs them. Only the standard library is imported: workers
+Process 1 of a sandbox runs programs one after another, each as process 1 of its own room. A room
+has no network, sees no process but its own, also in ``/proc``, and can write only to one in-memory
+directory, which is new in each room. Its processes cannot address any process outside, so they
+cannot signal, trace or limit whatever runs them. Only the standard library is imported, so workers
 start quickly.
 """
 
@@ -43,11 +43,11 @@ def run_in_sandbox(body: Callable[[], None], directory: str, megabytes: int) -> 
 
     Args:
         body: must not raise; forks each program within :func:`forks_into_a_room`.
-        directory: what :func:`shut` gets, as the next; one room is tried before ``body`` is run.
+        directory: passed to :func:`shut` to try one room before ``body`` runs.
         megabytes: likewise.
 
     Raises:
-        OSError: if this machine does not allow it; names the call that was refused.
+        OSError: if this machine does not allow a sandbox; names the call that was refused.
     """
     user, group = os.getuid(), os.getgid()
     # Not root inside, or each program that is started would get capabilities again.
@@ -73,7 +73,7 @@ def run_in_sandbox(body: Callable[[], None], directory: str, megabytes: int) -> 
 
 
 def _fork(work: Callable[[], None], refusals: int, *unused: int) -> int:
-    """A child that does this and ends; what it may not do it writes to ``refusals``."""
+    """Fork a child that does ``work`` and ends; it writes an OSError to ``refusals``."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -89,7 +89,7 @@ def _fork(work: Callable[[], None], refusals: int, *unused: int) -> int:
 
 
 def _make_read_only() -> None:
-    """All files are read-only from here on; the privileges that rooms take stay with process 1."""
+    """Make all files read-only; process 1 keeps the privileges that it needs to make rooms."""
     # Only now, so that the process outside keeps its own view and can tidy up.
     unshare(NEWNS)
     check("mount", libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
@@ -112,7 +112,7 @@ def _make_read_only() -> None:
 
 @contextlib.contextmanager
 def forks_into_a_room() -> Iterator[None]:
-    """What process 1 of a sandbox forks in here is process 1 of a room; call :func:`shut` in it.
+    """Make each fork by process 1 of a sandbox process 1 of a room; call :func:`shut` in it.
 
     Raises:
         OSError: if this machine does not allow it.
@@ -127,11 +127,11 @@ def forks_into_a_room() -> Iterator[None]:
 
 
 def shut(directory: str, megabytes: int) -> None:
-    """Shut the room that this process is the first of: afterwards nothing in it has a privilege.
+    """Close the room whose process 1 this is: afterwards nothing in it has any privilege.
 
     Args:
-        directory: the only place that can be written in this room, empty.
-        megabytes: what it can hold.
+        directory: an empty directory, the only writable place in this room.
+        megabytes: its capacity.
 
     Raises:
         OSError: if this machine does not allow it.

@@ -1,10 +1,10 @@
-"""The interpreter of a program that is tested: runs it, and does with it what a judge asks.
+"""The interpreter of a program under test: runs the program, and the judge's requests to it.
 
     python -I -S tested_program.py DESCRIPTOR SYS_PATH
 
 DESCRIPTOR is a socket to the judge, in whose process the tests run. The first message is the
-program. Then each asks for something of it, and what comes back is plain data, or the number of an
-object that stays here. So whatever the program does to this interpreter, it can only answer.
+program. Each further message is a request, answered by plain data, or by the number of an object
+that stays here. So whatever the program does to this interpreter, it can only answer.
 
 Both sides share :class:`JSONSocket` and the form of values. Only the standard library is imported.
 """
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 PROGRAM = "program"
-"""Name of the module that the program is."""
+"""Name of the program's module."""
 _LONGEST = 2**26  # bytes of a message
 _JSON_INT = 2**53
 
@@ -38,7 +38,7 @@ ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "deque": deque,
     "dict": dict,
 }
-"""Types of plain data that hold others, and how each is made of a list of what it holds."""
+"""Container types of plain data, and how to make each from a list of its items."""
 WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "int": (hex, lambda text: int(text, 16)),
     "bytes": (bytes.hex, bytes.fromhex),
@@ -55,7 +55,7 @@ WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda parts: datetime.timedelta(*parts),
     ),
 }
-"""Types of plain data that JSON has not: how each is written, and read."""
+"""Types of plain data that JSON lacks: how to write and how to read each."""
 _WRITTEN_TYPES = {
     kind: kind.__name__
     for kind in (
@@ -67,7 +67,7 @@ _ITEM_TYPES = {kind: kind.__name__ for kind in (tuple, set, frozenset, deque, di
 
 
 class JSONSocket:
-    """A socket on which each message is a JSON object behind its length."""
+    """A socket on which each message is a JSON object, preceded by its length."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -77,26 +77,28 @@ class JSONSocket:
         """Send a message.
 
         Raises:
-            ValueError: if it is too long, or nothing that JSON can hold.
+            ValueError: if it is too long, or cannot be written as JSON.
         """
         data = json.dumps(message).encode()
         if len(data) > _LONGEST:
-            raise ValueError(f"an answer of {len(data)} bytes; at most {_LONGEST}")
+            raise ValueError(
+                f"a message of {len(data)} bytes is too long; the maximum is {_LONGEST}"
+            )
         self._connection.sendall(len(data).to_bytes(4, "big") + data)
 
     def receive(self) -> dict[str, Any]:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            EOFError: if there is none.
-            ValueError: if it is too long, or none that :meth:`send` sends.
+            EOFError: if the connection has ended.
+            ValueError: if it is too long, or not a message of :meth:`send`.
         """
         length = int.from_bytes(self._exactly(4), "big")
         if length > _LONGEST:
-            raise ValueError(f"a message of {length} bytes; at most {_LONGEST}")
+            raise ValueError(f"a message of {length} bytes is too long; the maximum is {_LONGEST}")
         message = json.loads(self._exactly(length))
         if not isinstance(message, dict):
-            raise ValueError("a message that is no object")
+            raise ValueError("a message must be a JSON object")
         return message
 
     def _exactly(self, count: int) -> bytes:
@@ -107,7 +109,7 @@ class JSONSocket:
 
 
 def written(value: Any, other: Callable[[Any], dict[str, Any]]) -> Any:
-    """A value as JSON; ``other`` tells how one is that is no plain data."""
+    """Return a value as JSON; ``other`` writes a value that is not plain data."""
     kind = type(value)
     if value is None or kind in (bool, float, str) or (kind is int and abs(value) < _JSON_INT):
         return value
@@ -122,10 +124,10 @@ def written(value: Any, other: Callable[[Any], dict[str, Any]]) -> Any:
 
 
 def read(value: Any, other: Callable[[str, Any], Any]) -> Any:
-    """The value of its JSON; ``other`` gets the kind, and what was told, of what is no plain data.
+    """Return the value of its JSON; ``other`` reads, by kind, what is not plain data.
 
     Raises:
-        Exception: of many kinds, if it is not what :func:`written` writes.
+        Exception: of various types, if ``value`` was not written by :func:`written`.
     """
     if isinstance(value, list):
         return [read(item, other) for item in value]
@@ -154,17 +156,17 @@ _PLAIN: tuple[Any, ...] = (
 
 
 def plain_form(value: Any) -> Any:
-    """What a value is as plain data, if it is made of such but for its class: a named tuple, say.
+    """Return an instance of a plain type's subclass, such as a named tuple, as plain data.
 
     Raises:
-        TypeError: if it is not.
+        TypeError: if the value is not of such a class.
     """
     if type(value).__module__.partition(".")[0] == "numpy":
         return value.tolist()
     for kind in _PLAIN:
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"a {type(value).__name__} is no plain data")
+    raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
 # ---------------------------------------------------------------- the program's own process
@@ -190,11 +192,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "exit": lambda manager: manager.__exit__(None, None, None),
     "plain": plain_form,
 }
-"""What a judge may ask for, of an object and with arguments."""
+"""Operations that a judge may request, on an object and with arguments."""
 
 
 class Answers:
-    """Does what the judge asks; keeps the objects that it was told of by numbers."""
+    """Serves the judge's requests; keeps the objects that the judge knows by number."""
 
     def __init__(self, line: JSONSocket) -> None:
         self.line = line
@@ -204,7 +206,7 @@ class Answers:
         OPERATIONS["name"] = self._named
 
     def serve(self) -> None:
-        """Run the program, and answer until nobody asks any more."""
+        """Run the program, then answer requests until the connection ends."""
         source = self.line.receive()["program"]
         self._answer(lambda: exec(compile(source, "<program>", "exec"), self.module.__dict__))
         while True:
@@ -254,7 +256,7 @@ class Answers:
         return self.kept[told] if kind == "kept" else self._function(told)
 
     def _function(self, number: int) -> Callable[..., Any]:
-        """A function of the tests, which is called where it is."""
+        """Return a stand-in for a function of the tests, which runs in the judge's process."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             told = {"arguments": self._written(arguments), "named": self._written(named)}
@@ -276,7 +278,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def error_of(names: list[str], text: str) -> Exception:
-    """An error of Python's own, the first of these classes that is one."""
+    """Return a built-in exception: the first of these classes that is one."""
     for name in names:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):

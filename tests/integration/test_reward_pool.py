@@ -137,8 +137,8 @@ OUTCOMES = {
     "large_output": 1.0,
     "large_file": "File too large",
     "lingering_child": 1.0,
-    "kills_parent": "its worker died or got stuck, and so did a new one",
-    "damages_result": "it wrote over its own result",
+    "kills_parent": "its worker died or hung, and so did a new one",
+    "damages_result": "it overwrote its own result",
 }
 
 
@@ -292,7 +292,7 @@ def test_what_a_completion_logs_comes_back_from_its_process(helpers, make_rollou
     asyncio.run(rewards.grade([group]))
     pool.close()
     assert [r.extra.get("long") for r in group] == [0.25, None, 0.25]
-    assert group[1].error.startswith("reward logs: what it logged takes 70")
+    assert group[1].error.startswith("reward logs: score and log take 70")
     assert [r.logged.get("length") for r in group] == [3.0, None, 3.0]
 
 

@@ -183,7 +183,10 @@ def test_what_yaml_cannot_say_is_refused_too():
         (lambda: PolicyModule("model", advantage=PPOClip()), "advantage: expected Advantage, got"),
         (lambda: PolicyModule("model", optimizer=made), "such as SGD, got one that is made"),
         (lambda: PolicyModule(torch.nn.Linear(1, 1)), "PreTrainedModel, got Linear"),
-        (lambda: data_module(rewards=[PythonTests]), "reward PythonTests is a class; make one"),
+        (
+            lambda: data_module(rewards=[PythonTests]),
+            "reward PythonTests is a class; pass an instance",
+        ),
         (lambda: data_module(group_size=True), "group_size: expected int, got True"),
         (lambda: RLDataModule(["3="]), "RLDataModule.rewards: is missing"),
     ):

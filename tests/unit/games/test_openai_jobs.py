@@ -170,7 +170,7 @@ def test_the_wait_that_the_server_asks_for_is_kept(server, monkeypatch):
 )
 def test_a_server_that_asks_for_years_is_not_waited_for(server, asked):
     server.fail(JOBS, (429, {"Retry-After": asked}))
-    with pytest.raises(ServerError, match=r"asks to be left alone for .* run again then"):
+    with pytest.raises(ServerError, match=r"asks for a wait of .* run again then"):
         create(jobs_of(server))
     assert server.requests[JOBS] == 1
 

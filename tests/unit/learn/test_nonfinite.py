@@ -213,7 +213,7 @@ def test_supervised_training_leaves_such_steps_out_too(tiny_model, train_on, ran
         (1e308, 1.0, r"returned 1e\+308; a score must be within ±1e6"),
         (-2e6, 1.0, "returned -2000000.0; a score must be within ±1e6"),
         (10**400, 1.0, "a score must be a finite number or None"),
-        (1e6, 3.0, r"the weighted sum 3e\+06 of rewards is beyond ±1e6"),
+        (1e6, 3.0, r"the weighted sum of rewards, 3e\+06, is beyond ±1e6"),
     ],
 )
 def test_a_reward_out_of_all_proportion_fails_its_rollout_alone(

@@ -167,7 +167,8 @@ def test_a_thought_that_the_chat_template_opened_is_one(server):
 def test_a_column_that_is_missing_is_named(server):
     (failure,) = grade(judge(server, question="{truth} {completion}"), "Score: 1", other=1)
     assert failure.reason == (
-        "the judge's question names ['truth'], which are no columns of the prompts"
+        "the judge's question names ['truth'], but the prompts have no such columns; "
+        "add them to the data, or correct the question"
     )
     assert not server.requests
 

@@ -100,7 +100,9 @@ def test_a_gsm8k_row_is_its_own_answer():
 def test_a_row_whose_answer_is_not_one_fails():
     for answer in ("unknown", "", "see the picture"):
         [score] = compared("\\boxed{42}", answer)
-        assert score == RewardFailure(f"column 'answer' holds {answer!r}, which is no answer")
+        assert score == RewardFailure(
+            f"column 'answer' holds {answer!r}, which math-verify cannot read"
+        )
 
 
 def compared(text: str, answer: str) -> list:

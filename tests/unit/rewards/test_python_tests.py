@@ -174,20 +174,20 @@ def test_no_program_that_hangs_is_paid():
 def test_tests_that_no_program_could_fail_are_refused(python_tests):
     (score,) = run(python_tests, completions=["pass"], tests=["assert True"])
     assert score == RewardFailure(
-        "BadTestsError: the tests ask the program nothing: they use no name that it defines"
+        "BadTestsError: the tests never use the program; use a name that it defines"
     )
     given = "class Node: pass\nassert f(Node())"
     (score,) = run(python_tests, completions=["def f(x): return 1"], tests=[given])
-    assert "give the program a Node; it can be given plain data, functions" in score.reason
+    assert "pass the program a Node; pass only plain data, functions" in score.reason
     for tests in (None, 3, ["assert f()", 3], datetime.date(2024, 1, 1)):
         (score,) = run(python_tests, completions=[ADD], tests=[tests])
-        assert "tests are a text, or a list of texts, not" in score.reason
+        assert "must be a string or a list of strings" in score.reason
 
 
 def test_a_score_beyond_those_of_tests_is_none(python_tests, monkeypatch):
     monkeypatch.setattr(python_tests, "_grade", lambda sample: {"score": 1e6})
     (score,) = run(python_tests, completions=[ADD], tests=["assert True"])
-    assert "returned 1000000.0, which is no result of tests" in score.reason
+    assert "returned 1000000.0; a test result is in" in score.reason
 
 
 def test_programs_are_paid_whatever_runs_before_and_beside_them():

@@ -137,5 +137,5 @@ def test_remote_refuses_impossible_settings():
     def plain(completions):
         return [1.0]
 
-    with pytest.raises(ConfigError, match=r"plain is not async.*Isolated"):
+    with pytest.raises(ConfigError, match=r"plain is a plain one.*Isolated"):
         Remote(plain)

@@ -48,8 +48,8 @@ def test_a_score_is_a_number_and_what_it_consists_of(score, parts):
 @pytest.mark.parametrize(
     ("score", "says"),
     [
-        ({}, r"returned {}; a score of several parts needs one"),
-        ([], r"returned \[\]; a score of several parts needs one"),
+        ({}, r"returned {}; a list or mapping must have at least one score"),
+        ([], r"returned \[\]; a list or mapping must have at least one score"),
         ({"right": "yes"}, r"returned {'right': 'yes'} \(right\); .*keep texts with log_extra"),
         ({"right": [1]}, "must be a finite number or None"),
         ([[1], [2]], "must be a finite number or None"),

@@ -167,7 +167,10 @@ def not_a_list(completions, **columns):
     [
         (raises, "reward raises: KeyError: 'answer'"),
         (too_few, "reward too_few: ValueError: returned 1 scores for 2 completions"),
-        (not_a_list, "reward not_a_list: ValueError: returned 3.0, not a list with a score for"),
+        (
+            not_a_list,
+            "reward not_a_list: ValueError: returned 3.0; expected a list with a score per",
+        ),
     ],
 )
 def test_a_failing_reward_fails_its_group_and_no_other(groups, function, message):
@@ -275,11 +278,11 @@ def test_what_wraps_a_function_is_called_as_that_is_and_numbered(groups):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match="name at least one"):
+    with pytest.raises(ConfigError, match="at least one reward function"):
         Rewards([])
     with pytest.raises(ConfigError, match="1 values for 2 rewards"):
         Rewards([last_digit, raises], weights=[1.0])
-    with pytest.raises(ConfigError, match="share a name, 'last_digit'"):
+    with pytest.raises(ConfigError, match="share the name 'last_digit'"):
         Rewards([last_digit, last_digit])
     with pytest.raises(ConfigError, match=r"max_failed_share=1\.5"):
         Rewards([last_digit], max_failed_share=1.5)
