@@ -1,1 +1,1 @@
-"""Pictures: how they get in, are checked, decoded, and laid into chats and tokens."""
+"""Pictures: loading, checking and decoding them, and placing them in chats and tokens."""

@@ -1,4 +1,4 @@
-"""Pictures of a packed batch: which row has which, and what each of its tokens sees."""
+"""Pictures of a packed batch: which pictures each row has, and which one each token sees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from lightning_rl.rollout import Picture, Placed, Row
 from lightning_rl.vision.reader import PictureReader
 
 NAME = "pictures"
-"""Of the table beside ``tokens`` and ``rollouts``, and of the rows' column of places in it."""
+"""Key of the table beside ``tokens`` and ``rollouts``, and of the rollouts' column of indices."""
 
 _POSITION = "position_"
 
 
 @dataclass(eq=False)
 class PictureTable:
-    """All that rows of a batch see: each distinct sequence of placed pictures once.
+    """The distinct sequences of placed pictures in a batch's rows.
 
-    The first is that of rows without any.
+    The first is the empty one, for rows without pictures.
     """
 
     sequences: list[tuple[Placed, ...]] = field(default_factory=lambda: [()])
@@ -30,7 +30,7 @@ class PictureTable:
 
 
 def picture_columns(rows: Sequence[Row]) -> tuple[list[int], PictureTable] | None:
-    """Of each row its place in the table; None if no row has a picture."""
+    """Return each row's index in the table, and the table; None if no row has a picture."""
     if not any(row.pictures for row in rows):
         return None
     table = PictureTable()
@@ -46,10 +46,10 @@ def picture_columns(rows: Sequence[Row]) -> tuple[list[int], PictureTable] | Non
 
 
 def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
-    """Let a batch's tokens know what they see and their positions; one without pictures stays.
+    """Add columns to a batch's tokens for what they see; leave a batch without pictures as it is.
 
-    Their new columns, (T,) each, are ``picture``, the number of the picture in the table, -1
-    without, and ``part``, the number of the picture's placeholder; and positions, one an axis.
+    The new columns, (T,) each, are ``picture``, the picture's number in the table or -1, ``part``,
+    the number of the placeholder within the picture, and a position for each axis.
 
     Raises:
         PictureError: if a row's pictures and placeholders do not agree.
@@ -65,7 +65,7 @@ def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
 
 
 def sight_in(tokens: TensorDict) -> list[str]:
-    """The columns of a batch's tokens that :func:`with_sight` has added."""
+    """Return the names of the columns that :func:`with_sight` added to a batch's tokens."""
     if "picture" not in tokens:
         return []
     return ["picture", "part", *(name for name, _ in tokens.items() if name.startswith(_POSITION))]
@@ -90,16 +90,16 @@ def _columns(batch: TensorDict, reader: PictureReader) -> dict[str, Tensor]:
 
 
 def position_names(reader: PictureReader) -> list[str]:
-    """Names of the columns of positions, one for each axis."""
+    """Return the names of the position columns, one for each axis."""
     return [f"{_POSITION}{axis}" for axis in range(reader.family.axes)]
 
 
 def pictures_in(table: PictureTable) -> list[Picture]:
-    """The distinct pictures of a table, in the order of their numbers."""
+    """Return the distinct pictures of a table, in the order of their numbers."""
     shown = (picture for placed in table.sequences for _, picture in placed)
     return list(dict.fromkeys(shown))
 
 
 def as_column(table: PictureTable) -> NonTensorData:
-    """The table as a part of a TensorDict."""
+    """Return the table as an entry of a TensorDict."""
     return NonTensorData(table, batch_size=[])

@@ -1,4 +1,4 @@
-"""Beginnings: a text has its beginning-of-sequence token once, as the model was trained with it."""
+"""Beginnings: a text has its beginning-of-sequence token exactly once, as in training."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def begun_once(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[int]:
-    """Tokens with one beginning-of-sequence token: a text may hold what the tokenizer adds."""
+    """Remove repeated beginning-of-sequence tokens: a text may hold the one the tokenizer adds."""
     begin = 0
     while token_ids[begin : begin + 2] == [tokenizer.bos_token_id] * 2:
         begin += 1
@@ -14,9 +14,9 @@ def begun_once(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list
 
 
 def begin_fault(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str | None:
-    """What is wrong if a prompt has no beginning-of-sequence token, or several; None: nothing is.
+    """Describe the fault if a prompt has no beginning-of-sequence token, or several; else None.
 
-    A tokenizer that puts none before a text is of a model that needs none.
+    If the tokenizer does not put one before texts, the model needs none.
     """
     begin, token = tokenizer.bos_token_id, tokenizer.bos_token
     if begin is None or tokenizer("")["input_ids"][:1] != [begin]:
@@ -24,9 +24,9 @@ def begin_fault(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
     count = token_ids.count(begin)
     if count == 0:
         return (
-            f"does not begin with {token!r}, which the tokenizer puts before other texts; write "
-            "{{ bos_token }} at the start of tokenizer.chat_template if the model was trained with "
-            "it"
+            f"does not begin with {token!r}, which the tokenizer puts before other texts; if the "
+            "model was trained with it, write {{ bos_token }} at the start of "
+            "tokenizer.chat_template"
         )
     if count == 1 or begin == tokenizer.eos_token_id:
         return None

@@ -1,4 +1,4 @@
-"""What a reward sees of pictures: images that are decoded when it looks at them."""
+"""Pictures as rewards get them: images that are decoded on access."""
 
 from collections.abc import Iterable, Sequence
 from typing import overload
@@ -10,12 +10,12 @@ from lightning_rl.vision.loading import decode
 
 
 class DecodedPictures(Sequence[Image]):
-    """Pictures as PIL images in RGB, each decoded when it is asked for, and anew each time.
+    """Pictures as PIL images in RGB, each decoded anew at every access.
 
-    So whoever draws on one, changes nothing that others see.
+    So drawing on an image changes nothing that others see.
 
     Args:
-        pictures: as they came.
+        pictures: the encoded pictures.
     """
 
     def __init__(self, pictures: Iterable[Picture]) -> None:
@@ -35,7 +35,7 @@ class DecodedPictures(Sequence[Image]):
 
 
 def seen_in(rollout: Rollout) -> DecodedPictures:
-    """A prompt's pictures in their order, then those that the model was shown later, each once."""
+    """Return a prompt's pictures in order, then those that the model saw later, each once."""
     first = rollout.prompt.pictures
     shown = (picture for row in rollout.rows for picture in row.pictures)
     return DecodedPictures([*first, *dict.fromkeys(p for p in shown if p not in first)])

@@ -1,4 +1,4 @@
-"""What an engine computes where rows that it writes see pictures."""
+"""Inputs of an engine's forward pass for rows that see pictures."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from lightning_rl.vision.families import Family, Features, Prepared
 from lightning_rl.vision.seen import SeenText
 
 KEPT_PLACEHOLDERS = 1 << 16
-"""Most placeholders of pictures whose features are kept: of those seen last."""
+"""Maximum placeholders of the pictures whose features are cached, least recently used out first."""
 
 
 class SeenOnce:
-    """Runs a tower on each picture by itself, once until its weights change.
+    """Runs a tower on each picture separately, once until its weights change.
 
-    So what a row writes does not depend on who else looks at a picture, or has looked at it before:
-    the rollouts of a group, and the turns of a chat, share what was seen.
+    So a row's tokens do not depend on which other rows see a picture, or saw it before: the
+    rollouts of a group, and the turns of a chat, share its features.
     """
 
     def __init__(self, family: Family) -> None:
@@ -29,7 +29,7 @@ class SeenOnce:
         self._placeholders = 0
 
     def features(self, lm: PreTrainedModel, pictures: Sequence[Prepared]) -> Features:
-        """As :meth:`Family.features`."""
+        """Return the same as :meth:`Family.features`, from the cache where possible."""
         found = [self._of(lm, one) for one in pictures]
         deeper = zip(*(one.deeper for one in found), strict=True)
         return Features(
@@ -37,7 +37,7 @@ class SeenOnce:
         )
 
     def clear(self) -> None:
-        """Forget all, for weights change."""
+        """Clear the cache, because weights change."""
         self._kept.clear()
         self._placeholders = 0
 
@@ -60,11 +60,11 @@ def seeing_inputs(
     position_ids: Tensor,
     **others: Any,
 ) -> dict[str, Any]:
-    """What the language model takes of N x T tokens, for those and their indices; others as given.
+    """Return the language model's arguments for N x T tokens; ``others`` are passed through.
 
-    ``position_ids`` (N, T) are the tokens' indices in their rows' texts, and ``seen`` (N) says what
-    those see; None of a text without pictures. What lies before a row's first token, as padding,
-    has its index 0, and sees what that one does: nothing looks at it.
+    ``position_ids`` (N, T) are the tokens' indices in their rows' texts, and ``seen`` (N) describes
+    the pictures of each text; None if it has none. Padding before a row's first token has index 0
+    and sees the same as that token; nothing attends to it.
     """
     family, index = tower.family, position_ids.cpu()
     rows = zip(seen, index, strict=True)
@@ -80,12 +80,12 @@ def seeing_inputs(
 
 
 def _positions(family: Family, seen: SeenText | None, index: Tensor) -> Tensor:
-    """Positions (axes, T) of the tokens of a row at these indices (T,)."""
+    """Return positions (axes, T) of a row's tokens at indices (T,)."""
     return index.expand(family.axes, -1) if seen is None else seen.positions(index)
 
 
 def _shown(seen: Sequence[SeenText | None], index: Tensor) -> tuple[Tensor, Tensor, list[Prepared]]:
-    """Which picture, and which part of it, each token sees (N, T); all pictures, each once."""
+    """Return the picture and the part of it that each token sees, (N, T), and all pictures once."""
     picture, part = torch.full_like(index, -1), torch.zeros_like(index)
     numbers: dict[Prepared, int] = {}
     for line, (text, at) in enumerate(zip(seen, index, strict=True)):

@@ -1,4 +1,4 @@
-"""Pictures of URLs that are downloaded while others are still on their way."""
+"""Concurrent downloads of pictures from URLs, begun before they are needed."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -11,17 +11,17 @@ from lightning_rl.vision.fetching import fetched
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
 
 AT_ONCE = 8
-"""Downloads side by side; also how many are begun before anyone needs them."""
+"""Number of concurrent downloads; also how many are begun before they are needed."""
 
 
 class Downloads:
-    """Begins downloads before they are waited for; what goes wrong is told to who asks for it.
+    """Begins downloads before they are needed; :meth:`take` raises their errors.
 
-    Copies begin anew: they have no download under way.
+    Copies start without any download under way.
 
     Args:
-        limits: bounds of each.
-        access: what a URL may lead to.
+        limits: limits of each picture.
+        access: the hosts that URLs may reach.
     """
 
     def __init__(self, limits: PictureLimits, access: PictureAccess) -> None:
@@ -36,7 +36,7 @@ class Downloads:
         return Downloads, self._given
 
     def want(self, now: Iterable[str], later: Iterable[str]) -> None:
-        """Begin what is needed now, and some of what will be; all others are given up."""
+        """Begin the downloads needed now, and up to ``AT_ONCE`` later ones; cancel all others."""
         wanted = dict.fromkeys([*now, *islice(later, AT_ONCE)])
         for url in self._coming.keys() - wanted.keys():
             self._coming.pop(url).cancel()
@@ -44,10 +44,10 @@ class Downloads:
             self._coming[url] = next(self._threads).submit(partial(fetched, url, *self._given))
 
     def take(self, url: str) -> bytes:
-        """What stands at an address; if that was not wanted, it is downloaded now.
+        """Return the file at a URL; download it now unless :meth:`want` named it.
 
         Raises:
-            PictureError: if it cannot be had, or is beyond a bound.
+            PictureError: if it cannot be downloaded, or exceeds a limit.
         """
         coming = self._coming.get(url)
         return fetched(url, *self._given) if coming is None else coming.result()

@@ -1,4 +1,4 @@
-"""What a language model gets in place of token ids where some of the tokens see pictures."""
+"""Inputs of a language model, instead of token ids, where tokens see pictures."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,20 +24,21 @@ def picture_inputs(
     prepared: Callable[[int], Prepared],
     blank: Prepared | None = None,
 ) -> dict[str, Any]:
-    """Arguments of the language model for N lines of T tokens, some of which see pictures.
+    """Return the language model's arguments for N lines of T tokens, some of which see pictures.
 
-    The tower runs once, on each picture that any token sees: where many rows share one, it is
+    The tower runs once on each picture that any token sees: a picture that many rows share is
     computed once, and its gradient is the sum of theirs.
 
     Args:
-        family: of the model.
-        features: what its tower makes of pictures.
+        family: the model's family.
+        features: runs the tower on pictures.
         lm: the model.
         input_ids: (N, T).
-        picture: (N, T) on the CPU, the number of the picture that a token sees; -1: it is text.
-        part: (N, T) on the CPU, which placeholder of the picture the token is.
-        prepared: the picture of a number.
-        blank: what the tower runs on where no token sees anything, without effect; None: it rests.
+        picture: (N, T) on the CPU, the number of the picture that a token sees; -1 for text.
+        part: (N, T) on the CPU, the number of the token among the picture's placeholders.
+        prepared: returns the picture with a number.
+        blank: a picture for the tower to run on, without effect, if no token sees any; None: the
+            tower does not run.
     """
     embedded = lm.get_input_embeddings()(input_ids)
     at = (picture >= 0).nonzero(as_tuple=True)
@@ -54,18 +55,18 @@ def picture_inputs(
 
 
 def _untouched(embedded: Tensor, family: Family, lm: PreTrainedModel, blank: Prepared) -> Tensor:
-    """The embeddings as they are; backward gives the tower's parameters a gradient of zero."""
+    """Return the embeddings unchanged; backward gives the tower's parameters zero gradients."""
     features = family.features(lm, [blank])
     total = torch.stack([part.sum() for part in (features.first, *features.deeper)]).sum()
     return embedded + (0.0 * total).to(embedded.dtype)
 
 
 def scored_states(reader: PictureReader, lm: PreTrainedModel, pack: TensorDict, layout: Any) -> Any:
-    """The body's last states (S, D) of a pack that knows what its tokens see.
+    """Return the body's last hidden states (S, D) of a pack, with or without pictures.
 
-    ``layout`` has the S ``tokens`` of the pack that are computed, and goes to the attention. Of
-    several ranks each runs the tower once for each pack, whatever it sees: they gather its weights,
-    or average its gradient, together.
+    ``layout`` has the S ``tokens`` of the pack to compute, and is passed to the attention. With
+    several ranks, each runs the tower once per pack even without pictures, because the ranks gather
+    its weights, or average its gradient, together.
     """
     tokens, family = pack["tokens"], reader.family
     if "picture" in tokens:
@@ -96,5 +97,5 @@ def scored_states(reader: PictureReader, lm: PreTrainedModel, pack: TensorDict, 
 
 
 def as_position_ids(positions: Tensor) -> Tensor:
-    """Positions (axes, N, T) as models take them: of one axis alone (N, T)."""
+    """Return positions (axes, N, T) as models expect them: (N, T) if there is one axis."""
     return positions[0] if len(positions) == 1 else positions

@@ -1,7 +1,7 @@
-"""Families of image-text models: what a picture is to each, and how it gets into the model.
+"""Families of image-text models: how each prepares a picture, and feeds it to the model.
 
-Everything that differs between architectures is here and in the two files beside; the rest of the
-library asks a :class:`Family`.
+Everything that differs between architectures is here, in ``qwen`` and in ``llava``; the rest of the
+library uses a :class:`Family`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 class Prepared:
     """A picture as a model reads it.
 
-    ``pixels`` are what its processor makes of the picture, float32; ``grid`` the numbers of patches
-    that it is cut into (frames, height, width). The model's text has ``count`` placeholders for it,
-    whose positions are ``positions`` (axes, count), counted from the first; the token after them is
-    ``advance`` positions behind the first.
+    ``pixels`` is the processor's output, float32; ``grid`` the number of patches (frames, height,
+    width). The model's text has ``count`` placeholders for the picture, at ``positions`` (axes,
+    count) relative to the first; the token after them is ``advance`` positions after the first.
     """
 
     pixels: Tensor
@@ -37,10 +36,10 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """What a tower makes of pictures with n placeholders in all.
+    """A tower's output for pictures with n placeholders in total.
 
-    ``first`` (n, D) take the place of the placeholders' embeddings; ``deeper``, each (n, D), are
-    added to what the first layers of the language model compute there.
+    ``first`` (n, D) replaces the placeholders' embeddings; each of ``deeper``, (n, D), is added to
+    the output of one of the language model's first layers.
     """
 
     first: Tensor
@@ -48,17 +47,17 @@ class Features:
 
 
 class Family(ABC):
-    """One architecture's way to read pictures; it holds no weights.
+    """How one architecture reads pictures; holds no weights.
 
     Args:
-        config: the model's.
-        processor: its image processor, of the kind that needs no torchvision.
+        config: the model's configuration.
+        processor: its image processor, in the variant that needs no torchvision.
     """
 
     architecture: ClassVar[str]
     """Name of the model's class in transformers."""
     axes: ClassVar[int] = 1
-    """Numbers that a token's position has."""
+    """Number of axes of a token's position."""
 
     def __init__(self, config: PretrainedConfig, processor: Any) -> None:
         self.config = config
@@ -67,69 +66,69 @@ class Family(ABC):
     @classmethod
     @abstractmethod
     def reads(cls, config: PretrainedConfig) -> bool:
-        """Whether a model of this configuration is of this family."""
+        """Tell whether a model with this configuration belongs to this family."""
 
     @property
     def placeholder(self) -> int:
-        """The token that stands for a part of a picture."""
+        """The id of the token that stands for a part of a picture."""
         return int(self.config.image_token_id)
 
     def preparation(self) -> tuple[Any, ...]:
-        """All that decides what a picture becomes: equal for models that read pictures alike."""
+        """Return all settings of the preparation; equal for models that read pictures alike."""
         vision = self.config.vision_config
         sizes = [getattr(vision, name, None) for name in ("patch_size", "spatial_merge_size")]
         return self.placeholder, *sizes, self.processor.to_dict()
 
     @abstractmethod
     def prepare(self, image: Image) -> Prepared:
-        """A picture as the model reads it."""
+        """Return a picture as the model reads it."""
 
     @abstractmethod
     def features(self, lm: PreTrainedModel, pictures: Sequence[Prepared]) -> Features:
-        """Run the tower, once, on several pictures; their placeholders one after another."""
+        """Run the tower once on several pictures; the features follow in the pictures' order."""
 
     @classmethod
     @abstractmethod
     def tower(cls, lm: PreTrainedModel) -> nn.Module:
-        """The part that sees, with the projector if that is in it."""
+        """Return the vision tower, including the projector if that is part of it."""
 
     @classmethod
     @abstractmethod
     def projector(cls, lm: PreTrainedModel) -> list[nn.Module]:
-        """What maps the tower's states to the language model's."""
+        """Return the modules that map the tower's states to the language model's."""
 
     @classmethod
     def unused(cls, lm: PreTrainedModel) -> list[nn.Module]:
-        """What of the tower nothing comes of; here, none."""
+        """Return modules of the tower whose output is never used; none by default."""
         return []
 
     @abstractmethod
     def own_inputs(self, pictures: Sequence[Prepared], token_ids: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model's own forward beside ``input_ids``, which are ``token_ids``."""
+        """Return the arguments of the model's own forward besides ``input_ids`` (``token_ids``)."""
 
     @classmethod
     def language_model(cls, lm: PreTrainedModel) -> Any:
-        """The part that reads text: of the body, without the output head."""
+        """Return the body of the language model, without the output head."""
         return lm.base_model.language_model
 
     def inputs(
         self, embedded: Tensor, at: tuple[Tensor, Tensor], index: Tensor, features: Features
     ) -> dict[str, Any]:
-        """Arguments of the language model for tokens whose embeddings are ``embedded`` (N, T, D).
+        """Return the language model's arguments for tokens with ``embedded`` (N, T, D).
 
-        ``at``, rows and columns (m,) in their order, are placeholders, and ``index`` (m,) says
-        which of the features each sees.
+        ``at`` holds rows and columns (m,) of the placeholders in order, and ``index`` (m,) the row
+        of ``features`` for each.
         """
         seen = rows_of(features.first, index).to(embedded.dtype)
         return {"inputs_embeds": embedded.index_put(at, seen)}
 
 
 def rows_of(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of a table (n, D) at ``index`` (m,); its backward adds up those that are asked twice."""
+    """Return rows of a table (n, D) at ``index`` (m,); backward sums gradients of repeated rows."""
     return torch.nn.functional.embedding(index, table)
 
 
 def tensor_of(processed: Any, name: str) -> Tensor:
-    """What a processor made, of one picture."""
+    """Return a processor's output for one picture, as float32."""
     made: Tensor = processed[name]
     return made.float()

@@ -1,4 +1,4 @@
-"""Files by HTTP, within a size and a time, and of strangers only from the public internet."""
+"""Downloads by HTTP within limits of size and time; strangers' URLs reach only public hosts."""
 
 import asyncio
 import socket
@@ -20,10 +20,10 @@ _MAY_PASS = {408, 425, 429}
 
 
 def fetched(url: str, limits: PictureLimits, access: PictureAccess) -> bytes:
-    """What stands at an http(s) address.
+    """Download the file at an http(s) URL.
 
     Raises:
-        PictureError: if it cannot be had, or is larger than ``limits`` say.
+        PictureError: if it cannot be downloaded, or exceeds ``limits``.
     """
     # In a thread of its own: the caller's may be running an event loop.
     with ThreadPoolExecutor(1) as thread:
@@ -39,13 +39,13 @@ async def _within_time(url: str, limits: PictureLimits, access: PictureAccess) -
         raise PictureError(str(error)) from error
     except TimeoutError as error:
         raise PictureError(
-            f"{shown_url(url)} was not sent within timeout_s={limits.timeout_s:g}; raise it, or "
+            f"{shown_url(url)} did not arrive within timeout_s={limits.timeout_s:g}; raise it, or "
             "download the picture and name its file"
         ) from error
 
 
 async def _followed(url: str, limits: PictureLimits, access: PictureAccess) -> bytes:
-    """Redirects are followed here, since each may lead to where the first address may not."""
+    """Follow redirects here, to check each: it may lead to a host that the URL may not name."""
     place = url
     for _ in range(_MOST_REDIRECTS + 1):
         found = await _asked(place, limits, access)
@@ -53,15 +53,15 @@ async def _followed(url: str, limits: PictureLimits, access: PictureAccess) -> b
             return found
         place = urljoin(place, found)
     raise PictureError(
-        f"{shown_url(url)} leads on more than {_MOST_REDIRECTS} times; name the last address"
+        f"{shown_url(url)} redirects more than {_MOST_REDIRECTS} times; name the final address"
     )
 
 
 async def _asked(url: str, limits: PictureLimits, access: PictureAccess) -> bytes | str:
-    """What one address sends, or the one that it leads on to.
+    """Return the file at one address, or the address that it redirects to.
 
     Raises:
-        PictureError: if another attempt would not help.
+        PictureError: if retrying would not help.
         ServerError: if it may.
     """
     import aiohttp
@@ -98,16 +98,16 @@ async def _asked(url: str, limits: PictureLimits, access: PictureAccess) -> byte
         forever = isinstance(error, aiohttp.ClientSSLError | aiohttp.InvalidURL)
         kind = PictureError if forever else ServerError
         raise kind(
-            f"{name} cannot be had: {why}; correct the address, or download the picture and name "
-            "its file"
+            f"{name} cannot be downloaded: {why}; correct the address, or download the picture and "
+            "name its file"
         ) from error
 
 
 def _host(url: str) -> str:
-    """The host of an address.
+    """Return the host of a URL.
 
     Raises:
-        PictureError: if it is no http(s) address.
+        PictureError: if it is not an http(s) URL.
     """
     try:
         parts = urlsplit(url)
@@ -116,33 +116,38 @@ def _host(url: str) -> str:
     except ValueError:  # a port that is no number, or a broken IPv6 address
         pass
     raise PictureError(
-        f"{one_line(url, 80)!r} must begin with http:// or https://, and name a host; correct it"
+        f"{one_line(url, 80)!r} must begin with http:// or https:// and name a host; correct it"
     )
 
 
 def _refused(name: str, status: int, reason: str | None) -> str:
     said = f"{name} answered {status} {one_line(reason or '', 40)}".rstrip()
     if status in _WANTS_KEY:
-        return f"{said}: it wants a key, and none is sent; download the picture and name its file"
+        return (
+            f"{said}: it requires a key, and none is sent; download the picture and name its file"
+        )
     return f"{said}; correct the address, or download the picture and name its file"
 
 
 def _public(host: str, found: tuple) -> socket.socket:
-    """A socket to an address that a name led to, if it is one of the public internet.
+    """Make a socket to a resolved address, if it belongs to the public internet.
 
-    The very address that is connected to is looked at: a name may lead elsewhere each time.
+    This checks the very address that is connected to: a name may resolve differently each time.
+
+    Raises:
+        PictureError: if the address is not public.
     """
     family, kind, protocol, _, address = found
     if not is_public(address[0]):
         raise PictureError(
-            f"{host} is {address[0]}, which is not an address of the public internet; send the "
-            "picture itself as a data: URI, or allow the host"
+            f"{host} is {address[0]}, which is not a public internet address; send the picture "
+            "itself as a data: URI, or allow the host"
         )
     return socket.socket(family, kind, protocol)
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet, also where it wraps an older one."""
+    """Tell whether an IP address, or an IPv4 address that it embeds, is on the public internet."""
     found = ip_address(address.partition("%")[0])
     if isinstance(found, IPv6Address):
         inner: IPv4Address | None = found.ipv4_mapped or found.sixtofour
@@ -154,7 +159,7 @@ def is_public(address: str) -> bool:
 
 
 def shown_url(url: str) -> str:
-    """A URL fit for a message: without a password, or a query, which may hold a key."""
+    """Return a URL for messages, without password and query, which may hold a key."""
     try:
         parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]
@@ -164,7 +169,7 @@ def shown_url(url: str) -> str:
 
 
 def too_many_bytes(name: str, size: str, limits: PictureLimits) -> PictureError:
-    """Of a picture whose file is too large."""
+    """Return the error for a picture whose file is too large."""
     return PictureError(
         f"{name} has {size} bytes, more than max_bytes={limits.max_bytes:,}; shrink the picture, "
         "or raise it"

@@ -1,4 +1,4 @@
-"""What a picture may be, and what its source may name."""
+"""Limits of pictures, and of what their sources may name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from lightning_rl.errors import require_at_least
 @configurable
 @dataclass(frozen=True)
 class PictureLimits:
-    """Bounds of pictures; what is beyond them is refused before it is decoded.
+    """Limits of pictures; a picture that exceeds them is refused before it is decoded.
 
     Args:
-        max_pixels: width times height, as the file's header has them. Decoding takes 3 bytes a
+        max_pixels: maximum width times height, by the file's header. Decoding takes 3 bytes per
             pixel.
-        max_bytes: of the file.
-        max_per_prompt: pictures in one prompt or chat.
-        timeout_s: seconds for all of a download, however often it is tried.
-        retries: attempts after the first, where a download failed in a way that may pass.
+        max_bytes: maximum size of the file.
+        max_per_prompt: maximum number of pictures in one prompt or chat.
+        timeout_s: seconds for a whole download, including all attempts.
+        retries: attempts after the first, if a download failed temporarily.
 
     Raises:
         ConfigError: for values out of range.
@@ -43,14 +43,14 @@ class PictureLimits:
 
 @dataclass(frozen=True)
 class PictureAccess:
-    """What the source of a picture may name: by default all that this process can read.
+    """What the source of a picture may name: by default anything that this process can read.
 
     Args:
-        files: whether it may name files.
-        private_hosts: whether a URL may lead to addresses that are not of the public internet,
-            such as this machine, its network, or a cloud's metadata service. Where it may not,
-            proxies are not used: what they reach cannot be known.
-        hosts: names and addresses that URLs may name whatever they lead to.
+        files: whether sources may name files.
+        private_hosts: whether URLs may lead to addresses outside the public internet, such as this
+            machine, its network, or a cloud's metadata service. If not, proxies are not used,
+            because what they reach is unknown.
+        hosts: names and addresses that URLs may use wherever they lead.
     """
 
     files: bool = True
@@ -58,9 +58,9 @@ class PictureAccess:
     hosts: Sequence[str] = ()
 
     def reaches_all(self, host: str) -> bool:
-        """Whether a host may be asked wherever its name leads."""
+        """Tell whether a host may be used wherever its name leads."""
         return self.private_hosts or host in self.hosts
 
 
 OWN = PictureAccess()
-"""Of sources in the user's own data."""
+"""Access of sources in the user's own data: unrestricted."""

@@ -1,4 +1,4 @@
-"""LLaVA: pictures of one size, seen by a CLIP or SigLIP tower; positions as of text."""
+"""LLaVA: pictures of one size, seen by a CLIP or SigLIP tower; positions as for text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
 class Llava(Family):
-    """Every picture becomes a square, and so many tokens as that has patches."""
+    """LLaVA models: every picture becomes a square of fixed size, with one token per patch."""
 
     architecture = "LlavaForConditionalGeneration"
 
@@ -49,7 +49,7 @@ class Llava(Family):
 
     @classmethod
     def unused(cls, lm: PreTrainedModel) -> list[nn.Module]:
-        """Layers behind the one whose states are taken, and what pools the last one's."""
+        """Return the layers after the one whose states are used, and the pooling of the last."""
         tower, layers = cls.tower(lm), cls.tower(lm).encoder.layers
         taken = lm.config.vision_feature_layer
         last = max(

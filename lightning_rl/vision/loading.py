@@ -1,4 +1,4 @@
-"""Pictures from wherever they are, checked before they are decoded."""
+"""Loads pictures from any source, and checks them before decoding."""
 
 import base64
 import binascii
@@ -20,10 +20,10 @@ from lightning_rl.vision.fetching import fetched, shown_url, too_many_bytes
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Kinds of files that are read. Every further decoder is one more that strangers' bytes reach."""
+"""Supported file formats. Every further decoder would be exposed to strangers' bytes."""
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _FAULTS = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
-"""What Pillow raises for files that are none, or are broken."""
+"""Errors that Pillow raises for files that are no pictures, or broken ones."""
 
 
 def load_picture(
@@ -33,19 +33,19 @@ def load_picture(
     access: PictureAccess = OWN,
     take: Callable[[str], bytes] | None = None,
 ) -> Picture:
-    """The picture that a source names or holds. It has been decoded once, so it can be again.
+    """Return the picture that a source names or holds, after decoding it once as a check.
 
     Args:
-        source: a path, a ``file://``, ``http(s)://`` or ``data:`` URL, a file's bytes, what an
-            Image column of 🤗 datasets holds (``{"bytes": ..., "path": ...}``), or a PIL image,
-            which becomes a PNG file.
-        limits: bounds.
+        source: a path, a ``file://``, ``http(s)://`` or ``data:`` URL, a file's bytes, an item of
+            an Image column of 🤗 datasets (``{"bytes": ..., "path": ...}``), or a PIL image, which
+            becomes a PNG file.
+        limits: limits of the picture.
         base: the folder of relative paths; None: the working directory.
         access: what the source may name.
-        take: gives what stands at a URL; None: it is downloaded now.
+        take: returns the file at a URL; None: it is downloaded now.
 
     Raises:
-        PictureError: naming the source, what is wrong with it, and the fix.
+        PictureError: names the source, what is wrong with it, and the fix.
     """
     if isinstance(source, Picture):
         return source
@@ -65,15 +65,15 @@ def load_picture(
     if isinstance(source, str | os.PathLike):
         return _named(os.fspath(source), limits, base, access, take)
     raise PictureError(
-        f"{one_line(repr(source), 80)} is no picture; expected a path, a URL, a file's bytes, or "
-        '{"bytes": ..., "path": ...}'
+        f"{one_line(repr(source), 80)} is not a picture; expected a path, a URL, a file's bytes "
+        'or {"bytes": ..., "path": ...}'
     )
 
 
 def decode(picture: Picture) -> Image.Image:
-    """The picture in RGB as it is to be seen, ``(width, height)`` of the record.
+    """Decode a picture to RGB, in the record's ``(width, height)``.
 
-    It is turned as EXIF says, transparency is white, and of an animation it is the first frame.
+    It is rotated as EXIF says; transparency becomes white, and an animation its first frame.
 
     Raises:
         PictureError: if the file is broken.
@@ -82,13 +82,13 @@ def decode(picture: Picture) -> Image.Image:
 
 
 def data_url(picture: Picture) -> str:
-    """The picture's file as a ``data:`` URL, which :func:`load_picture` reads back."""
+    """Return the picture's file as a ``data:`` URL, which :func:`load_picture` reads back."""
     kind = next((k for begin, k in _KINDS.items() if picture.data.startswith(begin)), "png")
     return f"data:image/{kind};base64,{base64.b64encode(picture.data).decode()}"
 
 
 def is_url(source: Any) -> bool:
-    """Whether a source is an address that is asked over HTTP."""
+    """Tell whether a source is an http(s) URL."""
     return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
 
 
@@ -117,8 +117,8 @@ def _named(
         source = url2pathname(urlsplit(source).path)
     elif "://" in source:
         raise PictureError(
-            f"{one_line(source, 120)!r}: {scheme}:// is not read; download the picture and name "
-            "its file, or an http(s) URL"
+            f"{one_line(source, 120)!r}: {scheme}:// is not supported; download the picture and "
+            "name its file, or use an http(s) URL"
         )
     path = Path(base or "", source)
     return _checked(_read(path, limits), one_line(path, 200), limits)
@@ -134,10 +134,10 @@ def _of_data_url(source: str, name: str, limits: PictureLimits) -> bytes:
 
 
 def from_base64(text: str, name: str, limits: PictureLimits) -> bytes:
-    """The bytes that a base64 text stands for; it may have line breaks, and lack its padding.
+    """Decode base64 text, which may have line breaks and lack its padding.
 
     Raises:
-        PictureError: if it is none, or too long.
+        PictureError: if it is not base64, or too long.
     """
     if len(text) > 2 * limits.max_bytes:  # 4/3 and line breaks; more is not worth copying
         raise too_many_bytes(name, f"some {len(text) * 3 // 4:,}", limits)
@@ -151,7 +151,7 @@ def from_base64(text: str, name: str, limits: PictureLimits) -> bytes:
 def _read(path: Path, limits: PictureLimits) -> bytes:
     try:
         if kind := kind_of_path(path):
-            raise PictureError(f"{one_line(path, 200)} is {kind}, no picture; name a file")
+            raise PictureError(f"{one_line(path, 200)} is {kind}, not a picture; name a file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > limits.max_bytes:
@@ -167,7 +167,7 @@ def _read(path: Path, limits: PictureLimits) -> bytes:
 
 
 def _checked(data: bytes, name: str, limits: PictureLimits) -> Picture:
-    """The record of a file's bytes, after a look at its header and then at all of it."""
+    """Return the record of a file's bytes, after checking its header and then decoding it."""
     if len(data) > limits.max_bytes:
         raise too_many_bytes(name, f"{len(data):,}", limits)
     _require_pixels(name, _opened(data, name).size, limits)
@@ -187,7 +187,7 @@ def _require_pixels(name: str, size: tuple[int, int], limits: PictureLimits) -> 
 
 
 def _opened(data: bytes, name: str) -> Image.Image:
-    """Only its header has been read."""
+    """Open an image file, reading only its header."""
     try:
         return Image.open(BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -211,7 +211,7 @@ def _decoded(data: bytes, name: str) -> Image.Image:
 
 
 def _as_seen(image: Image.Image) -> Image.Image:
-    """In RGB, turned as EXIF says, and on white."""
+    """Convert an image to RGB, rotated as EXIF says, on a white background."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16 bits of grey, of which Pillow would clip all above 255
         image = image.point(lambda grey: grey / 256).convert("L")
@@ -228,7 +228,7 @@ def _as_png(image: Image.Image) -> bytes:
     try:
         _as_seen(image).save(file, "PNG")
     except _FAULTS as error:  # one that was opened, and not read yet
-        raise PictureError(f"an image of PIL cannot be decoded: {one_line(error)}") from error
+        raise PictureError(f"a PIL image cannot be decoded: {one_line(error)}") from error
     return file.getvalue()
 
 

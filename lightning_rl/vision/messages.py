@@ -1,4 +1,4 @@
-"""Chats with pictures, in every form that clients and data sets write them."""
+"""Chats with pictures, in every form that clients and data sets use."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ IMAGE_KINDS = ("image", "image_url", "input_image")
 TEXT_KINDS = ("text", "input_text", "output_text")
 """Types of content parts that hold text."""
 _HELD_AS = ("image", "url", "path")
-"""Names by which 🤗 chats give a picture's source."""
+"""Keys under which 🤗 chats give a picture's source."""
 
 
 def pictures_of(
@@ -25,22 +25,22 @@ def pictures_of(
     access: PictureAccess = OWN,
     take: Callable[[str], bytes] | None = None,
 ) -> tuple[list[Message], list[Picture]]:
-    """The chat as chat templates want it, and its pictures in their order.
+    """Return the chat in the form that chat templates expect, and its pictures in order.
 
     Pictures become ``{"type": "image"}``, texts ``{"type": "text", "text": ...}``; other parts,
-    messages whose content is a text, and ``messages`` itself stay as they are.
+    messages whose content is a string, and ``messages`` itself do not change.
 
     Args:
-        messages: with content parts of OpenAI's API (``image_url``, ``input_image``), Anthropic's
-            (``image`` with a ``source``), or 🤗 chats (``image`` with ``image``, ``url``, ``path``
-            or ``base64``).
-        limits: bounds of each picture, and of their number.
-        base: as of :func:`load_picture`.
-        access: as of :func:`load_picture`.
-        take: as of :func:`load_picture`.
+        messages: may have content parts of OpenAI's API (``image_url``, ``input_image``),
+            Anthropic's (``image`` with a ``source``), or 🤗 chats (``image`` with ``image``,
+            ``url``, ``path`` or ``base64``).
+        limits: limits of each picture, and of their number.
+        base: as for :func:`load_picture`.
+        access: as for :func:`load_picture`.
+        take: as for :func:`load_picture`.
 
     Raises:
-        PictureError: for a picture that cannot be had or is beyond a bound, or too many.
+        PictureError: if a picture cannot be loaded or exceeds a limit, or there are too many.
     """
     require_few(sum(_count(message) for message in messages), limits)
     pictures: list[Picture] = []
@@ -63,10 +63,10 @@ def pictures_of(
 
 
 def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Message]:
-    """The chat with pictures that stand beside it, as in a column ``images``, in their places.
+    """Return the chat with separately given pictures, e.g. of a column ``images``, inserted.
 
-    Places are content parts ``{"type": "image"}`` without a source, filled in their order; in a
-    chat without any, the pictures precede the text of the user's first message.
+    They fill the content parts ``{"type": "image"}`` without a source, in order; in a chat without
+    such parts, the pictures precede the text of the user's first message.
 
     Raises:
         PictureError: if there are more places than pictures, or the reverse.
@@ -82,7 +82,7 @@ def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Me
         return with_sources(changed, sources)
     if places != len(sources):
         raise PictureError(
-            f"{len(sources)} pictures are given, and the chat has {places} places "
+            f"{len(sources)} pictures are given, but the chat has {places} places "
             '{"type": "image"}; give one picture for each place'
         )
     left = iter(sources)
@@ -101,14 +101,14 @@ def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Me
 
 
 def urls_in(messages: Sequence[Message]) -> Iterator[str]:
-    """The addresses of pictures that have to be downloaded, in their order."""
+    """Yield the URLs of pictures that have to be downloaded, in order."""
     for part in (part for message in messages for part in _parts(message) if is_picture(part)):
         given = (_address_of(part), *(part.get(name) for name in _HELD_AS))
         yield from (source for source in given if is_url(source))
 
 
 def as_sent(prompt: Prompt) -> list[Message]:
-    """A prompt as a chat that any client can send: pictures are in it, in OpenAI's form."""
+    """Return a prompt as a chat that any client can send, with pictures inside in OpenAI's form."""
     if isinstance(prompt.prompt, str):
         return [{"role": "user", "content": prompt.prompt}]
     left = iter(prompt.pictures)
@@ -129,12 +129,12 @@ def as_sent(prompt: Prompt) -> list[Message]:
 
 
 def has_pictures(messages: Sequence[Message]) -> bool:
-    """Whether any content part is a picture."""
+    """Tell whether any content part is a picture."""
     return any(map(_count, messages))
 
 
 def is_picture(part: Any) -> bool:
-    """Whether a content part is a picture, with its source or without."""
+    """Tell whether a content part is a picture, with or without its source."""
     return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
 
 
@@ -146,8 +146,8 @@ def require_few(count: int, limits: PictureLimits) -> None:
     """
     if count > limits.max_per_prompt:
         raise PictureError(
-            f"there are {count} pictures, more than max_per_prompt={limits.max_per_prompt}; leave "
-            "some out, or raise it"
+            f"{count} pictures are more than max_per_prompt={limits.max_per_prompt}; leave some "
+            "out, or raise it"
         )
 
 
@@ -161,12 +161,12 @@ def _count(message: Message) -> int:
 
 
 def _is_place(part: Any) -> bool:
-    """Whether a part is a picture without a source; tables fill missing fields with None."""
+    """Tell whether a part is a picture without a source; tables fill missing fields with None."""
     return is_picture(part) and all(part[key] is None for key in part if key != "type")
 
 
 def _source_of(part: Mapping[str, Any], limits: PictureLimits) -> Any:
-    """What :func:`load_picture` takes."""
+    """Return a content part's source, for :func:`load_picture`."""
     if (address := _address_of(part)) is not None:
         return address
     source = part.get("source")
@@ -186,7 +186,7 @@ def _source_of(part: Mapping[str, Any], limits: PictureLimits) -> Any:
 
 
 def _address_of(part: Mapping[str, Any]) -> str | None:
-    """The text by which OpenAI's and Anthropic's parts name a picture."""
+    """Return the URL by which OpenAI's and Anthropic's parts name a picture, if any."""
     held = part.get("image_url")  # an object for chats, a text for responses
     held = held.get("url") if isinstance(held, Mapping) else held
     if isinstance(held, str):

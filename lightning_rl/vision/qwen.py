@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: pictures of any size, positions of three axes (M-RoPE)."""
+"""Qwen2.5-VL and Qwen3-VL: pictures of any size, positions with three axes (M-RoPE)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_rl.vision.families import Family, Features, Prepared, rows_of, te
 
 
 class Qwen25VL(Family):
-    """A patch is a vector, four of them are a token; the tower sees all pictures in one pass."""
+    """Qwen2.5-VL: four patches are one token; the tower processes all pictures in one pass."""
 
     architecture = "Qwen2_5_VLForConditionalGeneration"
     axes = 3
@@ -70,7 +70,7 @@ class Qwen25VL(Family):
 
 
 class Qwen3VL(Qwen25VL):
-    """States of several layers of the tower go to the first layers of the language model."""
+    """Qwen3-VL: states of several tower layers are added in the language model's first layers."""
 
     architecture = "Qwen3VLForConditionalGeneration"
 

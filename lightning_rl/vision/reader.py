@@ -1,4 +1,4 @@
-"""PictureReader: what a model's tokenizer lacks to read pictures."""
+"""PictureReader: reads pictures for a model, beside its tokenizer."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -27,31 +27,31 @@ from lightning_rl.vision.seen import SeenText
 
 FAMILIES: tuple[type[Family], ...] = (Qwen25VL, Qwen3VL, Llava)
 KEPT_BYTES = 1 << 30
-"""Most bytes of prepared pictures that are kept: those read last."""
+"""Maximum bytes of prepared pictures in the cache, least recently used out first."""
 
 
 def family_of(config: PretrainedConfig) -> type[Family] | None:
-    """The family that reads pictures for a model of this configuration; None: none does."""
+    """Return the family that reads pictures for a model of this configuration, if any."""
     return next((family for family in FAMILIES if family.reads(config)), None)
 
 
 def attention(config: PretrainedConfig, name: str) -> str | dict[str, str]:
-    """``attn_implementation`` that computes a model's text by this, and its tower by SDPA."""
+    """Return ``attn_implementation``: ``name`` for a model's text, and SDPA for its tower."""
     if family_of(config) is None:
         return name
     return {"": name, "text_config": name, "vision_config": "sdpa"}
 
 
 def supported() -> str:
-    """The architectures that can read pictures, for messages."""
+    """Return the architectures that can read pictures, for messages."""
     return ", ".join(family.architecture for family in FAMILIES)
 
 
 class PictureReader:
-    """Turns pictures into what a model reads; each is prepared once while it is in use.
+    """Prepares pictures for a model; recently used ones are cached.
 
-    Any thread may ask. Copies are the same object, for it holds no weights; in another process it
-    begins anew.
+    It is thread-safe. Copies are the same object, because it holds no weights; in another process
+    it starts with an empty cache.
     """
 
     def __init__(self, family: Family) -> None:
@@ -67,16 +67,16 @@ class PictureReader:
         return PictureReader, (self.family,)
 
     def reads_as(self, other: "PictureReader | None") -> bool:
-        """Whether a picture is the same placeholders, positions and pixels to both."""
+        """Tell whether both readers give a picture the same placeholders, positions and pixels."""
         if other is None or type(self.family) is not type(other.family):
             return False
         return self.family.preparation() == other.family.preparation()
 
     def require_alike(self, lm: PreTrainedModel, what: str) -> None:
-        """Refuse another model that could not take the pictures that are prepared here.
+        """Refuse another model that could not use the pictures prepared here.
 
         Raises:
-            ConfigError: naming ``what`` it is.
+            ConfigError: if it could not; ``what`` names the model.
         """
         own, kind = self.family, family_of(lm.config)
         if kind is not type(own) or (
@@ -84,14 +84,14 @@ class PictureReader:
         ):
             raise ConfigError(
                 f"{what} is a {type(lm).__name__}, which does not read pictures as the policy's "
-                f"{own.architecture} does; take one of the same family and picture sizes"
+                f"{own.architecture} does; use one of the same family and picture sizes"
             )
 
     def prepare(self, picture: Picture) -> Prepared:
-        """A picture as the model reads it.
+        """Return a picture as the model reads it.
 
         Raises:
-            PictureError: if the model's processor cannot take it.
+            PictureError: if the model's processor refuses it.
         """
         with self._lock:
             if picture.digest in self._kept:
@@ -114,7 +114,7 @@ class PictureReader:
         except ValueError as error:  # such as Qwen's of a picture 200 times as wide as high
             raise PictureError(
                 f"the model's processor refuses picture {picture.digest[:12]} of {picture.width}x"
-                f"{picture.height} pixels: {error}; leave it out, or give another"
+                f"{picture.height} pixels: {error}; leave it out, or replace it"
             ) from error
 
     @cached_property
@@ -125,11 +125,11 @@ class PictureReader:
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
     ) -> tuple[list[int], list[int]]:
-        """Token ids with as many placeholders as each picture takes, and where they begin.
+        """Expand each picture's placeholder; return the token ids, and where each picture begins.
 
         Args:
-            token_ids: with one placeholder for each picture.
-            pictures: in their order.
+            token_ids: have one placeholder for each picture.
+            pictures: the pictures, in order.
 
         Raises:
             PictureError: if there are more placeholders than pictures, or the reverse.
@@ -138,7 +138,7 @@ class PictureReader:
         marks = sum(one == token for one in token_ids)
         if marks != len(pictures):
             raise PictureError(
-                f"{len(pictures)} pictures are given, and the text has {marks} placeholders (token "
+                f"{len(pictures)} pictures are given, but the text has {marks} placeholders (token "
                 f"{token}) for them; write none in a text, and use a chat template that has one "
                 'for each {"type": "image"}'
             )
@@ -152,10 +152,10 @@ class PictureReader:
         return ids, places
 
     def seen(self, token_ids: Sequence[int], placed: Sequence[Placed]) -> SeenText:
-        """Where the pictures of a text stand, and the positions of its tokens.
+        """Return what each token of a text sees, and the tokens' positions.
 
         Raises:
-            PictureError: if a picture's placeholders are not where it is to be.
+            PictureError: if a picture's placeholders are not in its place.
         """
         prepared = [self.prepare(picture) for _, picture in placed]
         family = self.family
@@ -166,7 +166,7 @@ class PictureReader:
 def load_reader(
     model: str, config: PretrainedConfig, of_files: Mapping[str, Any]
 ) -> PictureReader | None:
-    """The reader of a model's pictures; None if it reads none.
+    """Return the reader of a model's pictures; None if the model reads none.
 
     Raises:
         ConfigError: if its image processor cannot be loaded.
@@ -180,13 +180,13 @@ def load_reader(
         raise ConfigError(
             f"model={model!r} reads pictures, but its image processor cannot be loaded "
             f"({str(error).strip().splitlines()[0]}); save preprocessor_config.json beside the "
-            "model, and have transformers 5.19 or newer, or torchvision"
+            "model, and install transformers 5.19 or newer, or torchvision"
         ) from error
     return PictureReader(family(config, processor))
 
 
 def reader_of(tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
-    """What reads the pictures of a tokenizer's model; None: nothing does."""
+    """Return the picture reader of a tokenizer's model; None if the model reads no pictures."""
     reader: PictureReader | None = getattr(tokenizer, "picture_reader", None)
     return reader
 
@@ -194,18 +194,19 @@ def reader_of(tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, pictures: Sequence[Picture], special: bool
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a text, in which each picture has a placeholder, and where pictures begin.
+    """Return the tokens of a text with placeholders for pictures, and where each picture begins.
 
-    Prompts, agents and servers all make tokens of pictures by it.
+    Prompts, agents and servers all encode pictures by this function.
 
     Args:
-        tokenizer: of the model (``load_tokenizer``).
+        tokenizer: the model's (``load_tokenizer``).
         text: as a chat template renders it.
-        pictures: in their order.
-        special: add the tokenizer's special tokens, as far as the text does not begin with them.
+        pictures: the pictures, in order.
+        special: add the tokenizer's special tokens, unless the text already begins with them.
 
     Raises:
-        PictureError: if the model reads no pictures, or not as many as the text has places for.
+        PictureError: if the model reads no pictures, or their number differs from the text's
+            placeholders.
     """
     token_ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
     token_ids = begun_once(tokenizer, token_ids) if special else token_ids
@@ -214,6 +215,6 @@ def encode(
         return reader.expand(token_ids, pictures)
     if pictures:
         raise PictureError(
-            f"there are pictures, but the model reads none; use one of {supported()}"
+            f"pictures are given, but the model reads none; use one of {supported()}"
         )
     return token_ids, []

@@ -1,4 +1,4 @@
-"""What tools return, as the content of a message: texts, and pictures that the model sees."""
+"""Results of tools as the content of a message: texts, and pictures that the model sees."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from lightning_rl.vision.messages import is_picture, pictures_of
 
 
 def as_content(result: Any, limits: PictureLimits) -> str | list[Any]:
-    """A text, or JSON; of what has pictures content parts, each with its :class:`Picture`.
+    """Return a result as text or JSON; with pictures, as content parts that hold a ``Picture``.
 
-    A PIL image is a picture, and so is each in a list of texts, images and content parts.
+    A PIL image is a picture, also within a list of texts, images and content parts.
 
     Raises:
-        PictureError: for a picture that cannot be had, or is beyond a bound.
+        PictureError: if a picture cannot be loaded, or exceeds a limit.
     """
     parts = result if isinstance(result, list) else [result]
     if not any(_is_shown(part) for part in parts):

@@ -1,4 +1,4 @@
-"""SeenText: where the pictures of one text stand, and the positions of its tokens."""
+"""SeenText: the places of pictures in a text, and the positions of its tokens."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,19 @@ from lightning_rl.vision.families import Prepared
 
 
 class SeenText:
-    """The tokens of a text that sees pictures: what each sees, and its position.
+    """What each token of a text with pictures sees, and its position.
 
-    Trainer and engine both ask it, so that a token has one position.
+    Trainer and engine both use it, so they give a token the same position.
 
     Args:
-        token_ids: the text's; those after its last picture may be left out.
+        token_ids: the text's tokens; those after its last picture may be left out.
         placed: its pictures in order.
-        prepared: the same, as the model reads them.
+        prepared: the same pictures, as the model reads them.
         placeholder: the token that stands for a part of a picture.
-        axes: numbers that a position has.
+        axes: number of axes of a position.
 
     Raises:
-        PictureError: if tokens where a picture is to be are others than its placeholders.
+        PictureError: if the tokens in a picture's place are not its placeholders.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class SeenText:
             position, end = position + one.advance, start + one.count
         self._positions = torch.cat(parts, 1) if parts else torch.empty(axes, 0, dtype=torch.long)
         self.delta = position - end
-        """A token behind the last picture has this position less its index."""
+        """Position minus index of each token after the last picture."""
 
     @property
     def end(self) -> int:
-        """The index behind the last picture."""
+        """The index of the first token after the last picture."""
         return self._positions.shape[1]
 
     def positions(self, index: Tensor) -> Tensor:
-        """Positions (axes, n) of the tokens at ``index`` (n,), which the text may not have yet."""
+        """Return positions (axes, n) of tokens at ``index`` (n,), which may not exist yet."""
         behind = (index + self.delta).expand(len(self._positions), -1)
         if not self.end:
             return behind
@@ -63,9 +63,9 @@ class SeenText:
         )
 
     def sees(self, length: int) -> tuple[Tensor, Tensor]:
-        """Of so many tokens, (length,) each: which picture a token sees, -1 for none; which of it.
+        """Return what the first ``length`` tokens see: the picture and its placeholder, (length,).
 
-        The first is a number among ``pictures``, the second one among that one's placeholders.
+        A picture is an index into ``pictures``, or -1; a placeholder is counted within the picture.
         """
         picture = torch.full((length,), -1)
         part = torch.zeros(length, dtype=torch.long)
@@ -83,7 +83,7 @@ def _require_placeholders(
     if start < end or len(found) < count or any(token != placeholder for token in found):
         right = sum(token == placeholder for token in found)
         raise PictureError(
-            f"a picture is to be read at token {start}, as {count} placeholders (token "
-            f"{placeholder}), but of the tokens there {right} are; encode the text and its "
-            "pictures with the processor of the model that reads them"
+            f"a picture at token {start} needs {count} placeholders (token {placeholder}), but "
+            f"only {right} of the tokens there are; encode the text and its pictures with the "
+            "processor of the model that reads them"
         )

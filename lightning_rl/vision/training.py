@@ -14,15 +14,16 @@ from lightning_rl.vision.families import Family
 @configurable
 @dataclass(frozen=True)
 class Vision:
-    """What of an image-text model is trained beside its language model.
+    """Which parts of an image-text model are trained besides its language model.
 
     Args:
-        train_tower: the part that sees, all but the projector.
-        train_projector: what maps its states to the language model's (Qwen's mergers).
+        train_tower: train the vision tower, without the projector.
+        train_projector: train the modules that map the tower's states to the language model's
+            (Qwen's mergers).
         tower_lr: learning rate of both; None: the language model's.
 
     Raises:
-        ConfigError: for a learning rate that is negative, or of what is not trained.
+        ConfigError: for a negative learning rate, or one without anything to train.
     """
 
     train_tower: bool = False
@@ -36,7 +37,7 @@ class Vision:
             raise ConfigError(f"vision.tower_lr={self.tower_lr} must be >= 0")
         if not (self.train_tower or self.train_projector):
             raise ConfigError(
-                f"vision.tower_lr={self.tower_lr} is of nothing: set vision.train_tower or "
+                f"vision.tower_lr={self.tower_lr} has no effect: set vision.train_tower or "
                 "vision.train_projector"
             )
 
@@ -50,7 +51,7 @@ class Vision:
             module.requires_grad_(False)
 
     def adapted(self, family: type[Family], lm: PreTrainedModel) -> list[str]:
-        """Full names of the linear layers that a LoRA on all of them adapts: those trained."""
+        """Return the full names of all linear layers in trained parts, for a LoRA on all layers."""
         names = {id(module): name for name, module in lm.named_modules()}
         parts: list[nn.Module] = [family.language_model(lm)]
         if self.train_projector:
@@ -64,13 +65,13 @@ class Vision:
 
 
 def seeing_parameters(family: type[Family], lm: PreTrainedModel) -> set[int]:
-    """The ``id`` of each parameter of tower and projector."""
+    """Return the ``id`` of each parameter of tower and projector."""
     parts = [family.tower(lm), *family.projector(lm)]
     return {id(parameter) for part in parts for parameter in part.parameters()}
 
 
 def in_tower(family: type[Family], lm: PreTrainedModel) -> set[str]:
-    """Full names of the modules of tower and projector."""
+    """Return the full names of the modules of tower and projector."""
     parts = [family.tower(lm), *family.projector(lm)]
     own = {id(module) for part in parts for module in part.modules()}
     return {name for name, module in lm.named_modules() if id(module) in own}

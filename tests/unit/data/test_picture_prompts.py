@@ -177,7 +177,7 @@ def test_rows_without_pictures_are_as_they_were(folder, tokenizer):
         ("pics/cut.png", "cannot be decoded"),
         ("pics/page.png", "is not a PNG, JPEG, WebP or GIF"),
         ("pics/large.png", r"200×200 = 40,000 pixels, more than max_pixels=10,000"),
-        ("http://127.0.0.1:1/x.png", "cannot be had"),
+        ("http://127.0.0.1:1/x.png", "cannot be downloaded"),
     ],
 )
 def test_a_broken_picture_costs_one_prompt_and_one_message(folder, tokenizer, source, words):

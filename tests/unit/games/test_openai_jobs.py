@@ -332,7 +332,7 @@ def test_what_is_no_chat_completion_is_told(server, fault, says):
     "url", ["localhost:8000", "http://", "http:///v1", "http://h:99999/v1", "http://a b/v1", ""]
 )
 def test_an_address_that_is_none_is_refused(url):
-    with pytest.raises(ConfigError, match="must begin with http:// or https://, and name a host"):
+    with pytest.raises(ConfigError, match="must begin with http:// or https:// and name a host"):
         OpenAIChat(url)
 
 

@@ -145,8 +145,8 @@ async def test_anthropics_blocks_and_results_of_tools(policy, engine):
         ("data:image/png;base64,QUJD", "is not a PNG, JPEG, WebP or GIF"),
         ("file:///etc/hostname", "files cannot be named here"),
         ("/etc/hostname", "files cannot be named here"),
-        ("http://127.0.0.1:1/a.png", "not an address of the public internet"),
-        ("http://169.254.169.254/latest/meta-data", "not an address of the public internet"),
+        ("http://127.0.0.1:1/a.png", "not a public internet address"),
+        ("http://169.254.169.254/latest/meta-data", "not a public internet address"),
     ],
 )
 async def test_what_is_no_picture_or_not_a_strangers_to_see_is_the_clients_fault(

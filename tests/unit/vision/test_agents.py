@@ -130,7 +130,7 @@ def test_a_tools_broken_picture_is_told_to_the_model(policy, tool_agent):
 
 def test_texts_that_write_placeholders_are_refused(policy):
     template = TurnTemplate(policy.tokenizer)
-    with pytest.raises(PictureError, match="0 pictures are given, and the text has 1"):
+    with pytest.raises(PictureError, match="0 pictures are given, but the text has 1"):
         template.suffix([], [{"role": "user", "content": "a <|image_pad|>"}])
     chat, [one] = pictures_of(
         [{"role": "user", "content": [{"type": "image", "image": DRAWN}]}], PictureLimits()

@@ -233,7 +233,7 @@ def test_placeholders_that_do_not_fit_are_refused(model):
     ):
         with pytest.raises(PictureError, match="placeholders"):
             policy(pack_rollouts([answered(wrong, [60])]))
-    with pytest.raises(PictureError, match="2 pictures are given, and the text has 1"):
+    with pytest.raises(PictureError, match="2 pictures are given, but the text has 1"):
         policy.reader.expand([policy.reader.family.placeholder], [SMALL, TALL])
 
 

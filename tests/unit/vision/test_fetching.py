@@ -102,14 +102,14 @@ def test_a_picture_of_a_server_also_where_it_leads_on(server):
     ("path", "words"),
     [
         ("/404", "/404 answered 404 Not Found; correct the address"),
-        ("/401", "/401 answered 401 Unauthorized: it wants a key"),
-        ("/403", "it wants a key"),
+        ("/401", "/401 answered 401 Unauthorized: it requires a key"),
+        ("/403", "it requires a key"),
         ("/500", "answered 500"),
         ("/204", "answered 204"),
         ("/page", "/page is not a PNG, JPEG, WebP or GIF file: it begins with b'<html>no'"),
-        ("/breaks", "/breaks cannot be had"),
-        ("/drop", "/drop cannot be had"),
-        ("/round", "leads on more than 5 times"),
+        ("/breaks", "/breaks cannot be downloaded"),
+        ("/drop", "/drop cannot be downloaded"),
+        ("/round", "redirects more than 5 times"),
         ("/large", r"has 1,000,000,000,000 bytes, more than max_bytes=20,971,520"),
         ("/endless", r"has more than 20,971,520 bytes"),
     ],
@@ -119,7 +119,7 @@ def test_faults_of_a_server(server, path, words):
 
 
 def test_a_server_that_hangs_costs_a_time_limit(server):
-    refused(server.url + "/hang", "was not sent within timeout_s=0.2", timeout_s=0.2)
+    refused(server.url + "/hang", "did not arrive within timeout_s=0.2", timeout_s=0.2)
 
 
 def test_what_may_pass_is_tried_again(server):
@@ -133,7 +133,7 @@ def test_what_may_pass_is_tried_again(server):
 
 
 def test_no_server_and_no_address():
-    refused("http://127.0.0.1:1/a.png", r"127.0.0.1:1/a.png cannot be had")
+    refused("http://127.0.0.1:1/a.png", r"127.0.0.1:1/a.png cannot be downloaded")
     refused("http:///a.png", "name a host")
     refused("http://[::1/a.png", "name a host")
     refused("http://a:99999/b", "name a host")
@@ -156,7 +156,7 @@ def test_a_stranger_reaches_no_internal_host_however_it_is_called(server, host):
 
 
 def test_a_stranger_hears_why_and_what_to_do(server):
-    words = r"127\.0\.0\.1.*not an address of the public internet.*data: URI"
+    words = r"127\.0\.0\.1.*not a public internet address.*data: URI"
     refused(server.url + "/a.png", words, access=STRANGER)
 
 

@@ -136,15 +136,15 @@ def test_a_file_that_is_missing_or_none(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     refused(tmp_path / "pipe", "a named pipe")
     refused("a\0b.png", "cannot be read")
-    refused("s3://bucket/x.png", "s3:// is not read", "http(s)")
+    refused("s3://bucket/x.png", "s3:// is not supported", "http(s)")
 
 
 def test_what_is_no_picture():
     refused(b"<html>no</html>", "is not a PNG, JPEG, WebP or GIF", "begins with b'<html>no'")
     refused(b"", "it is empty")
     refused(file_of(red(), "TIFF"), "is not a PNG")
-    refused(7, "7 is no picture")
-    refused({"bytes": None, "path": None}, "is no picture")
+    refused(7, "7 is not a picture")
+    refused({"bytes": None, "path": None}, "is not a picture")
     refused("data:image/png;base64", "has no comma")
     refused("data:image/png;base64,a*b=", "is not base64")
 

@@ -80,7 +80,7 @@ def test_a_column_of_pictures_fills_the_places_of_a_chat():
     assert [picture.data for picture in pictures_of(filled, LIMITS)[1]] == [RED, BLUE]
     assert filled[0]["content"][1] == {"type": "text", "text": "or"}
     assert not has_pictures(with_sources([{"role": "user", "content": "Hi"}], []))
-    with pytest.raises(PictureError, match="1 pictures are given, and the chat has 2 places"):
+    with pytest.raises(PictureError, match="1 pictures are given, but the chat has 2 places"):
         with_sources(chat, [RED])
 
 
@@ -99,7 +99,7 @@ def test_without_places_pictures_precede_the_first_text_of_the_user():
 
 def test_too_many_are_refused_before_any_is_read():
     chat = [user(*[{"type": "image", "path": "missing.png"}] * 3)]
-    with pytest.raises(PictureError, match=r"3 pictures, more than max_per_prompt=2.*raise it"):
+    with pytest.raises(PictureError, match=r"3 pictures are more than max_per_prompt=2.*raise it"):
         pictures_of(chat, PictureLimits(max_per_prompt=2))
 
 
