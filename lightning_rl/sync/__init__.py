@@ -1,1 +1,1 @@
-"""Weights on their way from the trainer to an engine: when, in which order, and by what."""
+"""Weight sync from the trainer to an engine: schedules and transports."""

@@ -1,4 +1,4 @@
-"""Adapters that go alone: an engine keeps the base, and merges into it what comes."""
+"""Pushes of adapters alone: the engine keeps the base, and merges the adapters into it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -16,12 +16,12 @@ if TYPE_CHECKING:  # an engine's workers import this, and need no model of the t
 
 
 def unit_of(name: str) -> str:
-    """The module within which engines fuse weights: q, k and v; gate and up; all experts."""
+    """Return the module within which engines fuse weights: q, k and v; gate and up; all experts."""
     return name.partition(".experts.")[0] if ".experts." in name else ".".join(name.split(".")[:-2])
 
 
 def merge(name: str, weight: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
-    """``weight + lora_B @ lora_A``, computed in float32; ``weight`` if it is not adapted."""
+    """Return ``weight + lora_B @ lora_A``, computed in float32; ``weight`` if it has no adapter."""
     layer, _, leaf = name.rpartition(".")
     if leaf != "weight" or f"{layer}.lora_B" not in adapters:
         return weight
@@ -30,11 +30,11 @@ def merge(name: str, weight: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
 
 
 class Merger:
-    """Where weights arrive, in an engine's worker: makes whole weights of adapters.
+    """Merges pushed adapters into the base in an engine's worker, and passes on whole weights.
 
-    Adapters come first and all together; whatever comes after them in the same push is their base.
-    Of that it keeps, in the memory of the host, all modules in which something is adapted, for
-    engines load a module as a whole. A push without adapters passes through.
+    Adapters come first and all together; the rest of the push is their base. The merger keeps, in
+    host memory, every base module with an adapted weight, because engines load modules as a whole.
+    A push without adapters passes through unchanged.
 
     Args:
         device: where to merge.
@@ -48,13 +48,13 @@ class Merger:
         self._came: set[str] = set()
 
     def begin(self) -> None:
-        """A push begins."""
+        """Begin a push."""
         self._came.clear()
 
     def take(
         self, arrived: Iterable[tuple[str, Tensor]], with_base: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """What to load of what arrived; ``with_base``: adapters wait for their base to follow."""
+        """Yield the weights to load; ``with_base``: adapters wait for the base that follows."""
         units = set()
         for name, tensor in arrived:
             if is_adapter(name):
@@ -73,34 +73,34 @@ class Merger:
                     yield name, merge(name, weight.to(self._device), self._adapters)
 
     def seen_apart(self, held: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
-        """Digests of what an engine of this dtype holds, as those of what came."""
+        """Turn digests of what an engine of this dtype holds into digests of what was pushed."""
         base = {name: weight.to(self._device) for name, weight in self._base.items()}
         return seen_apart(held, base, self._adapters, dtype) if base else dict(held)
 
     def finish(self) -> None:
-        """A push ends.
+        """End a push.
 
         Raises:
-            IncompleteWeightsError: naming an adapter that it left as it was, or whose base is not
-                there.
+            IncompleteWeightsError: if the push did not bring an adapter, or the base of one is
+                missing; names the first.
         """
         if missing := sorted(self._adapters.keys() - self._came):
             raise IncompleteWeightsError(
-                f"the push left {len(missing)} adapters as they were, first {missing[0]!r}"
+                f"the push lacks {len(missing)} adapters, the first is {missing[0]!r}"
             )
         layers = {name.rpartition(".")[0] for name in self._adapters}
         if missing := sorted(layers - {name.rpartition(".")[0] for name in self._base}):
             raise IncompleteWeightsError(
-                f"the push brings adapters of {len(missing)} layers whose weights the engine has "
-                f"not, first {missing[0]!r}"
+                f"the push brings adapters of {len(missing)} layers whose base weights the engine "
+                f"lacks, the first is {missing[0]!r}"
             )
 
 
 def weights_apart(policy: "Policy", owes_base: bool) -> Iterator[tuple[str, Tensor]]:
-    """Adapters, and after them their base where an engine does not have it yet.
+    """Yield the adapters, and then their base if some engine does not have it yet.
 
-    Sharded weights are gathered by all ranks, also those that push nothing: so all have to go
-    through them, and each says whether it owes its engine the base.
+    All ranks gather sharded weights together, including those that push nothing: so every rank has
+    to exhaust this iterator, and says whether it owes its engine the base.
     """
     yield from policy.named_adapter_weights()
     if any_rank(owes_base):
@@ -110,7 +110,7 @@ def weights_apart(policy: "Policy", owes_base: bool) -> Iterator[tuple[str, Tens
 def merged(
     base: Mapping[str, Tensor], adapters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """All of ``base``, adapted; as an engine in this process takes it."""
+    """Yield all weights of ``base`` with adapters merged, for an engine in this process."""
     held = dict(adapters)
     for name, weight in base.items():
         yield name, merge(name, weight, held)
@@ -122,15 +122,15 @@ def seen_apart(
     adapters: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> dict[str, str]:
-    """Digests of base and adapters, of whoever holds them and an engine with both merged.
+    """Turn digests of merged weights in an engine into digests of base and adapters.
 
-    Where what the engine holds is what they make when they are merged again, it is the base's.
+    Where merging base and adapters again gives what the engine holds, the base's digest is used.
 
     Args:
         held: digests of what the engine holds.
-        base: weights that are adapted; others may be among them.
-        adapters: as they arrived, in float32.
-        dtype: the engine's.
+        base: the adapted weights; others may be among them.
+        adapters: the adapters as they arrived, in float32.
+        dtype: the engine's dtype.
     """
     found = dict(held) | digests((name, factor.float()) for name, factor in adapters.items())
     for name, weight in base.items():

@@ -1,4 +1,4 @@
-"""How weights get from the trainer to an engine, and the short way to one in its own process."""
+"""Transports of weights from the trainer to an engine, and those to one in the same process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ if TYPE_CHECKING:  # an engine's workers import this, and need no model of the t
     from lightning_rl.models.policy import Policy
 
 Passage = Callable[[Weights, int], Weights]
-"""What arrives of a version's weights."""
+"""Carries a version's weights to the engine, and returns them as they arrive."""
 
 
 class WeightTransport(ABC):
     """Carries weights to one engine."""
 
     reaches: ClassVar[tuple[type[Engine], ...]] = (Engine,)
-    """Kinds of engines that it can reach."""
+    """Engine classes that it can reach."""
     instead: ClassVar[str] = ""
-    """What to choose for the others."""
+    """What to use for other engines; part of an error message."""
 
     def connect(self, engine: Engine) -> None:
         """Get ready to push to ``engine``.
@@ -45,59 +45,59 @@ class WeightTransport(ABC):
             )
 
     def for_policy(self, name: str) -> "WeightTransport":
-        """Another one with the same settings, for one of several policies.
+        """Return a transport with the same settings, for one of several policies.
 
         Raises:
-            ConfigError: if it carries those of one policy only.
+            ConfigError: if this transport supports one policy only.
         """
         raise ConfigError(
-            f"{type(self).__name__} carries the weights of one policy; with several use "
+            f"{type(self).__name__} carries the weights of one policy; with several policies use "
             "MemoryTransport or CheckpointTransport"
         )
 
     def use_scratch(self, scratch: bool) -> None:
-        """Told before each run whether it is a fast dev run, which leaves nothing on disk."""
+        """Prepare for a run; ``scratch`` is True for a fast dev run, which leaves no files."""
 
     def weights_of(self, policy: "Policy") -> Weights:
-        """What to push of a policy: all weights, a LoRA merged into them."""
+        """Return the weights of a policy to push: all of them, with a LoRA merged."""
         return policy.named_weights()
 
     def kept_bytes(self, engine: Engine, elements: int) -> int:
-        """What it keeps in the host's memory between pushes to ``engine``, of so many weights."""
+        """Return the bytes of host memory kept between pushes of ``elements`` weights."""
         return 0
 
     @property
     def gpu_bytes(self) -> int:
-        """What it takes of rank 0's GPU beside the weights."""
+        """Bytes of rank 0's GPU memory that it uses besides the weights."""
         return 0
 
     @abstractmethod
     def push(self, weights: Weights, version: int) -> None:
-        """Hand over all weights, under their Hugging Face names; done when the engine has them.
+        """Push all weights, under their Hugging Face names; return when the engine has them.
 
         Raises:
             WeightSyncError: if the engine does not take them.
         """
 
     def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
-        """What the engine's processes hold under these names of a push."""
+        """Return what the engine's processes hold under these names of a push."""
         return engine.holdings(names)
 
     def compare_with(self, sent: SentWeights) -> None:
-        """Told what its pushes send, to compare with what it fills a process with later."""
+        """Set the record of pushed weights, to compare with processes that are filled later."""
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Disconnect from the engine."""
 
 
 class RoutedTransport(WeightTransport):
-    """Chooses its route when it is connected: what reaches that kind of engine."""
+    """Chooses, on ``connect``, the transport that reaches that kind of engine."""
 
     _route: WeightTransport | None = None
 
     @abstractmethod
     def route_to(self, engine: Engine) -> WeightTransport:
-        """What pushes to ``engine``."""
+        """Return the transport that pushes to ``engine``."""
 
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
@@ -122,13 +122,15 @@ class RoutedTransport(WeightTransport):
 
     @property
     def route(self) -> WeightTransport:
-        """What it is connected by.
+        """The transport to the connected engine.
 
         Raises:
             WeightSyncError: before ``connect``.
         """
         if self._route is None:
-            raise WeightSyncError(f"{type(self).__name__}.push before connect(engine)")
+            raise WeightSyncError(
+                f"{type(self).__name__} is not connected; call connect(engine) first"
+            )
         return self._route
 
 
@@ -139,13 +141,13 @@ def push(
     version: int,
     sent: SentWeights | None = None,
 ) -> int:
-    """Pause the engine, push to it, let it go on. On several ranks call it on all of them.
+    """Pause the engine, push to it, and resume it. With several ranks, all must call it.
 
-    With ``sent`` it goes on only if all that it holds was sent; returns how many tensors were
+    With ``sent``, check that the engine holds exactly what was sent. Return how many tensors were
     compared.
 
     Raises:
-        WeightSyncError: if the engine does not take the weights, or holds others.
+        WeightSyncError: if the engine does not take the weights, or holds other ones.
     """
     weights = iter(transport.weights_of(policy))
     try:
@@ -172,10 +174,10 @@ def push(
 
 
 def compare(transport: WeightTransport, engine: Engine, sent: SentWeights) -> int:
-    """Raise unless the engine holds what it was sent; returns how many tensors were compared.
+    """Check that the engine holds what it was sent; return how many tensors were compared.
 
     Raises:
-        WrongWeightsError: then the engine holds no version until the next push.
+        WrongWeightsError: if not; the engine then has no valid version until the next push.
     """
     try:
         return sent.require_held(lambda names: transport.holdings(engine, names))
@@ -188,16 +190,16 @@ def compare(transport: WeightTransport, engine: Engine, sent: SentWeights) -> in
 
 
 def by_reference(weights: Weights, version: int) -> Weights:
-    """The trainer's own tensors: nothing is copied."""
+    """Return the trainer's own tensors, without a copy."""
     return weights
 
 
 class InProcess(WeightTransport):
-    """All weights, a LoRA merged into them; frozen ones once, where the engine keeps them.
+    """Pushes all weights, with a LoRA merged; frozen ones only once if the engine keeps them.
 
     Args:
-        engine: that takes them.
-        passage: the way that they go.
+        engine: the engine to push to.
+        passage: carries the weights.
     """
 
     def __init__(self, engine: Engine, passage: Passage = by_reference) -> None:
@@ -217,14 +219,14 @@ class InProcess(WeightTransport):
 
 
 class AdaptersInProcess(InProcess):
-    """Adapters as they are, to an engine that keeps them apart; and once their base."""
+    """Pushes adapters unmerged, to an engine that keeps them separate, and their base once."""
 
     def weights_of(self, policy: "Policy") -> Weights:
         return weights_apart(policy, drives_engine(self.engine) and self.engine.lacks_base)
 
 
 class MergedInProcess(InProcess):
-    """Adapters alone, merged here into a base that is kept: sharded, it is gathered only once."""
+    """Merges adapters here into a kept base, so that a sharded base is gathered only once."""
 
     def __init__(self, engine: Engine, passage: Passage = by_reference) -> None:
         super().__init__(engine, passage)
@@ -251,7 +253,7 @@ class MergedInProcess(InProcess):
 def route_in_process(
     engine: Engine, adapters_only: bool, passage: Passage = by_reference
 ) -> InProcess:
-    """What pushes to an engine in this process."""
+    """Return the transport to an engine in this process."""
     if engine.takes_adapters:
         return AdaptersInProcess(engine, passage)
     return MergedInProcess(engine, passage) if adapters_only else InProcess(engine, passage)

@@ -1,4 +1,4 @@
-"""Weights in files, on a file system that trainer and engines share."""
+"""Weight sync by files, on a file system that trainer and engines share."""
 
 import json
 import os
@@ -22,10 +22,10 @@ _SUFFIX = ".safetensors"
 
 
 def read_weights(path: str, version: int, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Stream a file's weights, or some of them.
+    """Yield a file's weights, or those with ``names``.
 
     Raises:
-        DamagedWeightsError: if the file is missing, cut short, or of another version.
+        DamagedWeightsError: if the file is missing, truncated, or of another version.
     """
     name = Path(path).name  # vLLM blots out whole paths in what it tells
     try:
@@ -41,20 +41,20 @@ def read_weights(path: str, version: int, names: list[str] | None) -> Iterator[t
 
 @configurable
 class CheckpointTransport(StagedTransport):
-    """One safetensors file per version, that the engines load; old ones are removed.
+    """Writes one safetensors file per version, which the engines load; removes old files.
 
-    A file appears under its name only when all of it is on the disk, and is written tensor by
-    tensor, cast to the engine's dtype, so no second copy of the weights is in memory.
+    A file gets its name only when it is completely on disk. It is written tensor by tensor, cast to
+    the engine's dtype, so there is no second copy of the weights in memory.
 
     Args:
-        directory: seen by trainer and engines under this path.
-        keep: files to keep: the newest, from which restarted replicas are filled, and those before.
-        changed_only: engines load only modules that differ from the file before.
+        directory: folder that trainer and engines reach under this path.
+        keep: number of files to keep; restarted replicas are filled from the newest.
+        changed_only: engines load only modules that differ from the previous file.
         adapters_only: write a LoRA's base once, and then files with its adapters alone.
-        timeout_s: for each step of a push; loading the file is one.
+        timeout_s: time limit of each step of a push; loading the file is one step.
 
     Raises:
-        ConfigError: for impossible values.
+        ConfigError: for values out of range.
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class CheckpointTransport(StagedTransport):
         super().__init__(timeout_s, True, changed_only, adapters_only)
         require_at_least(1, keep=keep)
         if changed_only and keep < 2:
-            raise ConfigError(f"changed_only=true compares with the file before; {keep=} must be 2")
+            raise ConfigError(
+                f"changed_only=true compares with the previous file; {keep=} must be >= 2"
+            )
         self.directory = self._given = Path(directory).absolute()
         self.keep = keep
 
     def for_policy(self, name: str) -> "CheckpointTransport":
-        """Its files are in a folder of the policy's name."""
+        """Return a transport whose files are in a subfolder with the policy's name."""
         settings = self.changed_only, self.adapters_only, self.timeout_s
         return CheckpointTransport(str(self._given / name), self.keep, *settings)
 
@@ -98,7 +100,7 @@ class CheckpointTransport(StagedTransport):
         return read_weights(bucket["path"], bucket["version"], bucket["names"])
 
     def _write(self, weights: WeightStream) -> Path:
-        """Write a version's file, and remove those that are too old."""
+        """Write a version's file, and remove files beyond ``keep``."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{weights.kind}-{weights.version:08d}{_SUFFIX}"
         temporary = path.with_suffix(".partial")
@@ -117,18 +119,18 @@ class CheckpointTransport(StagedTransport):
         return path
 
     def _by_age(self, kind: Kind) -> list[Path]:
-        """Files of this kind, oldest first.
+        """Return the files of this kind, oldest first.
 
-        By age, not by number: a run that is resumed from an earlier version writes that anew.
+        By age, not by number: a run that is resumed from an earlier version writes it again.
         """
         files = self.directory.glob(f"{kind}-*{_SUFFIX}")
         return sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name))
 
 
 def write_safetensors(path: Path, weights: WeightStream) -> None:
-    """Write tensor by tensor, in any order, and return when all is on the disk.
+    """Write weights tensor by tensor, in any order; return when everything is on disk.
 
-    The format: 8 bytes of the header's length, little-endian; the header, JSON; then the data
+    The format is: the header's length in 8 bytes, little-endian; the header as JSON; then the data
     (https://huggingface.co/docs/safetensors).
     """
     version, dtype = str(weights.version), weights.dtype
@@ -155,7 +157,7 @@ def write_safetensors(path: Path, weights: WeightStream) -> None:
 
 
 def _changed(before: Path, after: Path) -> list[str]:
-    """Weights of all modules in which two files differ."""
+    """Return the names of the weights in all modules in which two files differ."""
     with safe_open(before, "pt") as old, safe_open(after, "pt") as new:
         names = list(new.keys())
         units = {

@@ -1,4 +1,4 @@
-"""Weights broadcast in a process group of its own, beside whatever group the trainer has."""
+"""Weight sync by broadcasts in a separate process group, besides the trainer's own groups."""
 
 import logging
 import os
@@ -26,20 +26,22 @@ _log = logging.getLogger(__name__)
 
 
 class BroadcastGroup:
-    """One sender (rank 0) and its receivers, that meet at a store; never the default group.
+    """A group of one sender (rank 0) and its receivers, which meet at a TCP store.
+
+    It is never the default group.
 
     Args:
-        host: the sender's address, as receivers reach it; the store listens there only.
-        port: where its store listens; 0 for the sender itself: any.
-        rank: 0 sends.
-        size: how many processes meet.
+        host: the sender's address, as receivers reach it; the store listens only there.
+        port: the store's port; the sender may give 0, for any free one.
+        rank: this process's rank; 0 sends.
+        size: number of processes in the group.
         backend: ``gloo`` (CPU) or ``nccl`` (GPU).
-        timeout_s: for meeting, and for each broadcast.
-        device: on which tensors lie that are broadcast; None: the CPU.
+        timeout_s: time limit for meeting, and for each broadcast.
+        device: device of the broadcast tensors; None: the CPU.
 
     Raises:
         SyncTimeoutError: if they do not meet in time.
-        ConfigError: for a ``host`` that is no address of the sender's machine.
+        ConfigError: if ``host`` is not an address of the sender's machine.
     """
 
     def __init__(
@@ -69,11 +71,15 @@ class BroadcastGroup:
 
     @property
     def port(self) -> int:
-        """Where the store listens."""
+        """The port on which the store listens."""
         return int(self._store.port)
 
     def meet(self) -> None:
-        """Wait for the others."""
+        """Wait for the other processes.
+
+        Raises:
+            SyncTimeoutError: if they do not come in time.
+        """
         try:
             self._group = _BACKENDS[self.backend](self)
         except (RuntimeError, ValueError) as error:
@@ -83,7 +89,7 @@ class BroadcastGroup:
             ) from error
 
     def broadcast(self, tensor: Tensor) -> Any:
-        """Send (rank 0) or receive in place; ``wait`` for what it returns.
+        """Start sending (rank 0) or receiving ``tensor`` in place; pass the result to ``wait``.
 
         Raises:
             SyncTimeoutError: if a peer is known to be gone.
@@ -95,14 +101,15 @@ class BroadcastGroup:
             return self._group.broadcast([tensor], options)
         except RuntimeError as error:
             raise SyncTimeoutError(
-                f"a broadcast of weights did not begin, a peer is gone: {first_line(error)}"
+                f"a broadcast of weights could not begin because a peer is gone: "
+                f"{first_line(error)}"
             ) from error
 
     def wait(self, work: Any) -> None:
-        """Until a broadcast is done.
+        """Wait until a broadcast is done.
 
         Raises:
-            SyncTimeoutError: if a peer is stuck or gone.
+            SyncTimeoutError: if a peer hangs or is gone.
         """
         try:
             work.wait(self._timeout)
@@ -113,7 +120,7 @@ class BroadcastGroup:
             ) from error
 
     def close(self) -> None:
-        """Leave, whatever is under way; those that wait for us learn of it at once."""
+        """Leave the group at once, aborting any broadcast; waiting peers get an error."""
         if self._group is not None:
             try:
                 self._group.abort()
@@ -122,7 +129,7 @@ class BroadcastGroup:
             self._group = None
 
     def close_soon(self) -> None:
-        """The same, without waiting: gloo does, until a send to one that hangs has timed out."""
+        """Leave in the background: gloo blocks until a send to a hanging peer has timed out."""
         threading.Thread(target=self.close, name="leave_group", daemon=True).start()
 
     def _gloo(self) -> Any:
@@ -149,7 +156,7 @@ class BroadcastGroup:
         return dist.PrefixStore("lightning_rl", self._store)
 
     def _own_address(self) -> str:
-        """Of the interface that leads to the sender: loopback stays on loopback."""
+        """Return the address of the interface that leads to the sender; loopback for loopback."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.host, self.port))
             return str(probe.getsockname()[0])
@@ -157,11 +164,11 @@ class BroadcastGroup:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Groups of NCCL that are made here raise errors where one waits, and end no process.
+    """Make NCCL groups created here raise errors in ``wait`` instead of ending the process.
 
-    Else a thread of torch's watches them, and when a broadcast is not done in time, takes the whole
-    process down. Where waiting blocks there is no such thread: ``wait`` looks at the clock itself,
-    aborts the communicator and raises. A group reads this when it is made, and no other is to.
+    By default a watchdog thread of torch's ends the whole process if a broadcast is late. With
+    blocking wait there is no such thread: ``wait`` checks the time itself, aborts the communicator
+    and raises. A group reads the variable when it is made; other groups must not see it.
     """
     name, value = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ[name] = "1"
@@ -178,23 +185,27 @@ _BACKENDS = {"gloo": BroadcastGroup._gloo, "nccl": BroadcastGroup._nccl}
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address and no other."""
+    """Return a socket that listens at this address only.
+
+    Raises:
+        ConfigError: if that is not possible.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(
-            f"host={host!r} cannot be listened at ({error}); give an address of this machine that "
+            f"cannot listen at host={host!r} ({error}); give an address of this machine that "
             "the engine's processes reach"
         ) from error
 
 
 def require_backend(backend: str) -> None:
-    """Refuse a backend that this machine has not.
+    """Refuse a backend that this machine does not have.
 
     Raises:
-        ConfigError: naming the other one.
+        ConfigError: names the other one.
     """
     if backend not in _BACKENDS:
         raise ConfigError(f"backend={backend!r} must be one of {sorted(_BACKENDS)}")
@@ -203,9 +214,9 @@ def require_backend(backend: str) -> None:
 
 
 class BroadcastReceiver(WeightReceiver):
-    """A process group; the sender broadcasts.
+    """Receives weights by broadcasts in a process group.
 
-    ``first`` is the rank in it of the first worker of this replica.
+    ``first`` is the group rank of this replica's first worker.
     """
 
     def __init__(self, device: torch.device, rank: int, first: int = 1, **options: Any) -> None:
@@ -234,26 +245,28 @@ class BroadcastReceiver(WeightReceiver):
 class CollectiveTransport(StagedTransport):
     """Broadcasts to engines in other processes, also on other machines: NCCL on GPUs, gloo on CPUs.
 
-    Each replica and the trainer have a group of their own (beside the trainer's own groups), so
-    that one which dies or hangs takes no other with it; a restarted one joins anew. The trainer
-    sends all weights once for each replica: for many, take :class:`SharedCollectiveTransport`.
+    The trainer shares a separate group with each replica (besides the trainer's own groups), so a
+    replica that dies or hangs does not affect the others; a restarted one joins again. The trainer
+    sends all weights once per replica: for many, use :class:`SharedCollectiveTransport`.
 
     Args:
-        backend: ``nccl`` or ``gloo``; None: by whether this machine has a GPU.
+        backend: ``nccl`` or ``gloo``; None: ``nccl`` if this machine has a GPU.
         host: this machine's address, as the engines reach it.
         bucket_mb: MiB per broadcast.
-        keep_copy: keep all buckets, from which a restarted replica is filled: as much memory of
-            the host as the engine's weights. Otherwise two buckets, used in turn; with NCCL that is
-            what is on the GPU in any case.
+        keep_copy: keep all buckets in host memory, as much as the engine's weights, to fill
+            restarted replicas from. Otherwise two buckets are used in turn; with NCCL the GPU
+            always holds only two.
         changed_only: send only buckets with a change, and load only modules that differ from what
             was sent last; needs ``keep_copy``.
         adapters_only: send a LoRA's base once, and then its adapters alone; needs ``keep_copy``.
-        timeout_s: for meeting, for each step of a push, and each bucket.
+        timeout_s: time limit for meeting, for each step of a push, and for each bucket.
     """
 
     stages_in_memory = leaves_out = True
     reaches = (ReplicatedEngine,)
-    instead = "it is in the trainer's own process: use MemoryTransport or CheckpointTransport"
+    instead = (
+        "that engine is in the trainer's own process: use MemoryTransport or CheckpointTransport"
+    )
 
     def __init__(
         self,
@@ -315,7 +328,11 @@ class CollectiveTransport(StagedTransport):
         self._groups[replica] = self._met([replica])
 
     def _met(self, replicas: Sequence[Replica]) -> BroadcastGroup:
-        """A group of this process and all workers of some replicas."""
+        """Return a group of this process and all workers of these replicas, once they have met.
+
+        Raises:
+            SyncTimeoutError: if they do not meet in time.
+        """
         options: dict[str, Any] = {
             "host": self.host,
             "size": 1 + sum(replica.workers for replica in replicas),
@@ -361,7 +378,7 @@ class CollectiveTransport(StagedTransport):
         return flat
 
     def _staged_flat(self, bucket: Bucket) -> Tensor:
-        """A bucket's buffer, for a restarted replica with what was sent of it."""
+        """Return a bucket's buffer; for a restarted replica, with the bucket's last content."""
         slot, numel = bucket["slot"], bucket["numel"]
         if not self._copies_to_host:
             return self._buffers[slot][:numel]
@@ -385,9 +402,9 @@ def _at_least(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> Tensor:
-    """The first elements of a buffer that is held, or made if it is too small.
+    """Return the first ``numel`` elements of a held buffer, which is remade if it is too small.
 
-    ``device`` None: in the host's memory, page-locked where there are GPUs.
+    ``device`` None: in host memory, page-locked if there are GPUs.
     """
     buffer = held.get(number)
     if buffer is None or buffer.dtype != dtype or len(buffer) < numel:

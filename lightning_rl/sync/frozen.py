@@ -1,7 +1,7 @@
-"""Weights that nothing trains: a push brings them once, and leaves them out while they stay so.
+"""Frozen weights: pushed once, and left out of later pushes while they do not change.
 
-In a push a tensor on the ``meta`` device, which has a shape and no numbers, stands for a weight
-that is left out: whoever takes the push keeps what an earlier one has brought.
+In a push, a tensor on the ``meta`` device, which has a shape but no data, stands for a weight that
+is left out: the receiver keeps what an earlier push brought.
 """
 
 from collections.abc import Iterator
@@ -17,20 +17,21 @@ if TYPE_CHECKING:  # an engine's workers import this, and need no model of the t
 
 
 class FrozenWeights:
-    """What the push before has brought of frozen weights; it is one transport's to one engine.
+    """Tracks the frozen weights of the last push, of one transport to one engine.
 
-    A weight that is written over all the same is noticed, and all are sent again; one that is
-    written through ``.data``, past PyTorch's count of changes, is not.
+    If a frozen weight is modified nevertheless, all are sent again; a write through ``.data``,
+    which bypasses PyTorch's version counter, goes unnoticed.
     """
 
     def __init__(self) -> None:
         self._brought: dict[str, tuple[nn.Parameter, int]] = {}
 
     def weights_of(self, policy: "Policy", owed: bool) -> Iterator[tuple[str, Tensor]]:
-        """All of a policy's weights, those left out as ``meta`` tensors; ``owed``: whole.
+        """Yield a policy's weights, with ``meta`` tensors for those left out; ``owed``: none is.
 
-        Sharded weights are gathered by all ranks, so these decide together, and all have to go
-        through them. Others are a rank's own affair: rank 0 may push alone, as a rerun does.
+        All ranks gather sharded weights together, so they decide together, and all have to exhaust
+        the iterator. Without sharding each rank decides alone: rank 0 may push by itself, as a
+        rerun does.
         """
         frozen = _whole_units(policy)
         same = frozen.keys() == self._brought.keys() and all(
@@ -47,7 +48,7 @@ class FrozenWeights:
 
 
 def _whole_units(policy: "Policy") -> dict[str, nn.Parameter]:
-    """Frozen weights of those modules of which all is: engines load a module as a whole."""
+    """Return the weights of completely frozen modules: engines load a module as a whole."""
     frozen, moving = policy.frozen_weights()
     units = {unit_of(name) for name in moving}
     return {name: weight for name, weight in frozen.items() if unit_of(name) not in units}

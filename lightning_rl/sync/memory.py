@@ -1,4 +1,4 @@
-"""Weights handed over in memory; and how weights are laid out in flat buffers."""
+"""Weight sync in memory, and the layout of weights in flat buffers."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -19,29 +19,29 @@ from lightning_rl.sync.staged import StagedTransport
 from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
 
 _ALIGNMENT = 64
-"""Elements; in a flat buffer a tensor starts at a multiple of it."""
+"""In a flat buffer, each tensor starts at a multiple of so many elements."""
 
 
 @dataclass(slots=True)
 class BufferLayout:
-    """Weights, and where each starts in a flat buffer of ``numel`` elements."""
+    """Weights, and the start of each in a flat buffer of ``numel`` elements."""
 
     weights: list[tuple[str, Tensor]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     numel: int = 0
 
     def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Append them."""
+        """Append weights."""
         for name, weight in weights:
             self.weights.append((name, weight))
             self.starts.append(self.numel)
             self.numel += _aligned(weight)
 
     def copy_changed(self, flat: Tensor, everything: bool) -> list[str]:
-        """Write to ``flat``, casting, what differs from what it holds.
+        """Write weights that differ from their values in ``flat``, casting them.
 
-        Returns the names of all weights in units that changed; ``everything``: of all but those
-        left out of the push, which ``flat`` holds.
+        Return the names of all weights in units that changed. ``everything`` writes all weights but
+        those left out of the push, which ``flat`` already holds.
         """
         changed: set[str] = set()
         for (name, weight), start in zip(self.weights, self.starts, strict=True):
@@ -54,7 +54,7 @@ class BufferLayout:
         return [name for name, _ in self.weights if unit_of(name) in changed]
 
     def entries(self) -> list[tuple[str, list[int], int]]:
-        """Name, shape and first element of all weights."""
+        """Return name, shape and first element of all weights."""
         return [
             (name, list(weight.shape), start)
             for (name, weight), start in zip(self.weights, self.starts, strict=True)
@@ -66,7 +66,7 @@ def _aligned(weight: Tensor) -> int:
 
 
 def cut(weights: Weights, max_numel: int) -> Iterator[BufferLayout]:
-    """Layouts of at most ``max_numel`` elements, or of one unit where that is larger."""
+    """Yield layouts of at most ``max_numel`` elements, or of a single larger unit."""
     layout = BufferLayout()
     for _, group in groupby(weights, key=lambda item: unit_of(item[0])):
         unit = list(group)  # which an engine fuses, so it is not split
@@ -87,14 +87,14 @@ def fill_buffers(
     """Copy weights to flat buffers, casting them on the way.
 
     Args:
-        weights: what to copy.
-        bucket_mb: MiB per buffer; a larger module has one of its own size.
-        keep_copy: one buffer for each bucket; else two in turn.
-        buffer: gives one by its number, elements and dtype, and whether it is read: then what it
-            held before has to be still in it.
+        weights: the weights to copy.
+        bucket_mb: MiB per buffer; a larger module gets a buffer of its own size.
+        keep_copy: use one buffer for each bucket; else two buffers in turn.
+        buffer: returns a buffer, given its number, number of elements and dtype, and whether it is
+            read: then it must still have its previous content.
 
     Yields:
-        What :func:`unpack` needs to know of a bucket, and its buffer.
+        A bucket's description for :func:`unpack`, and its buffer.
     """
     slots: Iterable[int] = cycle((0, 1))  # one is loaded by the engines while the next is written
     if weights.kind == "adapters":
@@ -112,7 +112,7 @@ def fill_buffers(
 
 
 def unpack(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """Views of a flat buffer: all that it holds, or some ``names``."""
+    """Yield a flat buffer's weights as views: all, or those with the bucket's ``names``."""
     for name, shape, start in bucket["tensors"]:
         if bucket["names"] is None or name in bucket["names"]:
             size = torch.Size(shape)
@@ -120,7 +120,7 @@ def unpack(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 class SharedMemoryReceiver(WeightReceiver):
-    """Memory of a sender on the same machine; it is mapped, not copied."""
+    """Maps the memory of a sender on the same machine, without a copy."""
 
     def __init__(self) -> None:
         super().__init__(self._fetch)
@@ -135,9 +135,9 @@ class SharedMemoryReceiver(WeightReceiver):
             found = os.stat(path)
         except OSError as error:
             raise DamagedWeightsError(
-                f"the trainer's shared memory is out of reach ({error}): is the engine on another "
-                "machine, in another container, or another user's? Use CheckpointTransport or "
-                "CollectiveTransport"
+                f"the trainer's shared memory cannot be reached ({error}): is the engine on "
+                "another machine, in another container, or another user's? Use CheckpointTransport "
+                "or CollectiveTransport"
             ) from error
         if found.st_size < size:
             raise DamagedWeightsError(f"{path} holds {found.st_size} bytes instead of {size}")
@@ -153,18 +153,19 @@ class SharedMemoryReceiver(WeightReceiver):
 
 @configurable
 class MemoryTransport(StagedTransport):
-    """By reference to an engine in this process; through shared memory to others on this machine.
+    """Passes weights by reference to an engine in this process, else through shared memory.
 
-    The arguments matter only for engines in other processes. Shared memory has no name in the file
-    system and is gone when the last process that uses it is, however that ends.
+    The arguments matter only for engines in other processes, which must be on this machine. Shared
+    memory has no name in the file system, and is freed when the last process that uses it ends,
+    however it ends.
 
     Args:
-        bucket_mb: MiB that are copied before the engines start to load them.
-        keep_copy: keep all buckets, from which a restarted replica is filled: as much memory as the
-            engine's weights. Otherwise two buckets, used in turn.
+        bucket_mb: MiB to copy before the engines start to load them.
+        keep_copy: keep all buckets, as much memory as the engine's weights, to fill restarted
+            replicas from. Otherwise two buckets are used in turn.
         changed_only: send only modules that differ from what was sent last; needs ``keep_copy``.
         adapters_only: send a LoRA's base once, and then its adapters alone; needs ``keep_copy``.
-        timeout_s: for each step of a push, and each bucket.
+        timeout_s: time limit of each step of a push, and of each bucket.
     """
 
     stages_in_memory = leaves_out = True

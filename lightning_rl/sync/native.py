@@ -1,4 +1,4 @@
-"""vLLM's own weight transfer, of which it brings both ends, to servers started with it."""
+"""Weight sync by vLLM's own weight transfer, to servers started with it; vLLM has both ends."""
 
 import base64
 import pickle
@@ -32,7 +32,7 @@ from lightning_rl.sync.stream import Weights
 
 
 class Declared(NamedTuple):
-    """A weight that will come, as vLLM asks for it."""
+    """A weight that will be pushed, in the form that vLLM asks for."""
 
     name: str
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Declared(NamedTuple):
 
 
 class PushedWeights:
-    """The weights of a push, on the device and in the dtype that go over; vLLM's `source`."""
+    """The weights of a push, on the device and in the dtype to send; vLLM's ``source``."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> None:
         self.shapes, self.dtype = shapes, dtype
@@ -48,7 +48,7 @@ class PushedWeights:
         self.weights: Weights = ()
 
     def metadata(self) -> list[Declared]:
-        """What comes, in order."""
+        """Return the weights to come, in order."""
         return [Declared(name, self.dtype, tuple(shape)) for name, shape in self.shapes.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -57,14 +57,14 @@ class PushedWeights:
 
 
 class ReplicaClient:
-    """Tells all replicas of each step at the same time; vLLM's `client`."""
+    """Requests each step of all replicas at the same time; vLLM's ``client``."""
 
     def __init__(self, replicas: list[Replica], timeout_s: float) -> None:
         self.replicas, self.timeout_s, self.version = replicas, timeout_s, -1
         self.refused: Future[None] = Future()  # never done, but with an error
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connect; in a group, each replica's workers come after those of the one before."""
+        """Connect; in a group, each replica's workers follow those of the previous replica."""
         infos, rank = [], 1
         for replica in self.replicas:
             place = {"rank_offset": rank} if "rank_offset" in init_info else {}
@@ -84,7 +84,7 @@ class ReplicaClient:
         self._all(replica.begin(self.timeout_s) for replica in self.replicas)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Tell what comes; done when all have loaded it."""
+        """Announce weights; return when all replicas have loaded them."""
         info = dict(update_info)
         if (handles := info.pop("ipc_handles", None)) is not None:  # JSON has no bytes
             info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
@@ -95,7 +95,7 @@ class ReplicaClient:
         )
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End it: caches are dropped, and each says the version."""
+        """End a push: replicas drop their caches, and take the version."""
         self._all(replica.set_version(self.version, self.timeout_s) for replica in self.replicas)
 
     def _all(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> None:
@@ -104,19 +104,19 @@ class ReplicaClient:
 
 
 class NativeTransport(WeightTransport):
-    """What both have in common.
+    """Base of the transports that use vLLM's weight transfer.
 
     Args:
-        bucket_mb: MiB that are packed together.
-        timeout_s: for meeting, for each step, and for a whole push.
+        bucket_mb: MiB to pack together.
+        timeout_s: time limit for meeting, for each step, and for a whole push.
     """
 
     reaches = (VLLMServer,)
     instead = "use MemoryTransport, or CollectiveTransport for RayEngine"
     backend: ClassVar[str]
-    """vLLM's name of it."""
+    """vLLM's name of the transfer."""
     buffers: ClassVar[int]
-    """How many of ``bucket_mb`` a push takes of the GPU."""
+    """Number of buffers of ``bucket_mb`` that a push needs on the GPU."""
 
     def __init__(self, bucket_mb: float, timeout_s: float) -> None:
         require_at_least(0.1, timeout_s=timeout_s)
@@ -150,10 +150,12 @@ class NativeTransport(WeightTransport):
     def push(self, weights: Weights, version: int) -> None:
         engine = self._engine
         if engine is None:
-            raise WeightSyncError(f"{type(self).__name__}.push before connect(engine)")
+            raise WeightSyncError(
+                f"{type(self).__name__} is not connected; call connect(engine) first"
+            )
         with engine.taking_weights(version) as replicas:
             if not replicas:
-                raise ReplicaLost(f"no server is left for the push of version {version}")
+                raise ReplicaLost(f"no server is alive for the push of version {version}")
             try:
                 self._meet(engine, replicas)
                 self._send(weights, version)
@@ -169,7 +171,7 @@ class NativeTransport(WeightTransport):
 
     @abstractmethod
     def _init_info(self, workers: int) -> Any:
-        """What vLLM's end in the trainer is made of."""
+        """Return the settings of vLLM's end in the trainer."""
 
     # ---------------------------------------------------------------- the push
 
@@ -204,7 +206,7 @@ class NativeTransport(WeightTransport):
         except Exception as error:
             if limit.finished.is_set():
                 raise SyncTimeoutError(
-                    f"the push of version {version} was not done within {self.timeout_s:g} s"
+                    f"the push of version {version} took longer than timeout_s={self.timeout_s:g}"
                 ) from error
             raise WeightSyncError(
                 f"vLLM's {self.backend} transfer failed: {last_line(error)}"
@@ -223,13 +225,13 @@ class NativeTransport(WeightTransport):
 class NCCLTransport(NativeTransport):
     """vLLM's ``nccl`` transfer: one broadcast, in a group of the trainer and all servers' GPUs.
 
-    A server that dies ends the push, and one that was started anew gets its weights with the next
-    one: :class:`CollectiveTransport` outlives the first and saves the second.
+    A server that dies fails the push, and a restarted server gets its weights only with the next
+    push; :class:`CollectiveTransport` avoids both.
 
     Args:
         host: this machine's address, as the servers reach it.
         bucket_mb: MiB per broadcast.
-        timeout_s: for meeting, for each step, and for a whole push.
+        timeout_s: time limit for meeting, for each step, and for a whole push.
     """
 
     backend = "nccl"
@@ -255,14 +257,14 @@ class NCCLTransport(NativeTransport):
 
 @configurable
 class IPCTransport(NativeTransport):
-    """vLLM's ``ipc`` transfer: a server on the trainer's own GPU opens the weights where they lie.
+    """vLLM's ``ipc`` transfer: a server on the trainer's own GPU maps the weights in place.
 
-    For one training process and one server without tensor parallelism, which share a GPU. The
-    server unpickles what it is told; one at ``urls`` needs ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``.
+    It is for one training process and one server without tensor parallelism, which share a GPU. The
+    server unpickles messages; one at ``urls`` needs ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``.
 
     Args:
-        bucket_mb: MiB that are packed together, and so the memory that a push takes.
-        timeout_s: for each step, and for a whole push.
+        bucket_mb: MiB to pack together, which is the memory that a push needs.
+        timeout_s: time limit of each step, and of a whole push.
     """
 
     backend = "ipc"
@@ -291,10 +293,11 @@ class IPCTransport(NativeTransport):
 
 
 def _in_time(meet: Callable[[], Any], client: ReplicaClient, device: torch.device) -> Any:
-    """``meet()``, unless a server refuses or it takes too long: NCCL waits for peers for ever.
+    """Return ``meet()``, within a time limit and unless a server refuses: NCCL waits forever.
 
     Raises:
-        SyncTimeoutError: if it does.
+        SyncTimeoutError: if it takes too long.
+        WeightSyncError: if it fails otherwise.
     """
     met: Future[Any] = Future()
 
@@ -309,7 +312,7 @@ def _in_time(meet: Callable[[], Any], client: ReplicaClient, device: torch.devic
     threading.Thread(target=run, name="meet_vllm", daemon=True).start()
     done, _ = wait((met, client.refused), client.timeout_s, FIRST_COMPLETED)
     if not done:
-        raise SyncTimeoutError(f"the servers did not meet within {client.timeout_s:g} s")
+        raise SyncTimeoutError(f"the servers did not meet within timeout_s={client.timeout_s:g}")
     # Who refuses says why; vLLM's end then fails, too.
     answer = client.refused if client.refused in done else met
     try:

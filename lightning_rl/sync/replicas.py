@@ -1,4 +1,4 @@
-"""Weights to an engine's replicas: who is told what, in which order, and who is left."""
+"""Weight pushes to an engine's replicas, which continue if a replica dies."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ Question = Callable[[Replica], Coroutine[Any, Any, Any]]
 
 
 class Stager(Protocol):
-    """What a push to replicas asks of a transport: see ``StagedTransport``."""
+    """The part of a transport that a push to replicas uses: see ``StagedTransport``."""
 
     timeout_s: float
     keep_copy: bool
@@ -46,12 +46,12 @@ class Stager(Protocol):
 class ReplicaPush(WeightTransport):
     """Stages weights once, and lets all replicas fetch them, bucket by bucket.
 
-    A replica that dies or hangs in the middle is left out (and restarted by the engine, then filled
-    with what is staged), the others are served; one that refuses ends the push.
+    A replica that dies or hangs during the push is left out (the engine restarts it, and it is then
+    filled with the staged weights), and the others continue; one that refuses fails the push.
 
     Args:
         transport: stages the weights, and connects to replicas.
-        engine: whose replicas they are.
+        engine: the engine whose replicas get the weights.
     """
 
     def __init__(self, transport: Stager, engine: ReplicatedEngine) -> None:
@@ -79,7 +79,7 @@ class ReplicaPush(WeightTransport):
 
     @property
     def _adapters_alone(self) -> bool:
-        """Whether a push brings a LoRA's adapters, and their base once."""
+        """Whether pushes bring a LoRA's adapters alone, and their base only once."""
         return self.transport.adapters_only or self.engine.takes_adapters
 
     def compare_with(self, sent: SentWeights) -> None:
@@ -98,15 +98,16 @@ class ReplicaPush(WeightTransport):
             self._kept = version if transport.keep_copy else None
             if not left and not transport.keep_copy:
                 raise ReplicaLost(
-                    f"no replica was left at the end of the push of version {version}, and "
-                    f"{type(transport).__name__} keeps no copy to fill a restarted one with"
+                    f"all replicas were lost during the push of version {version}, and "
+                    f"{type(transport).__name__} keeps no copy to fill a restarted one with; set "
+                    "keep_copy: true"
                 )
 
     def _all_hold_what_is_kept(self, replicas: list[Replica]) -> bool:
         return all(replica.version == self._kept for replica in replicas)
 
     def refill(self, replica: Replica) -> None:
-        """Give a replica that was restarted the weights of the last push, if they are kept."""
+        """Give a restarted replica the weights of the last push, if they are kept."""
         with self._exclusive:
             version = self._kept
             if version is not None and replica.version != version:
@@ -139,7 +140,7 @@ class ReplicaPush(WeightTransport):
             yield from self._staged["base"]
 
     def _stage_kind(self, weights: WeightStream, complete: bool) -> Iterator[Bucket]:
-        """Note what is staged; pass on what differs, or all."""
+        """Record the staged buckets; yield those with changes, or all if ``complete``."""
         staged = self._staged[weights.kind] = []
         for bucket in self.transport.stage(weights):
             whole = bucket | {"names": None}
@@ -148,7 +149,7 @@ class ReplicaPush(WeightTransport):
                 yield whole if complete else bucket
 
     def _all_staged(self) -> Iterable[Bucket]:
-        """What a replica that holds nothing needs, whole."""
+        """Return all buckets, whole, for a replica that holds nothing."""
         return chain.from_iterable(self._staged.values())
 
     # ---------------------------------------------------------------- who is told what
@@ -156,7 +157,7 @@ class ReplicaPush(WeightTransport):
     def _deliver(
         self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
     ) -> list[Replica]:
-        """Tell all of each bucket; returns the replicas that have taken everything."""
+        """Announce each bucket to all; return the replicas that have loaded everything."""
         live, timeout_s = list(replicas), self.transport.timeout_s
 
         def ask(question: Question) -> Answers:
@@ -194,7 +195,7 @@ class ReplicaPush(WeightTransport):
         return live
 
     def _telling(self, bucket: Bucket | None, complete: bool) -> Question:
-        """Tells a replica of a bucket; None: there is no further one."""
+        """Return the call that announces a bucket to a replica; None: there are no more."""
         info = {"bucket": bucket, "complete": complete}
         timeout_s = self.transport.timeout_s
         return lambda r: r.transfer("update_weights", timeout_s, update_info=info)
@@ -205,18 +206,18 @@ class ReplicaPush(WeightTransport):
         self._joined.clear()
 
     def _lost(self, replica: Replica, error: Exception) -> None:
-        """Tell the engine, which waits for it or starts it anew."""
+        """Report a lost replica to the engine, which waits for it or restarts it."""
         runtime.loop.call_soon_threadsafe(self.engine.lost, replica, error)
 
     def _forget_departed(self) -> None:
-        """Those that left the engine since the last push."""
+        """Disconnect from replicas that left the engine since the last push."""
         for departed in self._joined.keys() - set(self.engine.replicas):
             self.transport.leave(departed)
             del self._joined[departed]
 
     @contextmanager
     def _surviving(self, replica: Replica, live: list[Replica]) -> Iterator[None]:
-        """Leave out of ``live`` a replica that dies or hangs; other errors pass."""
+        """Remove a replica that dies or hangs from ``live``; let other errors pass."""
         try:
             yield
         except (ReplicaLost, SyncTimeoutError) as error:
@@ -229,5 +230,5 @@ class ReplicaPush(WeightTransport):
 
 
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-    """Run it in the background loop; every coroutine here has a timeout of its own."""
+    """Run a coroutine in the background loop; every coroutine here has its own timeout."""
     return asyncio.run_coroutine_threadsafe(coroutine, runtime.loop)

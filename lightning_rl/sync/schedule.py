@@ -11,12 +11,12 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 @dataclass(frozen=True, slots=True)
 class CollectorStatus:
-    """What a schedule may know of a collector, between two batches.
+    """The state of a collector between two batches, for schedules.
 
-    ``in_flight`` and ``done`` are groups, ``wanted`` how many a batch takes; ``may_issue`` tells
-    whether more may be generated with the engine's present weights; ``used_up``, that the next
-    batch may train on nothing that these write, and waits for new ones; ``closed``, that it has not
-    begun, or has ended.
+    ``in_flight`` and ``done`` count groups, and ``wanted`` is the size of a batch; ``may_issue``
+    tells whether the engine's present weights may generate more groups; ``used_up``, that the next
+    batch may not train on rollouts of these weights, so the collector waits for new ones;
+    ``closed``, that it has not begun, or has ended.
     """
 
     in_flight: int = 0
@@ -28,23 +28,24 @@ class CollectorStatus:
 
     @property
     def state(self) -> RunState:
-        """Running while groups are, or may be, generated; waiting if that takes new weights."""
+        """Running while groups are or may be generated; waiting if that needs new weights."""
         if self.closed:
             return RunState.STOPPED
         return RunState.RUNNING if self.in_flight or self.may_issue else RunState.WAITING
 
     @property
     def ready(self) -> bool:
-        """New weights would come at a good moment: a batch is done, or nothing is being done."""
+        """Whether it is a good moment for new weights: a batch is done, or nothing is running."""
         return self.done >= self.wanted or self.in_flight == 0 or not self.may_issue
 
 
 @dataclass(frozen=True, slots=True)
 class SyncState:
-    """What a schedule may look at: versions count iterations trained.
+    """The state of a run, for schedules; versions count trained iterations.
 
-    ``engine_version`` is what all replicas generate with, ``collector`` how far it has got;
-    ``trainer``, ``collector.state`` and ``replicas`` say who is running, waiting or stopped.
+    ``engine_version`` is the version that all replicas generate with, and ``collector`` the
+    collector's progress; ``trainer``, ``collector.state`` and ``replicas`` tell which of them are
+    running, waiting or stopped.
     """
 
     trainer_version: int
@@ -56,37 +57,37 @@ class SyncState:
 
     @property
     def updates(self) -> int:
-        """Iterations trained since the engine's weights."""
+        """Number of iterations trained since the engine's weights."""
         return self.trainer_version - self.engine_version
 
     def kl(self) -> float:
-        """Mean KL per token, in nats, from the engine's weights to the policy's.
+        """Measure the mean KL per token, in nats, from the engine's weights to the policy's.
 
-        It is measured when asked for, by one forward pass, on what the engine wrote with its
-        present weights for the batch that was trained on last; nan if it wrote none of it. With
-        several processes it is the same on all, and all have to ask.
+        It takes one forward pass over the tokens of the last trained batch that the engine
+        generated with its present weights; nan if there are none. With several processes, all must
+        call it, and get the same value.
 
         Raises:
-            ConfigError: if there is no such batch, as where no ``WeightSync`` asks.
+            ConfigError: if there is no such batch, i.e. outside a call by ``WeightSync``.
         """
         if self.measure_kl is None:
             raise ConfigError(
-                "SyncState.kl() is known to a schedule, when WeightSync asks it after an iteration"
+                "SyncState.kl() works only in a schedule that WeightSync asks after an iteration"
             )
         return self.measure_kl()
 
 
 class SyncSchedule(ABC):
-    """Asked after every iteration."""
+    """Decides after every iteration whether to push weights."""
 
     @property
     def least_updates(self) -> int:
-        """Iterations that it always lets pass between two pushes."""
+        """Minimum number of iterations between two pushes."""
         return 1
 
     @abstractmethod
     def should_sync(self, state: SyncState) -> bool:
-        """True to push now. (Before the first iteration a push always happens.)"""
+        """Return True to push now. (A push always happens before the first iteration.)"""
 
 
 @configurable
@@ -116,7 +117,7 @@ class FixedSchedule(SyncSchedule):
 class TrainerSchedule(SyncSchedule):
     """The trainer decides: after ``min_updates`` iterations, as soon as the collector is ready.
 
-    It is when a batch is done, nothing is in flight, or it may not go on with old weights.
+    The collector is ready when a batch is done, nothing is in flight, or it needs new weights.
 
     Raises:
         ConfigError: if ``min_updates`` is less than 1.
@@ -137,10 +138,10 @@ class TrainerSchedule(SyncSchedule):
 
 @dataclass(frozen=True)
 class CollectorSchedule(SyncSchedule):
-    """The collector decides: when it has used up the staleness that its rollouts may have.
+    """The collector decides: when its rollouts would exceed the allowed staleness.
 
-    So weights are pushed as seldom as the collector's ``max_staleness`` allows: every
-    ``max_staleness + 1`` iterations. The engine has nothing to do once it has written all that may
+    So weights are pushed as rarely as the collector's ``max_staleness`` allows: every
+    ``max_staleness + 1`` iterations. The engine is idle once it has generated all rollouts that may
     be trained on until then.
     """
 

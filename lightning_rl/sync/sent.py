@@ -1,4 +1,4 @@
-"""What an engine was sent, tensor by tensor, to compare with what it holds."""
+"""Digests of the weights sent to an engine, tensor by tensor, to compare with what it holds."""
 
 import logging
 from collections import Counter
@@ -19,13 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 class SentWeights:
-    """Digests of the weights that an engine was sent last, in the form that it is to hold them.
+    """Digests of the weights last sent to an engine, in the dtype that it holds them in.
 
-    Weights are read while they are on their way, so that sharded ones are gathered once. What a
-    push leaves out, such as the base of a LoRA or what is frozen, is as the push before brought it.
+    Weights are digested while they pass, so that sharded ones are gathered only once. For weights
+    that a push leaves out, such as a LoRA's base or frozen ones, the last digests remain.
 
     Args:
-        clock: counts the seconds of reading and comparing as stage ``digests``.
+        clock: times digesting and comparing, as stage ``digests``.
     """
 
     def __init__(self, clock: Callable[[str], AbstractContextManager[None]] | None = None) -> None:
@@ -38,7 +38,7 @@ class SentWeights:
     def noting(
         self, weights: Weights, engine: Engine, version: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Pass weights on, and note their digests once all have passed."""
+        """Yield the weights, and record their digests once all have passed."""
         digester, own = Digester(), getattr(torch, engine.dtype)
         # Whoever merges adapters does so in float32.
         of_adapters = own if engine.takes_adapters else torch.float32
@@ -54,14 +54,14 @@ class SentWeights:
             self.version, self.digests = version, self.digests | digester.digests()
 
     def require_held(self, ask: Callable[[Sequence[str]], list[Holdings]]) -> int:
-        """Raise unless an engine holds what it was sent; returns how many tensors were compared.
+        """Check that an engine holds what it was sent; return how many tensors were compared.
 
         Args:
-            ask: what its processes hold under these names.
+            ask: returns what the engine's processes hold under these names.
 
         Raises:
-            WrongWeightsError: naming the process, the first tensor that differs, and what it holds
-                instead, as far as that is known.
+            WrongWeightsError: names the process, the first tensor that differs, and what it holds
+                instead if that is known.
         """
         with self._clock("digests"):
             everyone = ask(list(self.digests))
@@ -78,21 +78,21 @@ class SentWeights:
     def _error(self, holdings: Holdings, wrong: list[str]) -> WrongWeightsError:
         name, others = wrong[0], f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
         held, (version, before) = holdings.digests[name], self._before
-        instead = "of nothing that was sent"
+        instead = "matches no weight sent"
         if held == before.get(name):
-            instead = f"that of version {version}"
+            instead = f"is that of version {version}"
         elif same := [n for n, sent in self.digests.items() if sent == held]:
-            instead = f"that of {same[0]!r}"
+            instead = f"is that of {same[0]!r}"
         return WrongWeightsError(
             f"after the push of version {self.version}, {holdings.holder} holds another {name!r}"
-            f"{others} than was sent: digest {held} instead of {self.digests[name]}, {instead}. No "
-            "token was drawn from it. Resume the run to push again; if that fails too, try "
+            f"{others} than was sent: digest {held}, not {self.digests[name]}, {instead}. No "
+            "token was sampled from it. Resume the run to push again; if that fails too, try "
             "another transport or engine. If every push fails, the engine may store this model's "
-            "weights in another order: WeightSync(digests=False) leaves them to the probe"
+            "weights in another order: WeightSync(digests=False) leaves the check to the probe"
         )
 
     def _say_what_is_unread(self, everyone: list[Holdings]) -> None:
-        """Warn of it once."""
+        """Warn once per reason about tensors that cannot be compared."""
         unread = (h.unread[name] for h in everyone for name in h.unread.keys() - h.digests.keys())
         reasons = Counter(unread)
         if not everyone:

@@ -1,4 +1,4 @@
-"""One broadcast for all replicas of an engine: what the trainer sends does not grow with them."""
+"""One broadcast for all replicas: the trainer's traffic does not grow with their number."""
 
 import logging
 from collections import deque
@@ -21,22 +21,22 @@ _log = logging.getLogger(__name__)
 
 @configurable
 class SharedCollectiveTransport(CollectiveTransport):
-    """As :class:`CollectiveTransport`, with one group of the trainer and all replicas.
+    """Like :class:`CollectiveTransport`, with one group of the trainer and all replicas.
 
-    A bucket leaves the trainer once (NCCL) or log2 of the replicas times (gloo), and they pass it
-    on. If one dies or hangs in the middle, the push goes once more, through a group for each
-    replica, which leaves that one out; the next push has one group again. So a death costs a push
-    more time than with ``CollectiveTransport``, and a new group has to be made whenever replicas
-    join, leave or were restarted.
+    The trainer sends a bucket once (NCCL) or log2(replicas) times (gloo), and the replicas forward
+    it. If a replica dies or hangs during a push, the push is repeated with a group for each
+    remaining replica; the next push uses a single group again. So a lost replica costs more time
+    than with ``CollectiveTransport``, and a new group is made whenever replicas join, leave or
+    restart.
 
     Args:
-        backend: ``nccl`` or ``gloo``; None: by whether this machine has a GPU.
+        backend: ``nccl`` or ``gloo``; None: ``nccl`` if this machine has a GPU.
         host: this machine's address, as the engines reach it.
         bucket_mb: MiB per broadcast.
         changed_only: send only buckets with a change, and load only modules that differ from what
             was sent last.
         adapters_only: send a LoRA's base once, and then its adapters alone.
-        timeout_s: for meeting, for each step of a push, and each bucket.
+        timeout_s: time limit for meeting, for each step of a push, and for each bucket.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SharedCollectiveTransport(CollectiveTransport):
         return super().route_to(engine)
 
     def meet(self, replicas: list[Replica]) -> None:
-        """Make a group of these and this process.
+        """Make a group of these replicas and this process.
 
         Raises:
             ReplicaLost: if one of them is gone.
@@ -70,16 +70,16 @@ class SharedCollectiveTransport(CollectiveTransport):
         self._group = self._met(replicas)
 
     def send(self, bucket: Bucket) -> None:
-        """Broadcast a bucket to all that have met. A replica answers its call when it has it.
+        """Broadcast a bucket to the whole group; replicas answer their calls on receipt.
 
         Raises:
-            SyncTimeoutError: if one of them is known to be gone.
+            SyncTimeoutError: if a replica is known to be gone.
         """
         assert self._group is not None
         self._sent[bucket["slot"]] = self._group.broadcast(self._staged_flat(bucket))
 
     def part(self) -> None:
-        """Leave the group; who waits in it learns of that at once."""
+        """Leave the group; its waiting members get an error at once."""
         group, self._group = self._group, None
         self._sent.clear()
         if group is not None:
@@ -95,7 +95,7 @@ class SharedPush(ReplicaPush):
 
     Args:
         transport: stages and sends the weights.
-        engine: whose replicas they are.
+        engine: the engine whose replicas get the weights.
     """
 
     transport: SharedCollectiveTransport
@@ -132,12 +132,12 @@ class SharedPush(ReplicaPush):
     def _deliver_together(
         self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
     ) -> list[Replica] | None:
-        """Tell all of each bucket, and send it once.
+        """Announce each bucket to all replicas, and send it once.
 
-        Returns None if all have taken everything; else those that died, if it is known which.
+        Return None if all have loaded everything; else the replicas that died, as far as known.
 
         Raises:
-            WeightSyncError: if one refuses.
+            WeightSyncError: if a replica refuses.
         """
         timeout_s, loading = self.transport.timeout_s, list[Future[Any]]()
 
@@ -173,7 +173,7 @@ class SharedPush(ReplicaPush):
         return None
 
     def _gone(self, answers: Answers) -> list[Replica]:
-        """Those that died; none of the others is in the middle of something any more."""
+        """Return the replicas that died, after waiting until the others are idle."""
         wait(answers.values(), self.transport.timeout_s)
         gone = []
         for replica, answer in answers.items():

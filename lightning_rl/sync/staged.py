@@ -1,4 +1,4 @@
-"""Transports that stage weights somewhere, from where engines fetch them."""
+"""Transports that stage weights in a place from which engines fetch them."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
@@ -20,25 +20,26 @@ from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStre
 
 
 class StagedTransport(RoutedTransport):
-    """Stages weights bucket by bucket (:meth:`stage`), where an engine takes them (:meth:`fetch`).
+    """Stages weights bucket by bucket (:meth:`stage`); an engine fetches them (:meth:`fetch`).
 
-    Engines in processes of their own import the class for it. In this process it is both ends.
+    Engines in separate processes import this class for that. For an engine in this process, the
+    transport is both ends.
 
     Args:
-        timeout_s: for each step of a push, and each bucket.
-        keep_copy: whether all buckets stay where they are until the next push.
-        changed_only: send only layers that differ from what was sent last.
+        timeout_s: time limit of each step of a push, and of each bucket.
+        keep_copy: whether all buckets stay in place until the next push.
+        changed_only: send only modules that differ from what was sent last.
         adapters_only: send a LoRA's base once, and then its adapters alone.
 
     Raises:
-        ConfigError: for what excludes each other.
+        ConfigError: for arguments that exclude each other.
     """
 
     stages_in_memory: ClassVar[bool] = False
-    """Whether buckets that stay are in the host's memory."""
+    """Whether kept buckets are in host memory."""
     leaves_out: ClassVar[bool] = False
-    """Whether :meth:`stage` takes a weight on the ``meta`` device for one that it has staged
-    before, and that is frozen; False: it gets all weights each time."""
+    """Whether :meth:`stage` accepts a frozen weight that it staged before on the ``meta`` device;
+    False: it gets all weights each time."""
 
     def __init__(
         self,
@@ -50,15 +51,16 @@ class StagedTransport(RoutedTransport):
         require_at_least(0.1, timeout_s=timeout_s)
         if changed_only and adapters_only:
             raise ConfigError(
-                "changed_only=true and adapters_only=true exclude each other: all adapters change"
+                "changed_only=true and adapters_only=true exclude each other, because all adapters "
+                "change; set one of them"
             )
         if changed_only and not keep_copy:
             raise ConfigError(
-                "changed_only=true compares with what was sent last; set keep_copy: true, too"
+                "changed_only=true compares with what was sent last; also set keep_copy: true"
             )
         if adapters_only and not keep_copy:
             raise ConfigError(
-                "adapters_only=true sends the base again from a copy; set keep_copy: true, too"
+                "adapters_only=true sends the base again from a copy; also set keep_copy: true"
             )
         self.timeout_s = timeout_s
         self.keep_copy = keep_copy
@@ -67,15 +69,15 @@ class StagedTransport(RoutedTransport):
 
     @abstractmethod
     def stage(self, weights: WeightStream) -> Iterator[Bucket]:
-        """Put bucket after bucket where the receiver finds it, and say where that is.
+        """Put bucket after bucket where the receiver finds it, and yield where that is.
 
-        Of a bucket with ``names`` only these weights differ from what was staged last. When a
-        bucket is asked for, engines may still be loading the one before it.
+        In a bucket with ``names``, only these weights differ from what was staged last. When the
+        next bucket is requested, engines may still be loading the previous one.
         """
 
     @staticmethod
     def fetch(bucket: Bucket) -> Weights:
-        """The other end, in the engine: a bucket's weights, under their Hugging Face names.
+        """Return a bucket's weights, under their Hugging Face names; runs in the engine.
 
         Raises:
             DamagedWeightsError: if they are not what was staged.
@@ -84,12 +86,12 @@ class StagedTransport(RoutedTransport):
 
     @classmethod
     def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
-        """What fetches, made once in each worker; for a way that has to be kept open.
+        """Return the object that fetches, made once in each worker; it may hold a connection.
 
         Args:
-            device: of the worker's model.
-            rank: of the worker among those of its engine.
-            options: what the sender says of the way.
+            device: device of the worker's model.
+            rank: the worker's rank within its engine.
+            options: the sender's settings of the connection.
         """
         return WeightReceiver(cls.fetch)
 
@@ -106,7 +108,7 @@ class StagedTransport(RoutedTransport):
         return self.route_in_process(engine)
 
     def route_in_process(self, engine: Engine) -> WeightTransport:
-        """What pushes to an engine in this process: weights go the whole way."""
+        """Return the transport to an engine in this process: weights are staged and fetched."""
         return route_in_process(engine, self.adapters_only, partial(self._passage, engine))
 
     def _passage(self, engine: Engine, weights: Weights, version: int) -> Weights:
@@ -119,38 +121,37 @@ class StagedTransport(RoutedTransport):
     def _require_other_end(self, engine: ReplicatedEngine) -> None:
         if engine.transfer_backend != OUR_TRANSFER:
             raise ConfigError(
-                f"{type(self).__name__} does not go by the engine's weight_transfer_config, "
+                f"{type(self).__name__} does not work with the engine's weight_transfer_config, "
                 f"backend: {engine.transfer_backend}; leave that out, or use NCCLTransport or "
                 "IPCTransport"
             )
         place, _, name = self._other_end().partition(".")
         if place == "__main__" or "<locals>" in name:
             raise ConfigError(
-                f"{type(self).__name__} takes weights in the engine's processes, which cannot "
-                "import it from a function or the script that runs; move it to a module of its "
-                "own"
+                f"the engine's processes need to import {type(self).__name__}, which they cannot "
+                "from a function or from the script that runs; move it to a module"
             )
 
     # ---------------------------------------------------------------- connections to replicas
 
     def join(self, replica: Replica) -> None:
-        """Connect to a replica that was started since."""
+        """Connect to a replica that was started since the last push."""
         self.invite(replica).result()
 
     def invite(self, replica: Replica, **options: Any) -> Future[Any]:
-        """Let its workers make their receivers, with these options."""
+        """Let a replica's workers make their receivers, with these options."""
         info = {"transport": self._other_end(), "options": options}
         step = "init_weight_transfer_engine"
         return submit(replica.transfer(step, self.timeout_s, init_info=info))
 
     def transmit(self, bucket: Bucket, replica: Replica) -> None:
-        """Send what a replica waits for after it was told of a bucket."""
+        """Send the data that a replica waits for after a bucket was announced."""
 
     def leave(self, replica: Replica) -> None:
-        """Let go of what connects to a replica that is lost, or that has failed."""
+        """Disconnect from a replica that is lost, or that has failed."""
 
     def _other_end(self) -> str:
-        """Import path of the class that says how to fetch: this one, or one that it is made of."""
+        """Return the import path of the class that defines how to fetch: this one or a base."""
         names = ("fetch", "receiver")
         cls = next(c for c in type(self).__mro__ if any(name in vars(c) for name in names))
         return f"{cls.__module__}.{cls.__qualname__}"

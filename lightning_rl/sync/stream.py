@@ -1,4 +1,4 @@
-"""What travels to an engine's processes, and their end of the way."""
+"""Streams of weights to an engine's processes, and the receivers there."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from lightning_rl.errors import ConfigError, WeightSyncError
 Weights = Iterable[tuple[str, Tensor]]
 Kind = Literal["weights", "base", "adapters"]
 Bucket = dict[str, Any]
-"""Some weights, and where they are: primitives only, for it travels as JSON."""
+"""Some weights, and where they are: primitives only, because it is sent as JSON."""
 
 
 class WeightReceiver:
-    """The other end of a transport: takes buckets of weights, in a worker of an engine.
+    """The receiving end of a transport, in a worker of an engine: fetches buckets of weights.
 
     Args:
-        fetch: gives a bucket's weights, under their Hugging Face names; valid until the next call.
+        fetch: returns a bucket's weights, by their Hugging Face names; valid until the next call.
     """
 
     def __init__(self, fetch: Callable[[Bucket], Weights]) -> None:
         self.fetch = fetch
 
     def fail(self) -> None:
-        """A bucket could not be loaded: let go of a sender that may be waiting for us."""
+        """Handle a bucket that could not be loaded: release a sender that may be waiting."""
 
     def close(self) -> None:
         """Free everything."""
@@ -39,9 +39,9 @@ class WeightReceiver:
 class WeightStream:
     """The weights of a push, one at a time; each is checked against ``shapes`` as it passes.
 
-    They come in the policy's dtype, and should arrive in ``dtype``. ``kind`` tells all weights, or
-    the base of a LoRA, from adapters, which go alone; ``changed_only``, that only what differs from
-    what was staged last need be loaded.
+    They come in the policy's dtype, and should arrive in ``dtype``. ``kind`` distinguishes all
+    weights, a LoRA's base, and adapters alone; with ``changed_only``, only weights that differ from
+    what was staged last need to be loaded.
     """
 
     weights: Weights
@@ -62,9 +62,9 @@ def streams_of(
     version: int,
     changed_only: bool = False,
 ) -> Iterator[WeightStream]:
-    """A push, as it is staged: adapters first, for they are merged into the base as that arrives.
+    """Yield a push's streams: adapters first, because they are merged into the arriving base.
 
-    ``shapes``: of all but adapters; None: as they come, for which all of them have to be there.
+    ``shapes``: those of all weights but adapters; None: take the weights' own, by holding them all.
     """
     adapters, others = divide(weights)
     if adapters and shapes is not None:
@@ -84,10 +84,14 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def receiver_of(transport: str, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
-    """In a worker: the other end of the transport of this import path."""
+    """Make, in a worker, the receiver of the transport with this import path.
+
+    Raises:
+        WeightSyncError: if it cannot be imported.
+    """
     try:
         cls = import_object(transport)
     except ConfigError as error:
-        raise WeightSyncError(f"the engine's process cannot import its end: {error}") from error
+        raise WeightSyncError(f"the engine cannot import the transport: {error}") from error
     receiver: WeightReceiver = cls.receiver(device, rank, **options)
     return receiver

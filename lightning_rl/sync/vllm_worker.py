@@ -1,8 +1,8 @@
-"""Runs inside vLLM's processes: where pushed weights arrive.
+"""Receives pushed weights inside vLLM's processes.
 
 vLLM imports it for ``--worker-extension-cls``. Importing it registers the weight-transfer backend
 ``lightning_rl``, which loads buckets of weights from a ``WeightReceiver`` through the model's own
-loader: fused and tied weights are its business. Adapters are merged before, or kept beside them.
+loader, which handles fused and tied weights. Adapters are merged before, or kept separately.
 """
 
 import logging
@@ -40,17 +40,17 @@ from lightning_rl.sync.stream import WeightReceiver, receiver_of
 
 
 class WorkerExtension:
-    """What a worker can be asked for beside vLLM's own; vLLM imports this module for its sake."""
+    """Methods that vLLM adds to its workers; it imports this module because of this class."""
 
     def keep_adapters_apart(self) -> None:
-        """Keep the LoRA of the only policy beside the weights."""
+        """Keep the LoRA of the only policy separate from the weights."""
         try:
             keep_apart(self)
         except WeightSyncError as error:
             raise _raisable(error) from error
 
     def held_weights(self: Any, names: Sequence[str]) -> dict[str, Any]:
-        """What this worker holds under these names of a push."""
+        """Return what this worker holds under these names of a push."""
         held = held_weights(self, names)
         if isinstance(engine := self.weight_transfer_engine, TransferEngine):
             held["digests"] = engine.seen_apart(held["digests"])
@@ -59,7 +59,7 @@ class WorkerExtension:
 
 @dataclass
 class TransportInfo(WeightTransferInitInfo):
-    """Import path of the transport's class, and what its other end needs to connect."""
+    """Import path of the transport's class, and the options of its receiver."""
 
     transport: str
     options: dict[str, Any]
@@ -67,9 +67,9 @@ class TransportInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, or None: that was the last.
+    """One bucket, or None after the last.
 
-    ``complete``: the push brings all weights, so none may be left as it was.
+    ``complete``: the push brings all weights, so none may be missing.
     """
 
     bucket: dict[str, Any] | None
@@ -77,7 +77,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
-    """Loads bucket after bucket; what was left half done is put right by the next push."""
+    """Loads bucket after bucket; the next push repairs one that was interrupted."""
 
     init_info_cls = TransportInfo
     update_info_cls = UpdateInfo
@@ -129,10 +129,10 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
             self._own_what_waits()
 
     def _own_what_waits(self) -> None:
-        """Copy what vLLM keeps for later: the buffer is about to be written again.
+        """Copy weights that vLLM keeps for later, because the buffer will be overwritten.
 
-        It waits with a layer until all its elements are there, and where it pads one (an embedding
-        whose vocabulary is no multiple of 64), until the end of the push.
+        vLLM loads a layer once all its elements have arrived; one that it pads (an embedding whose
+        vocabulary is not a multiple of 64), at the end of the push.
         """
         for layer in self.model.modules():
             for _, call in get_layerwise_info(layer).loaded_weights:
@@ -148,7 +148,7 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
             self._reloading = False
 
     def seen_apart(self, held: Mapping[str, str]) -> dict[str, str]:
-        """Digests of what the model holds, as those of a base and adapters if these come apart."""
+        """Turn digests of the model's weights into those of base and adapters, if sent apart."""
         return self._lora.seen_apart(held, self.model_config.dtype)
 
     def shutdown(self) -> None:
@@ -158,7 +158,7 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
 
 
 def _raisable(error: Exception) -> Exception:
-    """Only an error's text reaches the trainer, so it names the class."""
+    """Return an error whose text names its class, as only the text reaches the trainer."""
     ours = isinstance(error, WeightSyncError)
     kind = type(error).__name__ if ours else WeightSyncError.__name__
     told = str(error) if ours else f"vLLM does not take these weights: {last_line(error)}"

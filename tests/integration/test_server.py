@@ -146,7 +146,7 @@ def test_a_transport_that_servers_cannot_import_is_named(tmp_path, weights, engi
         fetch = staticmethod(own_transport.fetch)
 
     with connected(Elsewhere(str(tmp_path)), engine) as transport:
-        with pytest.raises(WeightSyncError, match=r"cannot import its end: .*Elsewhere"):
+        with pytest.raises(WeightSyncError, match=r"cannot import the transport: .*Elsewhere"):
             transport.push(weights.items(), 0)
         assert engine.version == -1
 

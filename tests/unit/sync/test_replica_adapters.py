@@ -128,7 +128,7 @@ def test_an_adapter_that_is_left_out_is_named(connect, engine, lora_policy):
     transport.push(transport.weights_of(lora_policy), 0)
     lost = "model.layers.1.self_attn.q_proj.lora_"
     for left_out, message in (
-        (lost, f"left 2 adapters as they were, first '{lost}A"),
+        (lost, f"lacks 2 adapters, the first is '{lost}A"),
         (f"{lost}A", f"left out '{lost}A', the other half of an adapter"),
     ):
         weights = [w for w in transport.weights_of(lora_policy) if not w[0].startswith(left_out)]
