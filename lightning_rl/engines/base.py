@@ -21,9 +21,9 @@ from lightning_rl.run import dist
 class RunState(StrEnum):
     """The state of a part of a run.
 
-    ``RUNNING``: its work. ``WAITING``: for another part: the trainer for rollouts or a push, the
-    collector for new weights, a replica for the end of a pause or for the weights that the others
-    hold. ``STOPPED``: nothing, and nothing is to come: not begun yet, over, or dead.
+    ``RUNNING``: it works. ``WAITING``: it waits for another part: the trainer for rollouts or a
+    push, the collector for new weights, a replica for the end of a pause or for the weights that
+    the others hold. ``STOPPED``: it does nothing: it has not begun, has ended, or is dead.
     """
 
     RUNNING = "running"
@@ -47,7 +47,7 @@ def require_same_weights(
     """Check names and shapes of a push before an engine changes anything.
 
     Raises:
-        IncompleteWeightsError: naming one that is unknown, of another shape, or left out.
+        IncompleteWeightsError: if a weight is unknown, of another shape, or missing; names it.
     """
     for _ in checked(pushed.items(), expected, engine):
         pass
@@ -58,10 +58,10 @@ def checked(
     expected: Mapping[str, torch.Size],
     engine: str = "the engine",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on, one by one, if they are the engine's; also those that a push leaves out.
+    """Yield weights one by one, checked against the engine's; also those that a push leaves out.
 
     Raises:
-        IncompleteWeightsError: naming one that is unknown, of another shape, or left out.
+        IncompleteWeightsError: if a weight is unknown, of another shape, or missing; names it.
     """
     seen = set()
     for name, weight in weights:
@@ -84,17 +84,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def require_dtype(dtype: str) -> None:
-    """Refuse what no engine computes in.
+    """Refuse a dtype that no engine computes in.
 
     Raises:
-        ConfigError: naming those that some do.
+        ConfigError: names the supported dtypes.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
 
 
 def logprob_tolerance(*precisions: str) -> float:
-    """The largest gap, in nats, between logprobs of the same weights computed in these."""
+    """Return the largest expected gap, in nats, of logprobs computed in these precisions."""
     if any(precision not in DTYPES for precision in precisions):
         # Quantized. Measured: in fp8_per_channel 4.6 times as far apart as in bfloat16.
         return 1.0
@@ -105,7 +105,7 @@ def logprob_tolerance(*precisions: str) -> float:
 def fail(
     future: asyncio.Future[Completion], message: str, cause: BaseException | None = None
 ) -> None:
-    """Let whoever waits for a completion get an EngineError; any thread may."""
+    """Raise an EngineError in whoever waits for a completion; any thread may call it."""
     error = EngineError(message)
     error.__cause__ = cause
 
@@ -120,45 +120,45 @@ def fail(
 class Engine(ABC):
     """Generates completions with a copy of the policy's weights.
 
-    ``version`` is the version of the weights it holds, -1 before the first push; ``dtype``, what
-    it computes in, ``float32`` if neither its constructor nor ``follow_dtype`` says otherwise;
-    ``replica_count``, how many processes share its requests; ``kv_cache_gb``, its key/value cache
-    in GiB, None where the engine itself decides.
+    ``version`` is the version of the weights it holds, -1 before the first push; ``dtype`` is what
+    it computes in, ``float32`` unless its constructor or ``follow_dtype`` says otherwise;
+    ``replica_count`` is the number of processes that share its requests; ``kv_cache_gb`` is the
+    size of its KV cache in GiB, None if the engine itself decides.
     """
 
     version: int = -1
     dtype: str
     chosen_dtype: str | None = None
-    """The constructor's argument; None: as the trainer computes."""
+    """The constructor's argument; None: the trainer's dtype."""
     kv_cache_gb: float | None = None
     replica_count: int = 1
     starting: ClassVar[str] = ""
-    """A message for while it starts, where that takes long enough to say so."""
+    """A message to show while it starts, if that takes long."""
     sleep_level: int | None = None
-    """Memory that :meth:`sleep` gives back: 1, the cache; 2, the weights too, until a push."""
+    """Memory that :meth:`sleep` frees: 1, the cache; 2, the weights too, until a push."""
     serves_all_ranks: bool = False
-    """True if one engine, on rank 0, works for all processes that train."""
+    """True if one engine, on rank 0, serves all training processes."""
     trust_remote_code: bool = False
     """True if it may run code that comes with the model; set before ``start``."""
 
     def choose_dtype(self, dtype: str | None) -> None:
-        """Keep what a constructor was given; raises a ConfigError for what no engine has."""
+        """Set the constructor's dtype; raise a ConfigError if no engine supports it."""
         self.chosen_dtype, self.dtype = dtype, dtype or "float32"
         require_dtype(self.dtype)
 
     def follow_dtype(self, dtype: str) -> None:
-        """Compute as the trainer does, unless a dtype was chosen, or the engine runs already."""
+        """Use the trainer's dtype, unless one was chosen, or the engine runs already."""
         if self.chosen_dtype is None and not self.running:
             self.dtype = dtype
 
     def follow_head(self, fp32: bool) -> None:
-        """Compute logits in float32 as the trainer does, unless told otherwise, if it can."""
+        """Compute logits in float32 if the trainer does, unless told otherwise, if it can."""
 
     def follow_routing(self, wanted: bool) -> None:
-        """Be told, before ``start``, whether completions are to have their ``routed_experts``.
+        """Set, before ``start``, whether completions have to record their ``routed_experts``.
 
         Raises:
-            ConfigError: if they are, and the engine does not tell them.
+            ConfigError: if they have to, and the engine cannot.
         """
         if wanted:
             raise ConfigError(
@@ -168,24 +168,24 @@ class Engine(ABC):
             )
 
     def follow_lora(self, rank: int | None, obstacle: Callable[[], str | None]) -> None:
-        """Be told, after ``follow_dtype``, of the LoRA that is trained, to keep it apart if it can.
+        """Learn, after ``follow_dtype``, of the trained LoRA, to keep it unmerged if possible.
 
         Args:
-            rank: the largest of its layers'; None: all weights are trained.
-            obstacle: says why it can only be merged; None: nothing speaks against it.
+            rank: the largest rank of its layers; None: all weights are trained.
+            obstacle: returns why it has to be merged; None: it need not be.
 
         Raises:
-            ConfigError: if the engine was to keep it apart, and cannot.
+            ConfigError: if the engine is configured to keep it unmerged, and cannot.
         """
 
     def serve(self, roles: Mapping[str, str]) -> None:
-        """Be told, before ``start``, which policy plays which role; without any, all are one.
+        """Set, before ``start``, which policy plays which role; without any, there is one policy.
 
         Args:
             roles: names of policies by role.
 
         Raises:
-            ConfigError: for several policies, if the engine holds one.
+            ConfigError: for several policies, if the engine can hold only one.
         """
         names = sorted(set(roles.values()))
         if len(names) > 1:
@@ -196,7 +196,7 @@ class Engine(ABC):
             )
 
     def of_role(self, role: str) -> "Engine":
-        """What generates for a role: with the weights, and versions, of the policy that plays it.
+        """Return the engine of a role, with the weights and versions of the policy that plays it.
 
         Raises:
             ConfigError: if no policy does.
@@ -204,19 +204,19 @@ class Engine(ABC):
         return self
 
     def of_policy(self, name: str) -> "Engine":
-        """What holds the weights of the policy of this name: a push, or a probe, goes there.
+        """Return the engine that holds this policy's weights, to push to or to probe.
 
-        It shares the life of this engine, which is what starts, pauses, sleeps and closes.
+        This engine starts, pauses, sleeps and closes it.
 
         Raises:
-            ConfigError: if it holds none of that name.
+            ConfigError: if there is no policy of that name.
         """
         return self
 
     def caught_up(self, iteration: int) -> None:
-        """Be told that its policies are those that the trainer has after so many iterations.
+        """Record that its policies are the trainer's after so many iterations.
 
-        Of several, not each has another version then: they may learn in different iterations.
+        With several policies, not every one has a new version: they may learn at different times.
         """
 
     keeps_left_out: ClassVar[bool] = False
@@ -225,24 +225,24 @@ class Engine(ABC):
 
     @property
     def takes_adapters(self) -> bool:
-        """True if a push brings a LoRA's factors as they are, their base once (``lacks_base``)."""
+        """True if a push brings a LoRA's factors unmerged, and the base once (``lacks_base``)."""
         return False
 
     @property
     def lacks_base(self) -> bool:
-        """True if it takes adapters, and the next push has to bring their base too."""
+        """True if it takes adapters, and the next push also has to bring their base."""
         return False
 
     @property
     def precision(self) -> str:
-        """The bound on its accuracy: its dtype, or the name of a coarser format of its weights."""
+        """The precision that limits its accuracy: its dtype, or a coarser format of its weights."""
         return self.dtype
 
     def memory_here(self, elements: int, card: int) -> tuple[int, int]:
-        """Bytes of the trainer's GPU that it has while the trainer trains, and that it starts with.
+        """Return the bytes it holds on the trainer's GPU during training, and when it starts.
 
-        Of a GPU of ``card`` bytes, with so many weights. 0 if it works in processes of its own; a
-        cache that grows with the requests is not counted.
+        For a GPU of ``card`` bytes and a model of ``elements`` weights. Both are 0 if one engine
+        serves all ranks; a cache that grows with the requests is not counted.
         """
         if self.serves_all_ranks:
             return 0, 0
@@ -250,7 +250,7 @@ class Engine(ABC):
         return weights, weights
 
     def weight_bytes(self, elements: int) -> int:
-        """Bytes of so many weights in its dtype."""
+        """Return the bytes of ``elements`` weights in its dtype."""
         return elements * int(getattr(torch, self.dtype).itemsize)
 
     @abstractmethod
@@ -265,11 +265,11 @@ class Engine(ABC):
     @property
     @abstractmethod
     def max_length(self) -> int:
-        """Longest prompt plus completion, in tokens."""
+        """Maximum length of prompt and completion together, in tokens."""
 
     @abstractmethod
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        """Continue ``token_ids``; equal arguments and weights give equal tokens.
+        """Continue ``token_ids``; the same arguments and weights give the same tokens.
 
         Raises:
             EngineError: if the engine is closed, holds no weights, or fails.
@@ -289,10 +289,10 @@ class Engine(ABC):
         return await self.generate(token_ids, sampling, seed)
 
     def require_sight(self) -> None:
-        """Check that it can read pictures, which the trainer's model does; here, it cannot.
+        """Check that it can read pictures, as the trainer's model does; by default it cannot.
 
         Raises:
-            ConfigError: naming an engine that can.
+            ConfigError: if it cannot; names an engine that can.
         """
         raise ConfigError(
             f"engine={type(self).__name__} reads no pictures, and the model does; use "
@@ -301,31 +301,31 @@ class Engine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over weights under their Hugging Face names and forget all that old ones cached.
+        """Load weights under their Hugging Face names, and drop everything cached from old ones.
 
-        They are streamed: an engine that takes one after another never holds a copy of all.
+        They are streamed: an engine that loads them one by one never holds a second copy of all.
 
         Raises:
-            WeightSyncError: for a weight that the engine does not know, or misses; then it holds no
+            WeightSyncError: if a weight is unknown to the engine, or missing; it then has no valid
                 version until the next push.
         """
 
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
-        """What each of its processes holds under these names of a push; empty: it cannot say."""
+        """Return what each of its processes holds under these names; empty if it cannot tell."""
         return []
 
     @property
     def in_flight(self) -> int:
-        """Requests that are not answered yet."""
+        """Number of requests that are not answered yet."""
         return 0
 
     @property
     def paused(self) -> bool:
-        """Between :meth:`pause` and :meth:`resume`."""
+        """True between :meth:`pause` and :meth:`resume`."""
         return False
 
     def replica_states(self) -> list[ReplicaStatus]:
-        """The status of each of its processes; any thread may ask."""
+        """Return the status of each of its processes; any thread may call it."""
         state = RunState.RUNNING
         if not self.running:
             state = RunState.STOPPED
@@ -334,24 +334,23 @@ class Engine(ABC):
         return [ReplicaStatus(type(self).__name__, state, self.version, self.in_flight)]
 
     async def pause(self) -> None:
-        """Stop between two tokens; requests in flight keep what they have."""
+        """Stop between two tokens; requests in flight keep their tokens."""
 
     async def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Continue after :meth:`pause`."""
 
     def sleep(self) -> None:
-        """Called when the trainer begins to train: give back what memory it can.
+        """Free as much memory as possible, because the trainer begins to train.
 
-        Whatever needs it again, a push or a request, wakes it. Nothing happens where there is no
-        ``sleep_level``.
+        The next push or request wakes the engine. Without a ``sleep_level``, nothing happens.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; requests in flight end with an EngineError. Closing twice is fine."""
+        """Free everything; requests in flight fail with an EngineError. It may be called twice."""
 
     def require_ready(self) -> None:
-        """Raise unless the engine runs and holds the trainer's weights."""
+        """Raise an EngineError unless the engine runs and holds the trainer's weights."""
         if not self.running:
             raise EngineError(f"{type(self).__name__} is not running; call start() first")
         if self.version < 0:
@@ -361,7 +360,7 @@ class Engine(ABC):
             )
 
     def require_room(self, prompt_length: int, sampling: Sampling) -> None:
-        """Raise unless a prompt and its longest completion fit into the engine's ``max_length``."""
+        """Raise an EngineError unless prompt and longest completion fit into ``max_length``."""
         if prompt_length + sampling.max_tokens > self.max_length:
             raise EngineError(
                 f"prompt of {prompt_length} tokens + max_tokens={sampling.max_tokens} exceeds the "
@@ -371,10 +370,10 @@ class Engine(ABC):
 
 
 def policy_of(role: str, roles: Mapping[str, str]) -> str:
-    """The name of the policy that plays a role; ``roles``: names of policies by role.
+    """Return the name of the policy that plays a role; ``roles``: names of policies by role.
 
     Raises:
-        ConfigError: if none does.
+        ConfigError: if no policy does.
     """
     if role not in roles:
         raise ConfigError(
@@ -385,5 +384,5 @@ def policy_of(role: str, roles: Mapping[str, str]) -> str:
 
 
 def drives_engine(engine: Engine) -> bool:
-    """True if this rank gives work and weights to the engine."""
+    """Return whether this rank gives work and weights to the engine."""
     return dist.rank() == 0 or not engine.serves_all_ranks

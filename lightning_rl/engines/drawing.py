@@ -1,4 +1,4 @@
-"""Drawing: a token for each row, from the distribution that its request asks for."""
+"""Sampling of a token for each row, from the distribution that its request asks for."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from lightning_rl.engines.sampling import Sampling
 def draw(
     logits: Tensor, rows: Sequence[DecodeRequest], ends: list[int]
 ) -> tuple[list[int], list[float]]:
-    """A token for each row, and its logprob under the distribution it was drawn from.
+    """Sample a token for each row; return it with its logprob under the sampled distribution.
 
-    ``logits`` (N, V) in float32. A token is where the cumulative distribution passes a number that
-    the row's own generator gives: so it depends on nothing of the other rows.
+    ``logits`` (N, V) are in float32. Tokens are sampled by inverting the cumulative distribution at
+    a number from the row's own generator, so a row does not depend on the others.
     """
     alike: dict[tuple[float, ...], list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -34,7 +34,7 @@ def draw(
 
 
 def _draw_alike(logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[Tensor, Tensor]:
-    """Of rows that sample alike: tokens (n,) and logprobs (n,)."""
+    """Sample for rows with equal settings; return tokens (n,) and logprobs (n,)."""
     sampling = rows[0].sampling
     if sampling.temperature == 0:
         logprobs, tokens = logits.log_softmax(-1), logits.argmax(-1)
@@ -49,7 +49,7 @@ def _draw_alike(logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[Tensor, 
 
 
 def _restrained(logits: Tensor, rows: Sequence[DecodeRequest], ends: list[int]) -> Tensor:
-    """Logits with the end held back and tokens penalized, where rows say so."""
+    """Return logits with end tokens suppressed and penalties applied, where rows ask for it."""
     held = [p for p, row in enumerate(rows) if len(row.tokens) < row.sampling.min_tokens]
     penalized = [place for place, row in enumerate(rows) if row.sampling.distribution.penalizes]
     if not held and not penalized:
@@ -63,7 +63,7 @@ def _restrained(logits: Tensor, rows: Sequence[DecodeRequest], ends: list[int]) 
 
 
 def _penalized(logits: Tensor, row: DecodeRequest) -> Tensor:
-    """Logits (V,) with those changed that stand in the prompt or were written, as vLLM does."""
+    """Return logits (V,), penalized for tokens of the prompt or completion, as vLLM does."""
     sampling = row.sampling
     logits = logits.clone()
     seen = torch.tensor([*row.prompt, *row.tokens], device=logits.device).unique()
@@ -76,7 +76,7 @@ def _penalized(logits: Tensor, row: DecodeRequest) -> Tensor:
 
 
 def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits (n, V) with all but min-p's, the top-k and the top-p nucleus removed."""
+    """Return logits (n, V), filtered by min-p, top-k and top-p."""
     if sampling.min_p > 0:
         probs = logits.softmax(-1)
         least = sampling.min_p * probs.amax(-1, keepdim=True)

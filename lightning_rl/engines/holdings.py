@@ -1,4 +1,4 @@
-"""What an engine's processes say of the weights that they hold."""
+"""Digests of the weights that an engine's processes hold."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Digests of the weights in one process, read from where it computes with them.
+    """Digests of the weights in one process, read from the tensors that it computes with.
 
     Args:
-        holder: the process, for messages.
-        digests: by the name under which a weight is pushed, in the engine's dtype.
-        unread: why others cannot be compared, by name.
+        holder: name of the process, for messages.
+        digests: digest of each weight in the engine's dtype, by the name in a push.
+        unread: why other weights cannot be compared, by name.
     """
 
     holder: str

@@ -1,4 +1,4 @@
-"""Keys and values of texts that are over, for requests that continue them."""
+"""KV cache of finished texts, for requests that continue them."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from lightning_rl.engines.text_hash import TextHash
 from lightning_rl.rollout import Placed
 
 _Key = tuple[Engine, int, int, int, tuple[Placed, ...]]
-"""Who wrote a text, by which version of its weights; its length, its hash, and its pictures."""
+"""A text's writer, the version of its weights, and the text's length, hash and pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptText:
-    """A text of T tokens and, for each layer, keys and values (H, T, D) of all of them."""
+    """A text of T tokens and, for each layer, their keys and values (H, T, D)."""
 
     token_ids: list[int]
     layers: list[tuple[Tensor, Tensor]]
 
 
 class KeptTexts:
-    """The texts that were of use last, up to ``most`` tokens in all.
+    """The most recently used texts, up to ``most`` tokens in total.
 
-    Whatever changes weights must :meth:`clear` it.
+    Whatever changes weights must call :meth:`clear`.
     """
 
     def __init__(self, most: int) -> None:
@@ -41,7 +41,7 @@ class KeptTexts:
         layers: list[tuple[Tensor, Tensor]],
         pictures: tuple[Placed, ...] = (),
     ) -> None:
-        """Keep a text, and drop the oldest where there are too many."""
+        """Keep a text, and drop the oldest ones if there are too many tokens."""
         text = TextHash().then(token_ids)
         key = writer, writer.version, text.length, text.hash, pictures
         if key in self._kept or text.length > self.most:
@@ -55,9 +55,9 @@ class KeptTexts:
     def longest(
         self, writer: Engine, token_ids: Sequence[int], pictures: tuple[Placed, ...] = ()
     ) -> KeptText | None:
-        """The longest that a text, with the same pictures, continues by a token at least.
+        """Return the longest kept text that this one continues by a token or more; else None.
 
-        It is the first to be dropped from now on: its continuation will take its place.
+        It becomes the first to be dropped, because its continuation will replace it.
         """
         if not self._kept:
             return None
@@ -73,7 +73,7 @@ class KeptTexts:
         return None
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all texts."""
         self._kept.clear()
         self._lengths.clear()
         self.tokens = 0

@@ -1,4 +1,4 @@
-"""Replica: one engine process other than ours, to ask for tokens and to give weights to."""
+"""Replica: an engine in another process, which generates tokens and receives weights."""
 
 import asyncio
 import logging
@@ -35,9 +35,9 @@ class Replica(ABC):
     """
 
     can_restart: bool
-    """True if we started it, and so may start it again."""
+    """True if we started it, and so can restart it."""
     workers: int = 1
-    """Its processes that take weights (tensor parallel)."""
+    """Number of its processes that receive weights (tensor parallel)."""
 
     def __init__(self, name: str, host: str) -> None:
         self.name = name
@@ -45,9 +45,9 @@ class Replica(ABC):
         self.host = host
         """The machine that it runs on."""
         self.version = -1
-        """Version of the weights it holds; -1: not the trainer's."""
+        """Version of its weights; -1: they are not the trainer's."""
         self.life = 0
-        """Counts its restarts: what was connected to an earlier life is not to this one."""
+        """Counts its starts: connections to an earlier life are no longer valid."""
         self.load = 0
         """Requests in flight."""
         self.gone = asyncio.Event()
@@ -65,10 +65,10 @@ class Replica(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start it anew if it is ours; wait until it answers.
+        """Restart it if we started it; wait until it answers.
 
         Raises:
-            ReplicaError: if it does not within its time.
+            ReplicaError: if it does not answer in time.
         """
 
     @abstractmethod
@@ -80,8 +80,8 @@ class Replica(ABC):
         """Continue ``token_ids``.
 
         Raises:
-            ReplicaLost: if it dies meanwhile.
-            SyncTimeoutError: if it takes longer than a completion may.
+            ReplicaLost: if it dies during the call.
+            SyncTimeoutError: if it takes longer than the limit for a completion.
             EngineError: if it refuses.
         """
 
@@ -91,23 +91,23 @@ class Replica(ABC):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on."""
+        """Continue after :meth:`pause`."""
 
     @abstractmethod
     async def transfer(self, step: str, timeout_s: float, **arguments: Any) -> Mapping[str, Any]:
-        """One step of a push: a method of vLLM's weight-transfer API.
+        """Do one step of a push: call a method of vLLM's weight-transfer API.
 
         Raises:
-            ReplicaLost: if it dies meanwhile.
+            ReplicaLost: if it dies during the call.
             SyncTimeoutError: if it takes longer.
-            WeightSyncError: if it refuses; of the class that the worker raised.
+            WeightSyncError: if it refuses; the class is the one that the worker raised.
         """
 
     async def begin(self, timeout_s: float) -> None:
-        """Begin a push, also if the one before broke off.
+        """Begin a push, even if the previous one was interrupted.
 
         Raises:
-            ReplicaLost: if it dies meanwhile.
+            ReplicaLost: if it dies during the call.
             SyncTimeoutError: if it takes longer.
         """
         try:
@@ -119,7 +119,7 @@ class Replica(ABC):
             await self.transfer("start_weight_update", timeout_s)
 
     async def _abort_update(self, timeout_s: float) -> None:
-        """vLLM ends a push when one of its steps fails; this one cannot but fail."""
+        """Make vLLM abort a push by a step that always fails."""
         try:
             await self.transfer("update_weights", timeout_s, update_info={})
         except (ReplicaLost, SyncTimeoutError):
@@ -129,10 +129,10 @@ class Replica(ABC):
 
     @abstractmethod
     async def set_version(self, version: int, timeout_s: float) -> None:
-        """End a push: forget what old weights cached, and make sure it says ``version``.
+        """End a push: drop caches of old weights, and check that it reports ``version``.
 
         Raises:
-            StaleWeightsError: if it does not.
+            StaleWeightsError: if it reports another version.
         """
 
     def _require_version(self, said: object, version: int) -> None:
@@ -142,16 +142,16 @@ class Replica(ABC):
             )
 
     async def holdings(self, names: Sequence[str]) -> list[Holdings]:
-        """What each of its workers holds under these names; empty: it cannot say.
+        """Return what each of its workers holds under these names; empty if it cannot tell.
 
         Raises:
-            ReplicaLost: if it dies meanwhile.
-            SyncTimeoutError: if it takes longer than a call may.
+            ReplicaLost: if it dies during the call.
+            SyncTimeoutError: if it takes longer than the limit for a call.
         """
         return []
 
     def _holdings(self, answers: Sequence[Mapping[str, Any]]) -> list[Holdings]:
-        """Of what its workers answered, by rank."""
+        """Turn its workers' answers, by rank, into holdings."""
         return [
             Holdings(f"{self.name}, rank {rank}" if len(answers) > 1 else self.name, **answer)
             for rank, answer in enumerate(answers)
@@ -159,11 +159,11 @@ class Replica(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Free everything; a process of ours is ended."""
+        """Free everything, and end the process if we started it."""
 
 
 def worker_error(name: str, text: str) -> WeightSyncError | None:
-    """The error that a worker raised in a push, from its text; of its own class."""
+    """Rebuild, from its text, the error that a worker raised in a push; None if there is none."""
     for kind in (
         IncompleteWeightsError,
         DamagedWeightsError,

@@ -1,4 +1,4 @@
-"""ReplicatedEngine: several engine processes as one, of which any may die."""
+"""ReplicatedEngine: several engine processes as one engine, any of which may die."""
 
 import asyncio
 from abc import abstractmethod
@@ -22,31 +22,31 @@ from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError, req
 from lightning_rl.run.loop import run_async
 
 OUR_TRANSFER = "lightning_rl"
-"""The weight transfer that most transports go by; ``options`` may name one of vLLM's own."""
+"""The weight transfer that most transports use; ``options`` may name one of vLLM's own."""
 
 _ATTEMPTS = 4
-"""Replicas that one request may lose before it is taken for the cause."""
+"""Replicas that one request may lose before it is considered the cause."""
 
 
 @configurable
 class ReplicatedEngine(Engine):
-    """Spreads requests over replicas, and outlives the death of any of them.
+    """Spreads requests over replicas, and survives the death of any of them.
 
-    A request goes to the replica with the fewest in flight. When a replica dies, hangs or is cut
-    off, its requests are generated again elsewhere, from their prompts and with their seeds; it is
-    started anew if it is ours, else waited for, and gets the weights of the last push before it
-    serves again. No request is answered
-    twice, and none by weights other than ``version``.
+    A request goes to the replica with the fewest in flight. When a replica dies, hangs or is
+    unreachable, its requests are generated again on another one, from their prompts and with their
+    seeds. If we started the replica, it is restarted; otherwise it is waited for. It gets the
+    weights of the last push before it serves again. No request is answered twice, and none by
+    weights other than ``version``.
 
     Args:
-        recovery_timeout_s: how long requests wait for a replica when all are gone.
-        health_every_s: seconds between two looks at a replica's health.
-        start_timeout_s: until a replica answers; in Ray, until its resources are reserved, too.
-        request_timeout_s: for one completion; a replica that takes longer counts as lost.
-        call_timeout_s: for one other call, such as pausing.
+        recovery_timeout_s: how long requests wait for a replica when all are lost.
+        health_every_s: seconds between two health checks of a replica.
+        start_timeout_s: time limit until a replica answers; in Ray, also for its resources.
+        request_timeout_s: time limit of one completion; a slower replica counts as lost.
+        call_timeout_s: time limit of any other call, such as pausing.
 
     Raises:
-        ConfigError: if one of them is less than 0.1.
+        ConfigError: if any of them is below 0.1.
     """
 
     serves_all_ranks = True
@@ -86,11 +86,11 @@ class ReplicatedEngine(Engine):
 
     @abstractmethod
     def _make_replicas(self, model_dir: Path) -> list[Replica]:
-        """Replicas that are not started yet."""
+        """Return replicas that are not started yet."""
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those that requests and weights are for, alive or not."""
+        """The replicas that get requests and weights, alive or not."""
         return self.supervision.replicas
 
     @property
@@ -101,7 +101,7 @@ class ReplicatedEngine(Engine):
         """Start all replicas at the same time.
 
         Raises:
-            ReplicaError: if one does not start; then none is left running.
+            ReplicaError: if one does not start; all are stopped then.
         """
         if self._running:
             return
@@ -109,10 +109,10 @@ class ReplicatedEngine(Engine):
         self.start_with(self._make_replicas(model_dir))
 
     def start_with(self, replicas: list[Replica]) -> None:
-        """Start these, for weights of :attr:`shapes`.
+        """Start these replicas, for weights of :attr:`shapes`.
 
         Raises:
-            ReplicaError: if one does not start; then none is left running.
+            ReplicaError: if one does not start; all are stopped then.
         """
         self.supervision.replicas = replicas
         self._running = True
@@ -163,7 +163,7 @@ class ReplicatedEngine(Engine):
         )
 
     async def _pick_replica(self) -> Replica:
-        """The serving replica with the fewest requests; wait if there is none."""
+        """Return the serving replica with the fewest requests; wait if there is none."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.recovery_timeout_s
         while True:
@@ -215,7 +215,7 @@ class ReplicatedEngine(Engine):
         await self._on_each_alive(lambda replica: replica.resume())
 
     async def _on_each_alive(self, act: Callable[[Replica], object]) -> None:
-        """Do it on all that live; who dies over it is noted."""
+        """Act on all live replicas, and record those that die."""
 
         async def one(replica: Replica) -> None:
             try:
@@ -228,11 +228,11 @@ class ReplicatedEngine(Engine):
     # ---------------------------------------------------------------- deaths
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """A replica did not answer: send it nothing until it is back. Call it in the loop."""
+        """Mark a replica that did not answer as lost until it is back. Call it in the loop."""
         self.supervision.lost(replica, error)
 
     async def _bring_back(self, replica: Replica) -> None:
-        """Start it anew or wait for it, and give it the weights of the last push."""
+        """Restart a replica or wait for it, and give it the weights of the last push."""
         await replica.start()
         if self._paused:
             await replica.pause()
@@ -258,7 +258,7 @@ class ReplicatedEngine(Engine):
         return self.holdings_of(serving, names)
 
     def holdings_of(self, replicas: Sequence[Replica], names: Sequence[str]) -> list[Holdings]:
-        """What the workers of some replicas hold; who dies over it is noted, and left out."""
+        """Return what the replicas' workers hold; record and leave out those that die."""
         found: list[Holdings] = []
 
         async def ask(replica: Replica) -> None:
@@ -275,9 +275,9 @@ class ReplicatedEngine(Engine):
 
     @contextmanager
     def taking_weights(self, version: int) -> Iterator[list[Replica]]:
-        """While weights change: requests wait, replicas pause. Gives those that are alive.
+        """Hold requests and pause replicas while weights change; yield the live replicas.
 
-        If the body raises, the engine holds no version until the next push.
+        If the body raises, the engine has no valid version until the next push.
         """
         if not self._running:
             raise EngineError(f"{type(self).__name__} is not running; call start() first")
@@ -306,7 +306,7 @@ class ReplicatedEngine(Engine):
 async def _ask(
     replica: Replica, token_ids: Sequence[int], sampling: Sampling, seed: int
 ) -> Completion:
-    """A replica's answer, unless it is lost first: a machine that vanished never says so."""
+    """Return a replica's answer; raise if it is lost first, as a vanished machine never tells."""
     request = asyncio.ensure_future(replica.generate(token_ids, sampling, seed))
     gone = asyncio.ensure_future(replica.gone.wait())
     try:

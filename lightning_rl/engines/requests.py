@@ -1,4 +1,4 @@
-"""DecodeRequest: a request of a decoder, and what is written of it."""
+"""DecodeRequest: a request to a decoder, with its tokens so far."""
 
 import random
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from lightning_rl.vision.seen import SeenText
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """A request, and what is written of it. Each token has the version that wrote it.
+    """A request with its tokens so far; each token has the version that generated it.
 
-    ``writer`` is the engine, or the one of its policies, whose weights write it.
+    ``writer`` is the engine, or one of its policies, whose weights generate it.
     """
 
     writer: Engine
@@ -28,22 +28,22 @@ class DecodeRequest:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     reason: str | None = None
-    """Why it is over; None: it is not."""
+    """Why it ended; None: it has not ended."""
     cached: int = -1
-    """The version whose keys and values of it are in the cache."""
+    """The weight version of its keys and values in the cache."""
     pictures: tuple[Placed, ...] = ()
-    """Those of its prompt."""
+    """The pictures of its prompt."""
     seen: SeenText | None = None
-    """What its tokens see, and their positions; None: it has no pictures."""
+    """Its text with pictures, and the tokens' positions; None: it has no pictures."""
     routed: list[Tensor] = field(default_factory=list)
-    """Experts (T, L, K) of its first tokens, in parts, where these are recorded."""
+    """Experts (T, L, K) of its first tokens, in parts, if they are recorded."""
 
     @property
     def text(self) -> list[int]:
-        """All of its tokens."""
+        """The tokens of prompt and completion."""
         return [*self.prompt, *self.tokens]
 
     def completion(self) -> Completion:
-        """What an engine answers."""
+        """Return the completion, as an engine answers it."""
         experts = to_text(torch.cat(self.routed)) if self.routed else ""
         return Completion(self.tokens, self.logprobs, str(self.reason), self.versions, experts)

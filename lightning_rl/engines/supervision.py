@@ -1,4 +1,4 @@
-"""Who serves: replicas join, die, come back and leave."""
+"""Supervision of replicas, which join, die, come back and leave."""
 
 import asyncio
 import logging
@@ -11,20 +11,20 @@ from lightning_rl.run.loop import cancel_here
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 3
-"""Looks in a row at which a replica must be silent to count as lost: the machine may be busy."""
+"""Failed health checks in a row after which a replica is lost: its machine may be busy."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
-"""Between two attempts to bring a replica back."""
+"""Seconds between two attempts to bring a replica back."""
 _LOOK_S = 0.1
-"""Between two looks at whether one that leaves has answered all."""
+"""Seconds between two checks whether a leaving replica has answered everything."""
 
 
 class Supervision:
-    """Notices the deaths of an engine's replicas, and brings them back. All of it is in the loop.
+    """Detects lost replicas of an engine, and brings them back. Everything runs in the loop.
 
     Args:
-        bring_back: starts one that is not alive, or waits for it, and gives it the weights.
-        version: says the version of the weights that are served.
-        health_every_s: seconds between two looks at a replica's health.
+        bring_back: restarts or waits for a lost replica, and gives it the weights.
+        version: returns the version of the weights that are served.
+        health_every_s: seconds between two health checks of a replica.
     """
 
     def __init__(
@@ -36,41 +36,41 @@ class Supervision:
         self._bring_back, self._version = bring_back, version
         self._health_every_s = health_every_s
         self.replicas: list[Replica] = []
-        """Those that requests and weights are for, alive or not."""
+        """The replicas that get requests and weights, alive or not."""
         self.outages = Outages()
         self.changed = asyncio.Event()
-        """Set whenever a replica has begun or ceased to serve; who waits for that clears it."""
+        """Set whenever a replica starts or stops serving; whoever waits for it clears it."""
         self.leaving: dict[Replica, asyncio.Task[None]] = {}
-        """They get no requests any more, and may have some in flight."""
+        """Replicas that get no more requests, but may still have some in flight."""
         self._watches: dict[Replica, asyncio.Task[None]] = {}
 
     def watch(self) -> None:
-        """All, from now on."""
+        """Start watching all replicas."""
         for replica in self.replicas:
             self._begin_to_watch(replica)
 
     def join(self, replica: Replica) -> None:
-        """A further replica: it serves as soon as it answers and holds the weights."""
+        """Add a replica, which serves as soon as it answers and holds the weights."""
         self.replicas.append(replica)
         self._begin_to_watch(replica)
 
     def leave(self, replica: Replica) -> None:
-        """Give it no more requests and weights, and close it once it has answered what it has.
+        """Give a replica no more requests or weights, and close it once it has no requests left.
 
-        What it has not answered when the engine's weights change is generated again elsewhere.
+        Requests unanswered when the engine's weights change are generated again elsewhere.
         """
         self.replicas.remove(replica)
         self._watches.pop(replica).cancel()
         self.leaving[replica] = asyncio.create_task(self._see_off(replica))
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """A replica did not answer: send it nothing until it is back."""
+        """Mark a replica that did not answer as lost, so that it gets nothing until it is back."""
         self.outages.note(replica, str(error))
         replica.gone.set()
         self.changed.set()
 
     async def close(self) -> None:
-        """Watch no longer, and close all."""
+        """Stop watching, and close all replicas."""
         await cancel_here([*self._watches.values(), *self.leaving.values()])
         replicas = [*self.replicas, *self.leaving]
         self.replicas = []
