@@ -28,32 +28,32 @@ from lightning_rl.errors import (
 
 _log = logging.getLogger(__name__)
 _FIRST_NOTICE_S, _NEXT_NOTICE_S = 3.0, 15.0
-"""Seconds of waiting, until a notice, for a server that is not ours to start."""
+"""Seconds before the first and between further notices that we wait for a foreign server."""
 _UNKNOWN = (404, 405, 501)
-"""Answers to a path, or a method, that a server does not know."""
+"""Status codes for a path or method that a server does not know."""
 _CLAIM_AGAIN_S = 1.0
-"""Between two attempts to have a server that another run has."""
+"""Seconds between two attempts to claim a server that another run holds."""
 _ENGINE_DIED = ("EngineCore encountered an issue", "EngineDeadError")
-"""vLLM's words, in the moment before its server ends too."""
+"""vLLM's error texts just before its server ends, too."""
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
 class HTTPReplica(Replica):
     """A vLLM server with ``VLLM_SERVER_DEV_MODE=1`` and our worker extension.
 
-    No other run can use it meanwhile (:mod:`lightning_rl.engines.server_access`).
+    Only one run can use it at a time (:mod:`lightning_rl.engines.server_access`).
 
     Args:
-        url: ``http://host:port``; of a server that we start, where it will listen.
+        url: ``http://host:port``; for a server that we start, where it will listen.
         key: bearer token; empty: none.
-        launch: starts the server at this port; None: it runs already.
-        apart: whether it is to keep a LoRA beside its base.
-        shortest: the ``max_model_len`` that it must have at least.
-        ends: tokens that end a turn, of which its own model's files need not know.
-        start_timeout_s: until it answers; a big model takes its time.
-        request_timeout_s: for one completion.
-        call_timeout_s: for any other call.
-        lease_s: how long the server stays this run's without a word from it.
+        launch: starts the server; None: it runs already.
+        apart: whether it keeps a LoRA unmerged.
+        shortest: the minimum ``max_model_len`` that it must have.
+        ends: tokens that end a turn, which its own model's files may lack.
+        start_timeout_s: time limit until it answers; a large model takes long.
+        request_timeout_s: time limit of one completion.
+        call_timeout_s: time limit of any other call.
+        lease_s: how long this run keeps the server without a request to it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class HTTPReplica(Replica):
         self.gone.clear()
 
     async def _wait_until_ready(self) -> None:
-        """Wait until it answers; say soon, and again and again, that this takes so long."""
+        """Wait until it answers; log a warning early, and repeatedly, if that takes long."""
         loop = asyncio.get_running_loop()
         begin, notice, why = loop.time(), _FIRST_NOTICE_S, "it was not asked yet"
         try:
@@ -140,10 +140,10 @@ class HTTPReplica(Replica):
             ) from error
 
     async def _health_problem(self) -> str | None:
-        """The reason why it does not serve (yet); None if it does.
+        """Return why it does not serve (yet); None if it does.
 
         Raises:
-            ReplicaError: if what answers at a URL that we were given is no vLLM server.
+            ReplicaError: if a URL that we were given is not that of a vLLM server.
         """
         try:
             await self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
@@ -160,13 +160,13 @@ class HTTPReplica(Replica):
         return None
 
     async def _claim(self) -> bool:
-        """Have the server for this run; wait for one that may have been killed a moment ago.
+        """Claim the server for this run; wait for another run that may just have been killed.
 
         Returns:
-            whether it knows of runs.
+            whether the server supports claims.
 
         Raises:
-            ReplicaError: if another run goes on with it.
+            ReplicaError: if another run still uses it.
         """
         loop = asyncio.get_running_loop()
         begin, said = loop.time(), False
@@ -308,7 +308,7 @@ class HTTPReplica(Replica):
 
 
 class ServerTaken(ReplicaError):
-    """Another run has a server, for ``lease_s`` seconds after each word from it."""
+    """Another run holds the server, for ``lease_s`` seconds after each of its requests."""
 
     def __init__(self, message: str, lease_s: float) -> None:
         super().__init__(message)
@@ -319,7 +319,7 @@ class ServerTaken(ReplicaError):
 
 
 class ServerRefusal(EngineError):
-    """A server answered, and refused; ``status`` is HTTP's, 0 if it was no answer of ours."""
+    """A server refused; ``status`` is HTTP's, or 0 if the answer was not a vLLM server's."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -330,7 +330,7 @@ class ServerRefusal(EngineError):
 
 
 def _with_hint(tail: str) -> str:
-    """The end of what a server printed, and what may be behind it."""
+    """Return the end of a server's output, with a hint at the likely cause."""
     if "unrecognized arguments" not in tail:
         return lora_hint(tail)
     return (
@@ -340,7 +340,11 @@ def _with_hint(tail: str) -> str:
 
 
 def completion_of(choice: Mapping[str, Any]) -> Completion:
-    """From a choice of vLLM's token-in-token-out response."""
+    """Return the completion in a choice of vLLM's token-in-token-out response.
+
+    Raises:
+        EngineError: if it lacks logprobs or weight versions.
+    """
     token_ids = list(choice["token_ids"] or [])
     content = (choice["logprobs"] or {}).get("content") or []
     versions = [-1] * len(token_ids)
@@ -363,10 +367,10 @@ def completion_of(choice: Mapping[str, Any]) -> Completion:
 
 
 def refusal(name: str, path: str, status: int, text: str) -> EngineError:
-    """The error that a worker raised, of its own class if it is one of ours.
+    """Return the error that a refusal stands for, of the worker's class if that is one of ours.
 
-    It is a :class:`ReplicaLost` if the engine behind the server has died, or the server is a new
-    one that no run has claimed.
+    It is a :class:`ReplicaLost` if the engine behind the server has died, or the server has
+    restarted and no run has claimed it.
     """
     if (error := worker_error(name, text)) is not None:
         return error

@@ -1,4 +1,4 @@
-"""PolicyEngines: an engine for each of several policies, as one."""
+"""PolicyEngines: one engine made of a separate engine for each policy."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ from lightning_rl.rollout import Placed
 
 @configurable
 class PolicyEngines(Engine):
-    """A whole engine for each policy: full models, or adapters merged into their base.
+    """Uses a separate engine for each policy: full models, or adapters merged into their base.
 
-    ``version`` is the run's: the iterations after which all policies are what the engines hold.
-    Tokens carry the version of the policy that wrote them, its engine's.
+    ``version`` is the run's: the number of iterations whose resulting policies it holds.
+    Tokens carry the version of the policy that generated them.
 
     Args:
-        engines: by the policy's name; of any kinds.
+        engines: an engine of any class for each policy, by the policy's name.
 
     Raises:
         ConfigError: for a policy without an engine, or an engine without a policy.
@@ -52,7 +52,7 @@ class PolicyEngines(Engine):
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """The run's, or -1 while one of the engines holds none."""
+        """The run's version; -1 while any of the engines has none."""
         held = all(engine.version >= 0 for engine in self.engines.values())
         return self._iteration if held else -1
 
@@ -84,7 +84,7 @@ class PolicyEngines(Engine):
         return self.engines[name]
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        """What the policy does that plays the role without a name."""
+        """Generate with the policy that plays the unnamed role."""
         return await self.of_role("").generate(token_ids, sampling, seed)
 
     async def look(
@@ -129,7 +129,7 @@ class PolicyEngines(Engine):
         return sum(engine.weight_bytes(elements) for engine in self.engines.values())
 
     def start(self, model_dir: Path) -> None:
-        """Start all; a policy whose model is another has it in a folder of its name."""
+        """Start all; a policy with a different model has it in a subfolder with its name."""
         try:
             for name, engine in self.engines.items():
                 own = model_dir / name

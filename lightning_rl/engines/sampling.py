@@ -14,7 +14,7 @@ from lightning_rl.rollout import SAMPLED_BY, SamplingDistribution
 @configurable
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A form that completions are held to, token by token; one of these, as vLLM names them.
+    """A constraint on completions, enforced token by token; exactly one, named as in vLLM.
 
     Args:
         choice: one of these texts.
@@ -42,12 +42,12 @@ class StructuredOutputs:
             raise ConfigError("structured_outputs.choice=[] allows nothing; list the choices")
 
     def as_dict(self) -> dict[str, Any]:
-        """The form, under the names of vLLM's ``StructuredOutputsParams``."""
+        """Return the constraint, under the names of vLLM's ``StructuredOutputsParams``."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this, with a warning."""
+"""vLLM raises lower temperatures to this one, with a warning."""
 
 
 @configurable
@@ -56,7 +56,7 @@ class Sampling:
     """Settings of the distribution that completions are sampled from.
 
     Args:
-        max_tokens: new tokens at most.
+        max_tokens: maximum number of new tokens.
         temperature: 0 is greedy; else at least 0.01.
         top_p: nucleus mass, in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
@@ -113,15 +113,15 @@ class Sampling:
 
     @cached_property
     def distribution(self) -> SamplingDistribution:
-        """The settings that change what is sampled from: rollouts keep them."""
+        """The settings that change the sampled distribution, which rollouts record."""
         return SamplingDistribution(**{name: getattr(self, name) for name in SAMPLED_BY})
 
     def of(self, distribution: SamplingDistribution) -> "Sampling":
-        """The same limits, and sampling from another distribution."""
+        """Return a copy with the same limits that samples from another distribution."""
         return replace(self, **asdict(distribution))
 
     def of_vllm(self, seed: int) -> dict[str, Any]:
-        """Fields of vLLM's sampling parameters, for a request with this seed."""
+        """Return the fields of vLLM's sampling parameters, for a request with this seed."""
         given = {name: getattr(self, name) for name in (*SAMPLED_BY, "max_tokens", "stop")}
         if self.structured_outputs is not None:
             given["structured_outputs"] = self.structured_outputs.as_dict()
@@ -147,10 +147,10 @@ class Completion:
 
 
 def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: int) -> int:
-    """A 63-bit seed of its own for every rollout, so that any one can be generated again."""
+    """Return a rollout's own 63-bit seed, so that any rollout can be generated again."""
     return seed_of(f"{run_seed}/{prompt_id}/{sample_index}/{iteration}".encode())
 
 
 def seed_of(key: bytes) -> int:
-    """The 63-bit seed that a key stands for, on every machine."""
+    """Return the 63-bit seed derived from a key, the same on every machine."""
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""Plain transformers as an engine: for tiny models, for machines without vLLM, and for tests."""
+"""TransformersEngine: for tiny models, for machines without vLLM, and for tests."""
 
 import asyncio
 import gc
@@ -41,19 +41,19 @@ from lightning_rl.vision.reader import PictureReader, reader_of, supported
 
 @configurable
 class TransformersEngine(LoRAEngine):
-    """Samples with a Hugging Face model: all requests side by side, others join at any token.
+    """Samples with a Hugging Face model, in batches that requests join at any token.
 
-    It needs nothing but transformers. A tiny model it can have faster than vLLM, which spends most
-    of its time beside the model there; a large one, long prompts that share their beginnings, stop
-    strings and structured outputs are vLLM's. Of a model that sees it reads pictures.
+    It needs nothing but transformers. For a tiny model it can be faster than vLLM, whose overhead
+    dominates there; use vLLM for large models, long prompts with shared prefixes, stop strings and
+    structured outputs. With a vision model, it reads pictures.
 
     Args:
-        dtype: of the engine's own copy of the weights; None: as the trainer computes.
-        max_batch_size: requests sampled together.
+        dtype: dtype of the engine's own copy of the weights; None: the trainer's.
+        max_batch_size: maximum number of requests sampled together.
         device: None: a GPU if there is one.
         min_batch_size: requests that an idle engine waits for, where they trickle in one by one
             (turns of environments and tools); 1 waits for none.
-        max_wait_s: how long at most, in seconds.
+        max_wait_s: maximum seconds of this wait.
         kept_tokens: of texts that are over, so many tokens' keys and values at most are kept until
             the next push, and a request that continues one (the next turn of a chat) reads only
             what is new: where turns are many, each is else read anew with all before it. Its
@@ -175,7 +175,7 @@ class TransformersEngine(LoRAEngine):
             self._forget_texts()
 
     def _forget_texts(self) -> None:
-        """They, and what was seen of pictures, are of weights that are about to change."""
+        """Drop kept texts and encoded pictures, because the weights are about to change."""
         for kept in (self._kept, self._tower):
             if kept is not None:
                 kept.clear()
@@ -189,7 +189,7 @@ class TransformersEngine(LoRAEngine):
         return await self._write(self, token_ids, sampling, seed, pictures)
 
     def require_sight(self) -> None:
-        """It can."""
+        """Accept pictures."""
 
     async def _write(
         self,
@@ -229,7 +229,7 @@ class TransformersEngine(LoRAEngine):
         return self._reader
 
     async def _serve(self) -> None:
-        """Until nobody waits any more: step by step, so that others join and answers leave."""
+        """Run step by step until nobody waits; requests join and answers leave between steps."""
         decoder: Decoder | None = None
         while self._waiting or self._writing:
             if self._writing:
@@ -264,7 +264,7 @@ class TransformersEngine(LoRAEngine):
         return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, self._tower)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
-        """One token for each request, those that join now included; returns those that are over."""
+        """Sample one token for each request, new ones included; return those that ended."""
         for request, future in list(self._writing.items()):
             if future.done():  # nobody waits for it any more
                 request.reason = "abort"
@@ -281,7 +281,7 @@ class TransformersEngine(LoRAEngine):
         return decoder.step() if self._writing else []
 
     async def _gather(self) -> None:
-        """Until the batch is large enough, or its first request has waited for long enough."""
+        """Wait until the batch is large enough, or ``max_wait_s`` is over."""
         await asyncio.sleep(0)  # let everyone who is ready join the batch
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.max_wait_s
@@ -305,7 +305,7 @@ class TransformersEngine(LoRAEngine):
     def _take_adapters(
         self, lm: PreTrainedModel, writer: Engine, weights: Iterable[tuple[str, Tensor]]
     ) -> None:
-        """A writer's adapters, and their base if that comes along; without any, whole weights."""
+        """Load a writer's adapters, and their base if it is pushed; else whole weights."""
         adapters, base = self.divided(weights)
         shapes = {name: weight.shape for name, weight in _held(lm).items()}
         require_adapters(adapters, shapes, type(self).__name__)
@@ -333,5 +333,5 @@ class TransformersEngine(LoRAEngine):
 
 
 def _held(lm: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights where they are computed with, by the names of a push."""
+    """Return the model's own weights, by their names in a push."""
     return dict(FileNames(lm).each(lm.state_dict().items()))
