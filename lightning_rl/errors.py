@@ -11,16 +11,16 @@ class LightningRLError(Exception):
     """Root of every error raised on purpose by lightning_rl."""
 
     def described(self) -> tuple[Any, ...]:
-        """Arguments with which another process rebuilds the error; the first is the message."""
+        """Return the arguments to rebuild the error elsewhere; the first is the message."""
         return (str(self),)
 
 
 class ConfigError(LightningRLError, ValueError):
-    """A setting is impossible, or contradicts another one."""
+    """A setting is impossible or contradicts another one."""
 
 
 class ImportNameError(ConfigError, ImportError):
-    """A module is imported under a name that is not its own; names the right one."""
+    """A module is imported under a wrong name; names the right one."""
 
 
 class DataError(LightningRLError, ValueError):
@@ -28,7 +28,7 @@ class DataError(LightningRLError, ValueError):
 
 
 class PictureError(DataError):
-    """A picture cannot be had or decoded, or is beyond a bound; it costs a prompt, not the run."""
+    """A picture is unavailable, undecodable or out of bounds; it costs a prompt, not the run."""
 
 
 class RewardError(LightningRLError):
@@ -40,11 +40,11 @@ class RewardError(LightningRLError):
 
 
 class AgentError(RewardError):
-    """Too large a share of rollouts failed before their end: their agent raised."""
+    """Too large a share of rollouts failed because their agent raised."""
 
 
 class EpisodeError(LightningRLError):
-    """An impossible call of a model; it costs a rollout at most, not the run."""
+    """A model call is impossible; it costs a rollout at most, not the run."""
 
 
 class ContextLengthError(EpisodeError):
@@ -52,11 +52,11 @@ class ContextLengthError(EpisodeError):
 
 
 class FineTuneError(LightningRLError):
-    """A fine-tune job failed or was cancelled, and no other takes its place."""
+    """A fine-tune job failed or was cancelled, and no other job replaces it."""
 
 
 class FilterError(LightningRLError):
-    """Group filters reject so much that no batch can be filled."""
+    """Group filters reject so many groups that no batch can be filled."""
 
 
 class EngineError(LightningRLError):
@@ -64,7 +64,7 @@ class EngineError(LightningRLError):
 
 
 class ReplicaError(EngineError):
-    """A process of the engine does not start or answer, and no other takes its place."""
+    """An engine process does not start or answer, and no other process replaces it."""
 
 
 class CheckpointError(LightningRLError):
@@ -72,26 +72,26 @@ class CheckpointError(LightningRLError):
 
 
 class NonFiniteWeightsError(CheckpointError):
-    """The trainer's weights hold NaN or infinity, so they are neither saved nor pushed on."""
+    """The trainer's weights contain NaN or infinity; they are neither saved nor synced."""
 
 
 class DiskError(LightningRLError):
-    """A file of a run could not be written; what was there before is intact."""
+    """A file of a run could not be written; its previous version is intact."""
 
 
 class HubError(LightningRLError):
-    """A model that could not be pushed to the hub; what was exported is on the disk."""
+    """A model could not be pushed to the hub; its export is still on disk."""
 
 
 class RunInterrupted(LightningRLError):
-    """A signal or a deadline stopped the run, which was saved; ``status`` is its exit status."""
+    """A signal or a deadline stopped the run; ``status`` is its exit status."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
         self.reason = reason
         self.status = status
         self.checkpoint: str | None = None
-        """The file to go on from; empty if there is none, None before it was tried to save one."""
+        """The file to resume from; empty if there is none, None before saving was attempted."""
 
     def described(self) -> tuple[Any, ...]:
         return (self.reason, self.status)
@@ -101,11 +101,11 @@ class RunInterrupted(LightningRLError):
             return self.reason
         if not self.checkpoint:
             return f"{self.reason}; nothing was saved"
-        return f"{self.reason}; saved {self.checkpoint}; go on with --ckpt_path last"
+        return f"{self.reason}; saved {self.checkpoint}; resume with --ckpt_path last"
 
 
 class GuardError(RunInterrupted):
-    """A guard stopped the run; ``reason`` names its value, its bound and possible fixes."""
+    """A guard stopped the run; ``reason`` names the value, its bound and possible fixes."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, status=1)
@@ -115,7 +115,7 @@ class GuardError(RunInterrupted):
 
     def __str__(self) -> str:
         if not self.checkpoint:
-            return f"{self.reason}; no checkpoint was saved: IterationCheckpoint would do so"
+            return f"{self.reason}; no checkpoint was saved; add IterationCheckpoint to save one"
         return f"{self.reason}; saved {self.checkpoint}"
 
 
@@ -124,46 +124,46 @@ class PeerLostError(LightningRLError):
 
 
 class PackMemoryError(LightningRLError):
-    """Memory is too small for the smallest pack."""
+    """Even the smallest pack does not fit into memory."""
 
 
 class StalledError(EngineError):
-    """No rollout was finished for so long that the run seems to hang."""
+    """No rollout has finished for so long that the run seems to hang."""
 
 
 class WeightSyncError(EngineError):
-    """After a weight sync, engine and trainer do not agree."""
+    """The engine and the trainer disagree after a weight sync."""
 
 
 class IncompleteWeightsError(WeightSyncError):
-    """A push left weights out, or brought some that the engine's model does not have."""
+    """A push omitted weights, or sent some that the engine's model does not have."""
 
 
 class DamagedWeightsError(WeightSyncError):
-    """The weights that arrived are not those sent: a file cut short, or of another version."""
+    """The weights that arrived are not those sent: the file is truncated, or of another version."""
 
 
 class StaleWeightsError(WeightSyncError):
-    """The engine answers from other weights than were pushed, or from a stale cache."""
+    """The engine answers with weights other than those pushed, or from a stale cache."""
 
 
 class WrongWeightsError(WeightSyncError):
-    """A process of the engine holds another tensor than it was sent; names both."""
+    """An engine process holds a tensor that differs from the one sent; names both."""
 
 
 class SyncTimeoutError(WeightSyncError):
-    """A process did not do its part of a push in time."""
+    """A process did not finish its part of a push in time."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says first; they explain over many lines."""
+    """Return the type and first line of an error, at most 300 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def kind_of_path(path: Path) -> str | None:
-    """The kind of a path whose reading would block or never end, such as a pipe.
+    """Return the kind of a path, such as a pipe, whose reading would block or never end.
 
-    None: a file, or nothing at all.
+    Returns None for a file, or if nothing exists there.
     """
     if not os.path.exists(path) or os.path.isfile(path):  # False too for names that cannot be
         return None
@@ -172,10 +172,10 @@ def kind_of_path(path: Path) -> str | None:
 
 
 def require_at_least(bound: float, **values: float | None) -> None:
-    """Refuse settings below a bound, or NaN; None passes.
+    """Refuse settings that are below a bound or NaN; None passes.
 
     Raises:
-        ConfigError: naming the first key, its value and the bound.
+        ConfigError: names the first such key, its value and the bound.
     """
     for name, value in values.items():
         if value is not None and not value >= bound:
@@ -183,10 +183,10 @@ def require_at_least(bound: float, **values: float | None) -> None:
 
 
 def require_finite(**values: float | Sequence[float] | None) -> None:
-    """Refuse settings that are infinite or NaN, also in a list; None passes.
+    """Refuse settings that are infinite or NaN, also inside a list; None passes.
 
     Raises:
-        ConfigError: naming the first key and its value.
+        ConfigError: names the first such key and its value.
     """
     for name, value in values.items():
         numbers = value if isinstance(value, Sequence) else [value]

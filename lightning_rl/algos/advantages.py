@@ -65,8 +65,8 @@ def gae(
 def whiten(advantages: Tensor, unbiased: bool = False) -> Tensor:
     """(A - mean) / sqrt(variance + 1e-8), over all ranks' tokens; shape (M,).
 
-    The floor is a standard deviation of 1e-4, as in TRL and verl: what is smaller than that is
-    rounding, and stays small. ``unbiased``: the variance of n tokens is divided by n - 1.
+    The floor is a standard deviation of 1e-4, as in TRL and verl: smaller deviations are rounding
+    errors and stay small. ``unbiased``: the variance of n tokens is divided by n - 1.
     """
     mean, std = global_mean_std(advantages, unbiased)
     return (advantages - mean) * (std**2 + 1e-8).rsqrt()
@@ -75,8 +75,8 @@ def whiten(advantages: Tensor, unbiased: bool = False) -> Tensor:
 class Episodes(NamedTuple):
     """The E episodes of a batch's R rows: a rollout of several rows is compared as one.
 
-    ``reward`` (E,), ``group`` (E,): those that are compared with each other have the same number,
-    one for each prompt and role; ``of_row`` (R,): the episode of each row.
+    ``reward`` (E,); ``group`` (E,): episodes that are compared with each other have the same
+    number, one for each prompt and role; ``of_row`` (R,): the episode of each row.
     """
 
     reward: Tensor
@@ -85,7 +85,7 @@ class Episodes(NamedTuple):
 
 
 def episodes_of(batch: TensorDict) -> Episodes:
-    """Rewards and groups by episode."""
+    """Collect rewards and groups by episode."""
     rollouts = batch["rollouts"]
     numbers, of_row = episode_rows(batch).unique(return_inverse=True)
     reward, group = (
@@ -99,7 +99,7 @@ def episodes_of(batch: TensorDict) -> Episodes:
 
 
 def pairs(first: Tensor, second: Tensor) -> Tensor:
-    """Numbers that are equal where both are, (N,), for numbers from 0 on."""
+    """Number pairs, (N,): equal pairs get equal numbers. Both inputs count from 0."""
     return first * (second.max() + 1) + second if len(second) else first
 
 
@@ -113,27 +113,27 @@ def total_rewards(batch: TensorDict, episodes: Episodes) -> Tensor:
 
 
 class Advantage(ABC):
-    """Adds ``("tokens", "advantages")``, shape (T,), zero outside of the loss mask, to a batch.
+    """Adds ``("tokens", "advantages")``, shape (T,), zero outside the loss mask, to a batch.
 
-    From rewards, groups, ``values`` and ``token_rewards``: ``old_logprobs`` may not be there yet,
-    since a rollout whose advantages are all exactly 0 needs none. On several processes the batch of
-    one may have no rows.
+    It reads rewards, groups, ``values`` and ``token_rewards``, but not ``old_logprobs``, which may
+    be computed later: a rollout whose advantages are all exactly 0 needs none. With several
+    processes, a process's batch may have no rows.
     """
 
     needs_values: ClassVar[bool] = False
     takes_kl_reward: ClassVar[bool] = True
-    """True where a reward may have a KL taken off; not where it says how good a rollout was."""
+    """True if a KL may be subtracted from the reward; False if that would change its meaning."""
     takes_branches: ClassVar[bool] = False
-    """True where rollouts may branch off from others (:class:`Branching`)."""
+    """True if rollouts may branch off from others (:class:`Branching`)."""
 
     @property
     def per_group(self) -> bool:
-        """True where a group's advantages depend on nothing outside of it, and change nothing."""
+        """True if a group's advantages neither depend on other groups nor change any state."""
         return False
 
     @property
     def min_group_size(self) -> int:
-        """How many rollouts a group needs; above 1 if they are compared."""
+        """The minimum number of rollouts per group; above 1 if they are compared."""
         return 1
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Advantage(ABC):
 
 
 def on_tokens(batch: TensorDict, calls: CallTable, values_M: Tensor) -> Tensor:
-    """Values (M,) of the calls' tokens, where these are in the batch, (T,); else 0."""
+    """Scatter values (M,) of the calls' tokens to all tokens of the batch, (T,); 0 elsewhere."""
     empty = values_M.new_zeros(len(batch["tokens"]))
     return empty.index_put((calls.tokens,), values_M)
 
@@ -155,7 +155,7 @@ def spread_over_tokens(batch: TensorDict, advantages_R: Tensor) -> TensorDict:
 
 
 class WithinGroups(Advantage):
-    """An advantage that compares the rollouts of a group with each other, and with no others."""
+    """An advantage that compares the rollouts of a group with each other only."""
 
     @property
     def per_group(self) -> bool:
@@ -167,7 +167,7 @@ class WithinGroups(Advantage):
 
 
 class GroupAdvantage(WithinGroups):
-    """An advantage that is a function of episodes' rewards and groups, per group."""
+    """An advantage that is computed from the rewards of each group's episodes."""
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         episodes = episodes_of(batch)
@@ -176,7 +176,7 @@ class GroupAdvantage(WithinGroups):
 
     @abstractmethod
     def compare(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """Advantages (E,) of episodes with these rewards (E,) and groups (E,)."""
+        """Return advantages (E,) of episodes with these rewards (E,) and groups (E,)."""
 
 
 @configurable
@@ -188,7 +188,7 @@ class GRPO(GroupAdvantage):
 
     Args:
         normalize_std: divide by the group's standard deviation; False leaves A = r - mean.
-        eps: keeps a group without spread finite (its advantages are zero).
+        eps: keeps a group whose rewards are all equal finite (its advantages are zero).
 
     Raises:
         ConfigError: for a negative ``eps``, or one that is not finite.
@@ -210,7 +210,7 @@ class GRPO(GroupAdvantage):
 
 @dataclass(frozen=True)
 class CriticAdvantage(Advantage):
-    """Generalised advantage estimation from step to step, whatever a step is."""
+    """Generalised advantage estimation over the steps that a subclass defines."""
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -225,7 +225,7 @@ class CriticAdvantage(Advantage):
     def give(
         self, batch: TensorDict, calls: CallTable, advantages: Tensor, returns: Tensor
     ) -> TensorDict:
-        """The batch with advantages and returns (M,) of the calls' tokens; 0 for all others."""
+        """Set advantages and returns (M,) of the calls' tokens; 0 for all others."""
         if self.whiten:
             advantages = whiten(advantages, self.unbiased)
         batch["tokens", "advantages"] = on_tokens(batch, calls, advantages)
@@ -238,14 +238,14 @@ class CriticAdvantage(Advantage):
 class GAE(CriticAdvantage):
     """Generalised advantage estimation with a value head (Schulman et al. 2015; PPO 2017).
 
-    What a call was paid falls on its last token, what the rollout was paid beyond that (all of it,
-    where no call was paid) on its last model token, and ``token_rewards`` (a KL in the reward)
-    where they are. ``gamma`` and ``lam`` are per token, in the order of the calls: what follows a
-    token may be in another row of its episode.
+    A call's reward is paid at its last token, the rest of the rollout's reward (all of it, if no
+    call has one) at its last model token, and ``token_rewards`` (a KL in the reward) at their own
+    tokens. ``gamma`` and ``lam`` apply per token, in the order of the calls: the token that follows
+    may be in another row of the episode.
 
     Args:
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all ranks.
-        unbiased: that deviation is torch's and verl's, of n - 1 in place of n tokens.
+        unbiased: compute that deviation with n - 1 instead of n tokens, as torch and verl do.
 
     Raises:
         ConfigError: unless ``gamma`` and ``lam`` are in [0, 1].

@@ -1,4 +1,4 @@
-"""More advantages: compared with the rollouts of a group, with the batch, or with the past."""
+"""More advantages: relative to the rollouts of a group, to the batch, or to past rewards."""
 
 from dataclasses import dataclass, field
 from math import comb
@@ -29,7 +29,7 @@ from lightning_rl.run.dist import global_mean_std
 class DrGRPO(GRPO):
     """A = r - mean of the group (Liu et al. 2025, "Understanding R1-Zero-Like Training").
 
-    That is ``GRPO(normalize_std=False)``. Their other half is the aggregation: use it with
+    That is ``GRPO(normalize_std=False)``. The paper also changes the aggregation: use it with
     ``TokenSum``, which has no length bias.
     """
 
@@ -72,12 +72,12 @@ class PassAtK(GroupAdvantage):
     """Trains pass@k instead of pass@1 (Chen et al. 2025, "Pass@k Training", eqs. 14-15).
 
     With n rollouts, m of them wrong, mean R = 1 - C(m, k) / C(n, k) and std s = sqrt(R (1 - R)):
-    A(right) = (1 - R) / s and A(wrong) = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s.
-    Where s is 0 (all sets of k alike) all are zero, and so they are where failed rollouts left
-    fewer than k. Success is judged by the reward alone, so ``kl_reward`` is refused.
+    A(right) = (1 - R) / s and A(wrong) = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s. If s is 0
+    (all sets of k alike), all are zero; also if failed rollouts left fewer than k. Success is
+    judged by the reward alone, so ``kl_reward`` is refused.
 
     Args:
-        k: samples, one of which must be right.
+        k: number of samples, at least one of which must be right.
         success_reward: a rollout with at least this reward is right.
 
     Raises:
@@ -125,7 +125,8 @@ class OPMD(GroupAdvantage):
 
     A = (r - tau log mean exp(r / tau)) / (1 + tau): the baseline estimates tau log Z of the optimal
     policy's normaliser (Kimi k1.5, 2025, section 2.3.2; the factor is Trinity-RFT's, Pan et al.
-    2025). Its own loss is ``Reinforce``; with several updates per batch, ``PPOClip`` holds better.
+    2025). The paper's loss is ``Reinforce``; with several updates per batch, ``PPOClip`` is more
+    stable.
 
     Args:
         tau: strength of the pull to the old policy; large values give (r - mean) / (1 + tau).
@@ -158,7 +159,7 @@ class ReinforcePlusPlus(Advantage):
 
     Args:
         group_baseline: first subtract the group's mean reward (REINFORCE++-baseline).
-        unbiased: std is torch's and verl's, of n - 1 in place of n tokens.
+        unbiased: compute std with n - 1 instead of n tokens, as torch and verl do.
     """
 
     group_baseline: bool = False
@@ -192,7 +193,7 @@ class RunningBaseline(Advantage):
     b becomes decay b + (1 - decay) mean(r) after each batch. The first batch is its own baseline.
 
     Args:
-        decay: how slowly b follows; in [0, 1).
+        decay: how slowly b follows the rewards; in [0, 1).
 
     Raises:
         ConfigError: for a decay out of range.
@@ -213,7 +214,7 @@ class RunningBaseline(Advantage):
         return spread_over_tokens(batch, rewards[episodes.of_row] - baseline)
 
     def state_dict(self) -> dict[str, Any]:
-        """The baseline, which a resumed run continues with."""
+        """The baseline, from which a resumed run continues."""
         return {"baseline": self.baseline}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

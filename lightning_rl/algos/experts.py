@@ -20,13 +20,13 @@ from lightning_rl.run.dist import all_sum
 class LoadBalance:
     """The load-balancing loss of routers (Fedus et al. 2021, Switch Transformer, eq. 4-6).
 
-    E sum_e f_e P_e: f_e is the share of tokens that expert e gets, P_e the mean of its probability,
-    both over all layers, as transformers computes it. It is K, the number of experts a token gets,
-    where the load is even. It is over all tokens of a pack, prompts that rollouts share counting
-    once, and a pack weighs as much as its tokens do in the loss.
+    E sum_e f_e P_e: f_e is the share of tokens that expert e gets, P_e its mean probability,
+    both over all layers, as transformers computes it. It equals K, the number of experts per token,
+    for an even load. It covers all tokens of a pack, prompts that rollouts share counting
+    once; a pack is weighted as its tokens are in the loss.
 
     Args:
-        coef: None: ``router_aux_loss_coef`` of the model's configuration.
+        coef: weight of the loss; None takes the model's ``router_aux_loss_coef``.
 
     Raises:
         ConfigError: if ``coef`` is negative or not finite.
@@ -39,14 +39,14 @@ class LoadBalance:
         require_finite(**{"balance.coef": self.coef})
 
     def __call__(self, heard: Heard) -> Tensor:
-        """The loss (), without the coefficient; its gradient goes through the probabilities."""
+        """Return the loss, shape (), without the coefficient."""
         return balance_loss(heard)
 
     def of_model(self, config: object, model: str) -> "LoadBalance":
-        """With the coefficient that the model's configuration has, if there is none.
+        """Return it with the coefficient of the model's configuration, unless ``coef`` is set.
 
         Raises:
-            ConfigError: if that has none either.
+            ConfigError: if neither has a coefficient.
         """
         if self.coef is not None:
             return self
@@ -64,29 +64,29 @@ def balance_loss(heard: Heard) -> Tensor:
 
 
 class RoutingReplay(ABC):
-    """Whose choice of experts the trainer's passes over a batch repeat.
+    """Decides whose choice of experts the trainer's passes over a batch repeat.
 
-    A small change of rounding sends tokens to other experts, and their logprobs jump. With the
-    choice of another pass repeated, the gates' weights are still the trainer's own, and have a
+    A small rounding difference routes tokens to other experts, and their logprobs jump. When the
+    choice of another pass is replayed, the gate weights are still the trainer's own, and have a
     gradient.
     """
 
     from_engine: ClassVar[bool]
-    """True if it is the engine's, which is then told to record it."""
+    """True if the engine's choice is replayed; the engine is then told to record it."""
 
     @abstractmethod
     def begin(self, batch: TensorDict) -> None:
-        """Before the first pass over a batch."""
+        """Prepare for the first pass over a batch."""
 
     @abstractmethod
     def is_of(self, name: str) -> bool:
-        """Whether what is replayed is recorded while a batch is scored under this name."""
+        """Return True if the routing of the pass that computes ``name`` is recorded for replay."""
 
 
 class RolloutRouting(RoutingReplay):
     """Replay the engine's choice in all passes of the policy (R3, Ma et al. 2025, 2510.11370).
 
-    It covers prompts, and what an environment gave. A reference's routers choose by themselves.
+    It covers prompts and tokens that an environment gave. A reference's routers choose themselves.
     """
 
     from_engine = True
@@ -94,7 +94,7 @@ class RolloutRouting(RoutingReplay):
     def begin(self, batch: TensorDict) -> None:
         if "routed_experts" not in batch["tokens"]:
             raise ConfigError(
-                "routing_replay=RolloutRouting: no rollout of this batch tells its experts; let "
+                "routing_replay=RolloutRouting: no rollout of this batch recorded its experts; let "
                 "the engine record them (TransformersEngine(routed_experts=True)), or use "
                 "OldRouting"
             )
@@ -104,9 +104,9 @@ class RolloutRouting(RoutingReplay):
 
 
 class OldRouting(RoutingReplay):
-    """Replay the choice of the pass that computes ``old_logprobs`` in the updates that follow (R2).
+    """Replay the choice of the pass that computes ``old_logprobs`` in its updates (R2).
 
-    With a single update per batch there is no such pass, and nothing to replay.
+    With a single update per batch there is no such pass, so nothing is replayed.
     """
 
     from_engine = False
@@ -120,15 +120,15 @@ class OldRouting(RoutingReplay):
 
 
 class ExpertLoad:
-    """Metrics of the experts over the passes of an update, of all ranks."""
+    """Metrics of the experts over the passes of an update, across all ranks."""
 
     def __init__(self) -> None:
         self._tokens = 0
         self._sums: tuple[Tensor, Tensor] | None = None
-        """Load (L, E), and (2,) router entropy and what was replayed otherwise; in tokens."""
+        """Sums over tokens: load (L, E); router entropy and replayed choices that differ (2,)."""
 
     def add(self, heard: Heard, counts: bool = True) -> None:
-        """Add a pass; one that does not count only tells what experts there are."""
+        """Add a pass; one with ``counts`` False only contributes the shape of the metrics."""
         tokens = len(heard.experts) * counts
         load = heard.load.double() * tokens
         others = torch.stack([heard.entropy.mean(), heard.otherwise]).double() * tokens
@@ -138,7 +138,7 @@ class ExpertLoad:
         self._tokens += tokens
 
     def compute(self) -> dict[str, float]:
-        """The metrics, after which it begins anew; without a pass that counts none."""
+        """Return the metrics and reset; empty if no pass counted."""
         if self._sums is None:
             return {}
         load, others = self._sums

@@ -14,11 +14,11 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
 LARGEST_LOG_RATIO = 20.0
-"""In nats. exp(20) is 5e8: no ratio beyond it means anything, and exp(89) is infinite."""
+"""Bound of a log ratio, in nats: exp(20) is 5e8, beyond any meaning; exp(89) overflows."""
 
 
 def ratios(log_ratio: Tensor) -> Tensor:
-    """exp of log ratios (M,), taken within ±20, as verl does; no gradient comes from beyond it."""
+    """Exponentiate log ratios (M,), clamped to ±20 as in verl; clamped ones have no gradient."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
@@ -43,22 +43,22 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Biased, low variance: d^2 / 2. Its gradient is an unbiased one of the KL on-policy."""
+    """Biased, low variance: d^2 / 2. On-policy its gradient is an unbiased estimate of the KL's."""
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Unbiased, low variance, never negative: exp(d) - d - 1, with d taken at no more than 20."""
+    """Unbiased, low variance, never negative: exp(d) - d - 1, with d capped at 20."""
     # From above only, where exp grows out of hand: far below 0, d pulls back with slope 1.
     d = (ref_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
     return d.expm1() - d
 
 
 def check_target_kl(target_kl: float | None, **passes: int) -> None:
-    """Refuse a target that is none, or that no pass could be left out for.
+    """Refuse a ``target_kl`` that is not positive, or that has no further pass to skip.
 
     Raises:
-        ConfigError: naming it, and the argument that holds the number of passes.
+        ConfigError: names it, and the argument that sets the number of passes.
     """
     require_finite(target_kl=target_kl)
     for name, count in passes.items():
@@ -70,10 +70,10 @@ def check_target_kl(target_kl: float | None, **passes: int) -> None:
 
 
 def beyond_target(target_kl: float, of_pass: Mapping[str, float]) -> bool:
-    """Whether a pass over a batch took a policy further than ``target_kl``, in nats per token.
+    """Return True if a pass over a batch moved a policy by more than ``target_kl`` nats per token.
 
-    Further passes are then left out, as in OpenAI's Spinning Up and CleanRL. What is compared is
-    the mean of ``policy/kl_old`` over the pass; of several policies, the largest.
+    Further passes are then skipped, as in OpenAI's Spinning Up and CleanRL. The mean of
+    ``policy/kl_old`` over the pass is compared; for several policies, the largest.
 
     Raises:
         ConfigError: if the loss does not measure it.
@@ -94,7 +94,7 @@ class KLPenalty(ABC):
     """A KL estimate per token, times a coefficient; in the loss (``kl``) or in the reward.
 
     Args:
-        coef: a number, or a :class:`Schedule` such as ``AdaptiveCoefficient``.
+        coef: a positive number, or a :class:`Schedule` such as ``AdaptiveCoefficient``.
 
     Raises:
         ConfigError: unless it is positive at first (leave the penalty out instead: ``kl: null``),
@@ -110,10 +110,10 @@ class KLPenalty(ABC):
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """KL estimate per token (M,), without the coefficient."""
+        """Return the KL estimate per token (M,), without the coefficient."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient's state."""
+        """Return the coefficient's state."""
         return self.coef.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,8 +140,8 @@ class K3Penalty(KLPenalty):
     """Estimator k3: GRPO's penalty in the loss (Shao et al. 2024, DeepSeekMath, eq. 4).
 
     Args:
-        cap: None, or the maximum of a token's estimate; beyond it there is no gradient.
-            10 is verl's, which a token reaches at 2.6 nats.
+        cap: maximum of a token's estimate, beyond which its gradient is zero; None for no cap.
+            verl uses 10, which a token reaches at 2.6 nats.
 
     Raises:
         ConfigError: unless ``cap`` is positive, and finite.
@@ -176,7 +176,7 @@ class EntropyBonus:
         object.__setattr__(self, "_schedule", schedule_of(self.coef, "entropy.coef"))
 
     def at(self, iteration: int) -> float:
-        """The coefficient in an iteration."""
+        """Return the coefficient in an iteration."""
         return float(self._schedule.at(iteration))  # type: ignore[attr-defined]
 
 

@@ -2,8 +2,8 @@
 
 A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current policy and
 ``tokens``, a TensorDict [M] with ``old_logprobs``, ``rollout_logprobs``, ``advantages``, ``row``
-(which rollout a token belongs to), ``expert`` (it was given, not sampled) and, where computed,
-``ref_logprobs``, ``values``, ``returns``.
+(which rollout a token belongs to), ``expert`` (True if it was given, not sampled) and, where
+computed, ``ref_logprobs``, ``values``, ``returns``.
 """
 
 from abc import ABC, abstractmethod
@@ -26,19 +26,19 @@ Metrics = dict[str, Tensor]
 class PolicyLoss(ABC):
     """Maps current logprobs to a loss per token.
 
-    ``zero_at_zero_advantage``: the loss of a sampled token without advantage is 0, whatever its
-    logprobs. Rollouts without any advantage are then left out of the update, which is exact.
+    ``zero_at_zero_advantage``: the loss of a sampled token whose advantage is zero is 0, whatever
+    its logprobs. The update then omits rollouts whose advantages are all zero, which is exact.
     """
 
     zero_at_zero_advantage: ClassVar[bool] = False  # by default nothing is left out
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
-        """Loss (M,) and per-token metrics."""
+        """Return the loss (M,) and per-token metrics."""
 
 
 def divergence(logprobs: Tensor, tokens: TensorDict) -> Metrics:
-    """``kl_old`` (M,): k3 estimate of how far the policy has moved from the old one."""
+    """Return ``kl_old`` (M,), the k3 estimate of how far the policy has moved from the old one."""
     return {"kl_old": k3(tokens["old_logprobs"], logprobs.detach())}
 
 
@@ -46,7 +46,7 @@ def check_clip(low: float, high: float, hint: str = "") -> None:
     """Refuse impossible bounds of a clipped ratio.
 
     Raises:
-        ConfigError: naming both, and ``hint`` after what they need.
+        ConfigError: names both and their bounds, followed by ``hint``.
     """
     require_finite(clip_low=low, clip_high=high)
     if not 0 < low < 1 or high <= 0:
@@ -56,10 +56,10 @@ def check_clip(low: float, high: float, hint: str = "") -> None:
 
 
 def check_dual_clip(dual: float | None) -> None:
-    """Refuse an impossible bound of negative advantages.
+    """Refuse an impossible dual clip bound.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: names it.
     """
     require_finite(dual_clip=dual)
     if dual is not None and dual <= 1:
@@ -67,10 +67,10 @@ def check_dual_clip(dual: float | None) -> None:
 
 
 def check_step_loss(what: str, loss: Callable[..., Any]) -> None:
-    """Try a loss on a step, and refuse it if it reads anything else.
+    """Try a loss on a single step, and refuse it if it reads any other column.
 
     Raises:
-        ConfigError: naming the part and what it looks at.
+        ConfigError: names the part and the column.
     """
     one = torch.zeros(1, device="cpu")
     step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}
@@ -78,7 +78,7 @@ def check_step_loss(what: str, loss: Callable[..., Any]) -> None:
         loss(one, step)  # losses read it by name alone
     except KeyError as error:
         raise ConfigError(
-            f"{what} looks at {error} of a rollout, which a step by itself does not have; use "
+            f"{what} reads the column {error}, which a single step does not have; use "
             "PPOClip, Surrogate, Reinforce, CISPO or SAPO"
         ) from error
 
@@ -93,10 +93,10 @@ def ppo_clip(
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate, -min(w A, clip(w, 1 - low, 1 + high) A) with w = exp(logp - old logp).
 
-    All arguments and both results have shape (M,); the second is where the clip took the gradient
-    away (Schulman et al. 2017, PPO, eq. 7; asymmetric bounds from DAPO, Yu et al. 2025). ``dual``
-    bounds the loss of a negative advantage at -dual A, so that a large ratio cannot blow it up
-    (dual-clip PPO, Ye et al. 2020, eq. 8).
+    All arguments and both results have shape (M,); the second is True where the clip removes the
+    gradient (Schulman et al. 2017, PPO, eq. 7; asymmetric bounds from DAPO, Yu et al. 2025).
+    ``dual`` bounds the loss of a negative advantage at -dual A, so that a large ratio cannot blow
+    it up (dual-clip PPO, Ye et al. 2020, eq. 8).
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape and logprobs.ndim == 1
     return clipped_surrogate(ratios(logprobs - old_logprobs), advantages, low, high, dual)
@@ -105,7 +105,7 @@ def ppo_clip(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`ppo_clip` of a ratio (M,), whatever it is a ratio of."""
+    """Apply :func:`ppo_clip` to a given ratio (M,), such as a sequence's."""
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - low, 1 + high) * advantages
     objective, cut = torch.minimum(unclipped, clipped), clipped < unclipped
@@ -158,8 +158,9 @@ class ValueLoss:
     """Half the squared error of the critic, times ``coef``; optionally clipped as in PPO.
 
     Args:
-        coef: weight beside the policy loss.
-        clip: None, or how far values may move from the rollout's before the larger error counts.
+        coef: weight relative to the policy loss.
+        clip: how far values may move from the rollout's before the larger error counts; None: no
+            clip.
 
     Raises:
         ConfigError: for a negative value, or one that is not finite.
@@ -183,7 +184,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class Surrogate(PolicyLoss):
-    """-w A without a clip (Schulman et al. 2015, TRPO, eq. 14); another part must bound it."""
+    """-w A without a clip (Schulman et al. 2015, TRPO, eq. 14); add another bound on the update."""
 
     zero_at_zero_advantage: ClassVar[bool] = True
 
@@ -241,8 +242,8 @@ class GSPO(PolicyLoss):
 class CISPO(PolicyLoss):
     """-sg(clip(w, 1 - low, 1 + high)) A log p (MiniMax-M1, 2025, eqs. 4-5).
 
-    The clip bounds a weight, so no token loses its gradient. ``clip_low`` 1 or more means no lower
-    bound, as the paper has it.
+    The clip bounds a weight, so no token loses its gradient. ``clip_low`` >= 1 means no lower
+    bound, as in the paper.
 
     Raises:
         ConfigError: unless both bounds are positive.
@@ -269,7 +270,7 @@ class CISPO(PolicyLoss):
 @configurable
 @dataclass(frozen=True)
 class SAPO(PolicyLoss):
-    """Soft adaptive gate in place of the clip (Gao et al. 2025, SAPO, arXiv 2511.20347).
+    """Soft adaptive gate instead of the clip (Gao et al. 2025, SAPO, arXiv 2511.20347).
 
     -f(w) A with f(w) = 4 / tau sigmoid(tau (w - 1)): slope 1 at w = 1, falling smoothly on both
     sides. Negative advantages get the steeper gate.
@@ -308,8 +309,8 @@ class SFTMix(PolicyLoss):
     off-policy guidance of LUFFY, Yan et al. 2025, without its reshaping).
 
     Args:
-        loss: for sampled tokens.
-        coef: weight of an expert token beside a sampled one.
+        loss: loss of sampled tokens.
+        coef: weight of an expert token relative to a sampled one.
 
     Raises:
         ConfigError: if ``coef`` is not finite.
@@ -323,7 +324,7 @@ class SFTMix(PolicyLoss):
 
     @property
     def zero_at_zero_advantage(self) -> bool:  # type: ignore[override]
-        """As ``loss`` has it, which sees the sampled tokens."""
+        """The value of ``loss``, which sees the sampled tokens."""
         return self.loss.zero_at_zero_advantage
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:

@@ -22,17 +22,17 @@ from lightning_rl.run.dist import all_sum, world_size
 
 
 class Aggregation(ABC):
-    """Weights (T,) of a minibatch's tokens, zero outside of the loss mask."""
+    """Weights (T,) of a minibatch's tokens, zero outside the loss mask."""
 
     per_group: ClassVar[bool] = False
-    """True where :meth:`weights` of a group depend on nothing outside of it."""
+    """True if the :meth:`weights` of a group do not depend on other groups."""
 
     @abstractmethod
     def weights(self, minibatch: TensorDict) -> Tensor:
-        """Weights (T,) up to a common factor; calling the object divides by :meth:`total`."""
+        """Return weights (T,) up to a factor; calling the object divides by :meth:`total`."""
 
     def total(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
-        """This rank's share of the divisor: by default the sum, so that weights sum to one."""
+        """Return this rank's share of the divisor; by default the sum of the weights."""
         return weights.sum()
 
     def __call__(self, minibatch: TensorDict) -> Tensor:
@@ -41,7 +41,7 @@ class Aggregation(ABC):
         return weights * world_size() / total.clamp(min=1e-12)
 
     def factor(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
-        """The factor that calling the object applies to these :meth:`weights`."""
+        """Return the factor by which calling the object multiplies these :meth:`weights`."""
         return world_size() / all_sum(self.total(minibatch, weights)).clamp(min=1e-12)
 
 
@@ -63,14 +63,14 @@ class TokenMean(Aggregation):
 @configurable
 @dataclass(frozen=True)
 class SequenceMean(Aggregation):
-    """Every rollout counts the same: the mean of its tokens' mean (GRPO as first published).
+    """Every rollout counts the same: the mean over rollouts of their token means (original GRPO).
 
-    Of a rollout with several rows it is the mean over all of their tokens; of several roles, each
-    role's.
+    A rollout with several rows is averaged over the tokens of all of them; one with several roles,
+    separately for each role.
 
     Args:
-        all_rollouts: divide by the number of all rollouts, also of those without a token in the
-            loss (``mask_truncated``), as TRL does; False: by those that have one.
+        all_rollouts: divide by the number of all rollouts, including those without tokens in the
+            loss (``mask_truncated``), as TRL does; False: only by those with tokens in it.
     """
 
     per_group: ClassVar[bool] = True
@@ -92,7 +92,7 @@ class SequenceMean(Aggregation):
 
 @dataclass(frozen=True)
 class PromptMean(Aggregation):
-    """Every prompt counts the same: the mean of its group's token mean."""
+    """Every prompt counts the same: the mean over groups of their token means."""
 
     per_group: ClassVar[bool] = True
 
@@ -109,7 +109,7 @@ class PromptMean(Aggregation):
 class TokenSum(Aggregation):
     """Sum over tokens / (rollouts x max_tokens): no length bias (Dr.GRPO, Liu et al. 2025).
 
-    However many rows a rollout has, it is one; one of each role, if they are several.
+    A rollout counts once however many rows it has, or once per role if it has several roles.
 
     Args:
         max_tokens: the constant that replaces a rollout's own length, e.g.
@@ -132,7 +132,7 @@ class TokenSum(Aggregation):
 
 
 def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
-    """The M scored tokens of a pack, with the columns that losses use."""
+    """Return the M scored tokens of a pack, with the columns that losses use."""
     tokens = pack["tokens"][scores.live]
     tokens["row"] = token_rows(pack)[scores.live]
     tokens["expert"] = pack["rollouts", "expert"][tokens["row"]]
@@ -143,7 +143,7 @@ def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
 
 @dataclass(frozen=True)
 class Objective:
-    """The function to minimise; each part but the policy loss may be missing."""
+    """The function to minimise; every part except the policy loss is optional."""
 
     loss: PolicyLoss
     correction: Correction | None = None
@@ -156,9 +156,10 @@ class Objective:
     def __call__(
         self, scores: Scores, tokens: TensorDict, iteration: int, all_sampled: bool = False
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics per token, (M,) each, of the M ``tokens`` that ``scores`` are of.
+        """Return loss and metrics of the M ``tokens`` that ``scores`` belong to, (M,) each.
 
-        ``all_sampled``: it is known that none is an expert's, for which a GPU's host would wait.
+        ``all_sampled`` promises that no token is an expert's, which saves a GPU's host from
+        waiting.
         """
         metrics: Metrics = {"policy/entropy": scores.entropy}
         sampled = slice(None) if all_sampled else ~tokens["expert"]
@@ -205,15 +206,16 @@ class Objective:
 
 @dataclass(frozen=True)
 class Decision:
-    """A callback's decision about the coming update; by default none.
+    """A callback's decision about the coming update; the default changes nothing.
 
-    Returned from ``RLCallback.on_update_start``, or from ``GuardAction.act``; on all ranks alike.
+    It is returned from ``RLCallback.on_update_start`` or ``GuardAction.act``, the same on all
+    ranks.
 
     Args:
-        skip: no optimizer steps; the iteration is counted all the same.
-        mask: tokens (T,) to take out of the loss; if none is left on any rank, there is no update.
-        correction: weigh this batch by it, whatever ``model.correction`` is.
-        stop: raised when the iteration is over, without its update if that is still to come.
+        skip: take no optimizer steps; the iteration still counts.
+        mask: tokens (T,) to remove from the loss; if none are left on any rank, there is no update.
+        correction: correction of this batch, in place of ``model.correction``.
+        stop: raised at the end of the iteration, without its update if that has not yet run.
     """
 
     skip: bool = False
@@ -235,7 +237,7 @@ def check_parts(
     """Check the arguments of ``PolicyModule``.
 
     Raises:
-        ConfigError: naming the keys that contradict each other.
+        ConfigError: names the keys that contradict each other.
     """
     if max_grad_norm is not None and max_grad_norm <= 0:
         raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
@@ -246,23 +248,23 @@ def check_parts(
         )
     if kl_reward is not None and not advantage.takes_kl_reward:
         raise ConfigError(
-            f"advantage={type(advantage).__name__} reads the reward as it was graded, which "
-            "kl_reward would take a KL off: no rollout would count as it should; set kl instead, "
+            f"advantage={type(advantage).__name__} needs the reward as it was graded, but "
+            "kl_reward subtracts a KL from it, so successes would be misjudged; set kl instead, "
             "the same penalty in the loss"
         )
     if objective.value_warmup_iterations and not advantage.needs_values:
         raise ConfigError(
             f"value_warmup_iterations={objective.value_warmup_iterations} needs a critic to warm "
-            "up; set advantage to GAE, or leave it out"
+            "up; set advantage to GAE, or remove value_warmup_iterations"
         )
     if reference is not None and objective.kl is None and kl_reward is None:
         raise ConfigError(
-            f"reference={type(reference).__name__} is compared with nothing; set kl or kl_reward, "
-            "or leave it out"
+            f"reference={type(reference).__name__} is not used by any KL; set kl or kl_reward, "
+            "or remove reference"
         )
     if trust_engine_logprobs and objective.correction is not None:
         raise ConfigError(
             f"correction={type(objective.correction).__name__} has nothing to correct with "
-            "trust_engine_logprobs=true, which takes the engine's logprobs for the old ones; leave "
-            "one of them out"
+            "trust_engine_logprobs=true, which uses the engine's logprobs as the old ones; remove "
+            "one of the two"
         )

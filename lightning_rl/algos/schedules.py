@@ -14,18 +14,18 @@ FAR = 10**9
 class Schedule(ABC):
     """A number for each iteration. A setting that takes one also takes a plain number.
 
-    Between its first number and its last it leaves the range of both nowhere.
+    It never leaves the range between its first and its last number.
     """
 
     @abstractmethod
     def at(self, iteration: int) -> float:
-        """The number in an iteration, counted from 0."""
+        """Return the number in an iteration, counted from 0."""
 
     def update(self, measured: float) -> None:
-        """Called after each iteration with the mean of the weighted quantity, if known."""
+        """Adapt to the iteration's mean of the weighted quantity, if it was measured."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, unless the number depends on more than the iteration."""
+        """Return the state; empty unless the number depends on more than the iteration."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -34,10 +34,10 @@ class Schedule(ABC):
 
 @configurable
 class ConstantSchedule(Schedule):
-    """The same number in all iterations, as for a plain number. It is part of a checkpoint.
+    """The same number in all iterations, as a plain number gives; it is saved in checkpoints.
 
     Raises:
-        ConfigError: for one that is not finite.
+        ConfigError: if the value is not finite.
     """
 
     def __init__(self, value: float) -> None:
@@ -49,7 +49,7 @@ class ConstantSchedule(Schedule):
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """The present value."""
+        """Return the present value."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class ConstantSchedule(Schedule):
 
 @configurable
 class LinearSchedule(Schedule):
-    """From ``start`` to ``final`` over ``iterations`` iterations, then ``final``.
+    """Changes linearly from ``start`` to ``final`` over ``iterations`` iterations, then stays.
 
     Raises:
         ConfigError: for ``iterations`` below 1, or numbers that are not finite.
@@ -78,7 +78,7 @@ class LinearSchedule(Schedule):
 
 @configurable
 class ExponentialSchedule(Schedule):
-    """Multiplied by the same factor in each iteration t: start x decay^t.
+    """Starts at ``start`` and is multiplied by ``decay`` each iteration t: start x decay^t.
 
     Raises:
         ConfigError: for a ``decay`` outside [0, 1], or a ``start`` that is not finite.
@@ -100,8 +100,8 @@ class AdaptiveSchedule(ConstantSchedule):
     """Adapts once per iteration to bring the mean of the weighted quantity to ``target``.
 
     Args:
-        value: to start with.
-        target: of the mean; None: ``value`` stays.
+        value: initial value.
+        target: target of the mean; None keeps ``value`` constant.
 
     Raises:
         ConfigError: unless both are positive and finite.
@@ -123,7 +123,7 @@ class AdaptiveSchedule(ConstantSchedule):
 
     @abstractmethod
     def factor(self, measured: float, target: float) -> float:
-        """The factor on the value."""
+        """Return the factor to multiply the value by."""
 
 
 @configurable
@@ -133,7 +133,7 @@ class AdaptiveCoefficient(AdaptiveSchedule):
     value *= 1 + gain clip(kl / target - 1, -0.2, 0.2), once per iteration.
 
     Args:
-        value: to start with.
+        value: initial value.
         target: KL per token, in nats.
         gain: how fast it reacts; at most 20 % per iteration at 1.
 
@@ -160,8 +160,8 @@ class AdaptiveKL(AdaptiveSchedule):
     it was below ``target`` / 1.5. With ``loss: Surrogate`` it is PPO without a clip.
 
     Args:
-        value: to start with.
-        target: mean KL in nats; None: ``value`` stays.
+        value: initial value.
+        target: mean KL in nats; None keeps ``value`` constant.
     """
 
     def __init__(self, value: float = 1.0, target: float | None = 0.01) -> None:
@@ -180,20 +180,21 @@ def schedule_of(
     high: float = math.inf,
     measured: bool = False,
 ) -> Schedule:
-    """The value of the setting ``name``, as a schedule of numbers in [low, high].
+    """Return the setting ``name`` as a schedule of numbers in [low, high].
 
     ``measured``: it gets the measured value after each iteration.
 
     Raises:
-        ConfigError: for numbers out of range, or a schedule that would hear nothing.
+        ConfigError: for numbers out of range, or an adaptive schedule that would get no
+            measurement.
     """
     if not isinstance(number, Schedule):
         require_finite(**{name: number})
         number = ConstantSchedule(number)
     if isinstance(number, AdaptiveSchedule) and not measured:
         raise ConfigError(
-            f"{name}={type(number).__name__}: it follows a measured KL, which {name} has none of; "
-            "use a number, LinearSchedule or ExponentialSchedule"
+            f"{name}={type(number).__name__}: it adapts to a measured KL, but {name} does not "
+            "measure one; use a number, LinearSchedule or ExponentialSchedule"
         )
     for value in (number.at(0), number.at(FAR)):
         if not low <= value <= high:

@@ -1,4 +1,4 @@
-"""Credit in a tree of calls: the rollouts of a group, and those that branched off from them."""
+"""Credit in a tree of calls: the rollouts of a group, and the branches that fork off them."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -16,17 +16,17 @@ from lightning_rl.data.episodes import call_numbers, calls_of
 
 @dataclass
 class Branched:
-    """A rollout and those that branched off from it, by their numbers.
+    """A rollout and its branches, by their numbers.
 
-    ``trunk`` is the rollout itself, None if it is not there (it could not be graded, say);
-    ``forks`` are the others, by how many calls they share with it.
+    ``trunk`` is the rollout itself, None if it is missing (e.g. could not be graded); ``forks``
+    are the branches, by the number of calls they share with it.
     """
 
     trunk: int | None = None
     forks: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def worths(self, rewards: Sequence[float]) -> dict[int, float]:
-        """The result of its continuation at each fork, 0 being the prompt; only where known."""
+        """Return the value of the trunk's continuation at each fork; 0 is the prompt."""
         found, worth = {}, None if self.trunk is None else rewards[self.trunk]
         for fork in sorted(self.forks, reverse=True):
             going_on = [rewards[branch] for branch in self.forks[fork]]
@@ -39,14 +39,14 @@ class Branched:
 
 
 Credit = list[tuple[int, float]]
-"""Calls, ascending, and the advantage that holds from each on."""
+"""Calls, ascending, each with the advantage that holds from it on."""
 
 
 def tree_credits(group: Sequence[Branched], rewards: Sequence[float]) -> dict[int | None, Credit]:
-    """The credit of a group's rollouts and branches, by their numbers.
+    """Return the credit of a group's rollouts and branches, by their numbers.
 
-    ``rewards`` are those of all numbers; see :class:`TreeRLOO`. Under None is what would be a
-    missing trunk's.
+    ``rewards`` are indexed by these numbers; see :class:`TreeRLOO`. The credit of missing trunks is
+    under None.
     """
     found: defaultdict[int | None, Credit] = defaultdict(list)
     worths = [one.worths(rewards) for one in group]
@@ -65,7 +65,7 @@ def tree_credits(group: Sequence[Branched], rewards: Sequence[float]) -> dict[in
 
 
 def _less_the_others(values: Sequence[float]) -> list[float]:
-    """Each minus the mean of all others; 0 for one alone."""
+    """Return each value minus the mean of all others; 0 for a single value."""
     total, others = fsum(values), len(values) - 1
     if not others:
         return [0.0]
@@ -77,23 +77,23 @@ def _less_the_others(values: Sequence[float]) -> list[float]:
 @configurable
 @dataclass(frozen=True)
 class TreeRLOO(WithinGroups):
-    """Leave-one-out at every fork: what a call led to, less the mean of the other ways.
+    """Leave-one-out at every fork: the value of a continuation minus the mean of the others.
 
     Where rollouts branch (:class:`Branching`), the calls of a group are a tree. Its root is the
-    prompt, from which each rollout of the group continues; from a fork the branches do, and the
-    rollout itself. The worth of each continuation is estimated: a branch's is its reward; the
-    rollout's own is the mean of all at its next fork, or its reward where none follows. All calls
-    up to the next fork have the worth of their way, minus the mean of the others at their fork. So
-    an advantage is the Monte-Carlo difference of values after and before, as in VinePPO
+    prompt, from which each rollout of the group continues; at a fork the branches and the rollout
+    itself continue. The value of each continuation is estimated: a branch's is its reward; the
+    rollout's own is the mean of all at its next fork, or its reward if no fork follows. All calls
+    up to the next fork get the value of their continuation minus the mean of the others at their
+    fork. An advantage is thus the Monte-Carlo difference of values after and before, as in VinePPO
     (Kazemnejad et al. 2024, arXiv 2410.01679, section 4); but continuations are trained on as well,
     and a continuation is compared only with others, as in :class:`RLOO`, which keeps the gradient
     unbiased. Without branches it is RLOO.
 
-    All continuations at a fork share equally the weight of one, so that no
-    call counts for more because more was tried there: advantages are divided by the number of ways
-    at each fork on the way. Aggregations count branches as rollouts: with ``TokenSum`` the gradient
-    is that of the expected reward times rollouts / (rollouts + branches), which is a constant only
-    where the number of branches does not depend on what was written.
+    All continuations at a fork share the weight of one equally, so that no call counts more because
+    more continuations were tried there: advantages are divided by the number of continuations at
+    each fork on the way. Aggregations count branches as rollouts: with ``TokenSum`` the gradient is
+    that of the expected reward times rollouts / (rollouts + branches), which is a constant only if
+    the number of branches does not depend on what was written.
     """
 
     takes_kl_reward: ClassVar[bool] = False
@@ -118,7 +118,7 @@ class TreeRLOO(WithinGroups):
 
 
 def _groups(batch: TensorDict, episodes: Episodes) -> list[list[Branched]]:
-    """The trees of a batch: one for each group, and in it one for each rollout from the prompt."""
+    """Return the trees of a batch: for each group, one per rollout from the prompt."""
     rollouts, numbers = batch["rollouts"], range(len(episodes.reward))
     columns = [list(numbers), [0] * len(numbers)]  # each for itself, without forks
     if "fork" in rollouts:
@@ -140,5 +140,5 @@ def _groups(batch: TensorDict, episodes: Episodes) -> list[list[Branched]]:
 
 
 def _at(credit: Credit, call: int) -> float:
-    """The advantage of a call; none of a branch's is before its fork."""
+    """Return the advantage of a call; a branch has none before its fork."""
     return credit[max(0, bisect_right(credit, call, key=lambda part: part[0]) - 1)][1]

@@ -29,7 +29,7 @@ from lightning_rl.errors import ConfigError, require_at_least, require_finite
 
 
 def call_rewards(batch: TensorDict, calls: CallTable) -> Tensor:
-    """The pay of each call, (C,); an episode's add up to its whole reward."""
+    """Return the reward of each call, (C,); an episode's calls sum to its whole reward."""
     paid = received(batch, calls)[calls.tokens]
     return paid.new_zeros(len(calls.first)).index_add(0, calls.of_token, paid)
 
@@ -51,16 +51,17 @@ def _require_fraction(of: Advantage, **values: float) -> None:
 class TurnGAE(CriticAdvantage):
     """Generalised advantage estimation from call to call (Li et al. 2025, Turn-PPO).
 
-    V[k], the value of call k, is the critic's at its first token: of all that it reads. With
+    V[k], the value of call k, is the critic's at its first token, after all that it reads. With
     delta[k] = r[k] + gamma V[k+1] - V[k] and A[k] = delta[k] + gamma lam A[k+1], each token of the
-    call gets A[k], and the critic learns A[k] + V[k] at each. An episode ends with its last call.
+    call gets A[k], and the critic's target at each is A[k] + V[k]. An episode ends with its last
+    call.
 
     Args:
         gamma: discount per call.
         lam: how far ahead rewards count before the critic is believed, per call.
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all tokens of all
             ranks.
-        unbiased: that deviation is of n - 1 in place of n tokens.
+        unbiased: compute that deviation with n - 1 instead of n tokens.
 
     Raises:
         ConfigError: unless ``gamma`` and ``lam`` are in [0, 1].
@@ -81,13 +82,13 @@ class TurnGAE(CriticAdvantage):
 @configurable
 @dataclass(frozen=True)
 class RewardToGo(WithinGroups):
-    """The return of a call, less that of the same call in other rollouts; no critic.
+    """The return of a call minus that of the same call in other rollouts; needs no critic.
 
-    A[k] = R[k] - b[k], with R[k] = r[k] + gamma R[k+1]: what came before a call is no credit of its
-    own (Williams 1992; Sutton et al. 2000, eq. 2). b[k] is the mean return of the k-th calls of the
+    A[k] = R[k] - b[k], with R[k] = r[k] + gamma R[k+1]: a call gets no credit for earlier rewards
+    (Williams 1992; Sutton et al. 2000, eq. 2). b[k] is the mean return of the k-th calls of the
     *other* rollouts: a baseline per time step (Peters and Schaal 2008) that leaves one out, as
-    :class:`RLOO` does. If no other made so many calls, it is that of their last ones. With gamma 1
-    the gradient is unbiased. A group of one gets zero.
+    :class:`RLOO` does. If no other rollout made that many calls, b[k] is the mean return of their
+    last calls. With gamma 1 the gradient is unbiased. A group of one gets zero.
 
     Args:
         gamma: discount per call.
@@ -111,7 +112,7 @@ class RewardToGo(WithinGroups):
 
     @staticmethod
     def baseline(returns: Tensor, calls: CallTable, group: Tensor) -> Tensor:
-        """The others' mean return (C,), for returns (C,) and groups (C,) of calls."""
+        """Return the others' mean return (C,), for returns (C,) and groups (C,) of calls."""
         like = pairs(group, calls.place)
         others, count = _means_of_others(returns, like)
         last = torch.ones_like(group, dtype=torch.bool)
@@ -122,7 +123,7 @@ class RewardToGo(WithinGroups):
 
 
 def _means_of_others(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of all others of its group (N,), 0 for one alone, and how many they are (N,)."""
+    """Return the mean (N,) of the other values of the group, 0 if none, and their number (N,)."""
     _, inverse, counts = group.unique(return_inverse=True, return_counts=True)
     others = counts[inverse] - 1
     mean = group_means(values, group)
@@ -145,10 +146,10 @@ class GiGPO(WithinGroups):
         omega: weight of the comparison by states; 0 leaves GRPO.
         gamma: discount per call, of the returns that are compared.
         normalize_std: the paper's F_norm: True divides by standard deviations, False by 1.
-        eps: keeps calls and rollouts without spread finite (their advantages are zero).
+        eps: keeps calls and rollouts with equal returns finite (their advantages are zero).
 
     Raises:
-        ConfigError: for values out of range; and for a batch with a call whose state has no name.
+        ConfigError: for values out of range, or a batch with a call whose state has no name.
     """
 
     omega: float = 1.0
@@ -173,16 +174,15 @@ class GiGPO(WithinGroups):
 
     @staticmethod
     def _states(batch: TensorDict, calls: CallTable) -> Tensor:
-        """The state of each call, (C,)."""
+        """Return the state of each call, (C,)."""
         first = calls.tokens[calls.first]
         states = batch["tokens"].get("state", None)
         found = torch.full_like(first, -1) if states is None else states[first]
         nameless = int((found < 0).sum())
         if nameless:
             raise ConfigError(
-                "advantage=GiGPO compares calls that were made in equal states, but the states of "
-                f"{nameless} of {len(found)} calls have no name; let the environment give them, "
-                "Reply(state=...) for what the model reads next, or take RewardToGo, which needs "
-                "none"
+                "advantage=GiGPO compares calls made in equal states, but the states of "
+                f"{nameless} of {len(found)} calls have no name; let the environment name what the "
+                "model reads next, Reply(state=...), or use RewardToGo, which needs no states"
             )
         return found

@@ -174,7 +174,7 @@ def test_a_signal_while_collecting_saves_at_once_and_loses_nothing(
         fit(tiny_model, tmp_path, agent=agent, saver=IterationCheckpoint(100))
     path = version(tmp_path) / "checkpoints" / f"iteration_{done}.ckpt"
     assert stopped.value.status == status
-    assert str(stopped.value) == f"{number.name}; saved {path}; go on with --ckpt_path last"
+    assert str(stopped.value) == f"{number.name}; saved {path}; resume with --ckpt_path last"
     summary = json.loads((version(tmp_path) / "summary.json").read_text())
     assert (summary["status"], summary["iterations"]) == ("interrupted", done)
     assert summary["error"] == f"RunInterrupted: {number.name}"

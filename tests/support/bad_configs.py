@@ -222,11 +222,11 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.model_kwargs '{dtype: bfloat16}'": ["model_kwargs.dtype", "trainer.precision"],
         "--model.advantage GAE": ["advantage=GAE needs a critic", "SharedValueHead"],
         "--model.advantage PassAtK --model.kl_reward K3Penalty": [
-            "advantage=PassAtK reads the reward as it was graded",
+            "advantage=PassAtK needs the reward as it was graded",
             "set kl instead",
         ],
         "--model.value_warmup_iterations 3": ["value_warmup_iterations=3 needs a critic"],
-        "--model.reference FrozenReference": ["reference=FrozenReference is compared with nothing"],
+        "--model.reference FrozenReference": ["reference=FrozenReference is not used by any KL"],
         "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],
         "--data.eval_prompts null": ["Evaluate has nothing to evaluate on", "data.eval_prompts"],
         "--trainer.callbacks+=WeightSync": ["there are 2 WeightSync", "leave one"],

@@ -106,7 +106,7 @@ def test_replay_needs_routers_and_rollouts_that_tell(tiny_model, mixture, make_r
         with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no routers"):
             module_of(tiny_model, **option)
     module = module_of(mixture, routing_replay=RolloutRouting())
-    with pytest.raises(ConfigError, match="no rollout of this batch tells"):
+    with pytest.raises(ConfigError, match="no rollout of this batch recorded"):
         module.compute_all(pack_rollouts([make_rollout([3], [4, 5])]))
 
 

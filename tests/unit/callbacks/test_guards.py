@@ -348,7 +348,7 @@ def test_a_guard_stops_a_run_after_saving_it(tiny_model, tmp_path):
 def test_a_stop_before_the_update_leaves_the_update_out(tiny_model, tmp_path):
     module = grpo(tiny_model)
     trainer = trainer_of(tmp_path, [WeightSync(), StalenessGuard(-1, StopRun())])
-    with pytest.raises(GuardError, match=r"bound=-1; .*no checkpoint was saved: Iteration"):
+    with pytest.raises(GuardError, match=r"bound=-1; .*no checkpoint was saved; add Iteration"):
         trainer.fit(module, data_module(groups_per_iteration=2, group_size=4))
     untouched = grpo(tiny_model)
     untouched.configure_model()

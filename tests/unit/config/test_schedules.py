@@ -54,8 +54,8 @@ def test_what_a_number_depends_on_is_in_a_checkpoint_and_nothing_else():
         (lambda: K2Penalty(LinearSchedule(1.0, -1.0, 4)), r"kl coef=-1\.0 must be > 0"),
         (lambda: LinearSchedule(1.0, 0.0, 0), "iterations=0 must be >= 1"),
         (lambda: ExponentialSchedule(1.0, 1.5), r"decay=1\.5\) must be in \[0, 1\]"),
-        (lambda: EntropyBonus(AdaptiveCoefficient()), "AdaptiveCoefficient: it follows"),
-        (lambda: DQNModule(epsilon=AdaptiveKL(0.5)), "epsilon=AdaptiveKL: it follows"),
+        (lambda: EntropyBonus(AdaptiveCoefficient()), "AdaptiveCoefficient: it adapts"),
+        (lambda: DQNModule(epsilon=AdaptiveKL(0.5)), "epsilon=AdaptiveKL: it adapts"),
     ],
 )  # fmt: skip
 def test_numbers_out_of_range_are_refused_where_they_are_set(make, message):

@@ -243,7 +243,7 @@ def test_right_engine_logprobs_change_nothing(tiny_model, train_on, random_batch
             {"value_warmup_iterations": 1, "loss": Reinforce(), "value_head": SharedValueHead()},
             "needs a critic to warm up",
         ),
-        ({"reference": FrozenReference()}, "reference=FrozenReference is compared with nothing"),
+        ({"reference": FrozenReference()}, "reference=FrozenReference is not used by any KL"),
     ],
 )
 def test_options_that_do_nothing_are_refused(tiny_model, options, message):
