@@ -28,24 +28,24 @@ from lightning_rl.run.hooks import (
 from lightning_rl.run.metrics import TokenMetrics, named
 
 Measured = dict[str, list[Tensor]]
-"""Metrics (M,) of optimizer steps by name; to sum them up at once takes less than one by one."""
+"""Per-step metrics (M,) by name; averaging them all at once is faster than one by one."""
 
 
 def add(measured: Measured, metrics: Mapping[str, Tensor]) -> None:
-    """Note the metrics of a step."""
+    """Append the metrics of a step."""
     for name, values in metrics.items():
         measured[name].append(values)
 
 
 def summed_up(measured: Measured) -> dict[str, float]:
-    """Means, and maxima, over all steps and ranks."""
+    """Return means, and maxima, over all steps and ranks."""
     metrics = TokenMetrics()
     metrics.add({name: torch.cat(parts) for name, parts in measured.items()})
     return metrics.compute()
 
 
 class EnvModule(RecordingModule):
-    """Agents that are built for the data module's environment, and steps of one optimizer."""
+    """Base class: builds agents for the data module's environment, and takes optimizer steps."""
 
     given_agents: Mapping[str, EnvAgent]
     optimizer: OptimizerCallable
@@ -68,26 +68,28 @@ class EnvModule(RecordingModule):
 
     @property
     def described_as(self) -> str:
-        """What a report calls the model."""
+        """How a report names the model."""
         return ", ".join(f"{name}: {type(a.body).__name__}" for name, a in self.agents.items())
 
     def planned(self, frames: int) -> list[str]:
-        """What comes of an iteration's steps of all environments, in words; [] if nothing fixed."""
+        """Describe what an iteration of ``frames`` steps will do; [] if that is not known
+        beforehand.
+        """
         return []
 
     # ---------------------------------------------------------------- set-up
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse what this training cannot do of Lightning's; add what every run has.
+        """Refuse Lightning flags that this training does not support; add the default callbacks.
 
         Raises:
-            ConfigError: naming the flag.
+            ConfigError: names the flag.
         """
         refuse_flags(self.trainer)
         if self.trainer.precision == "bf16-true":
             raise ConfigError(
-                "trainer.precision='bf16-true': the weights of bodies and heads are float32, and "
-                "small; use bf16-mixed"
+                "trainer.precision='bf16-true': the weights of bodies and heads are small, and "
+                "kept in float32; use bf16-mixed"
             )
         warn_of_flags(self.trainer)
         if is_fast_dev_run(self.trainer):
@@ -96,23 +98,23 @@ class EnvModule(RecordingModule):
         return named_callbacks("env_callbacks", self.trainer)
 
     def configure_model(self) -> None:
-        """Build the agents for what the environment shows and takes (once).
+        """Build the agents for the environment's observations and actions, once.
 
         Raises:
-            ConfigError: for an agent that the environment does not have, or that does not fit.
+            ConfigError: for an agent that the environment does not have, or that does not fit it.
         """
         if self.agents:
             return
         spaces = getattr(datamodule_of(self.trainer), "spaces", None)
         if spaces is None:
             raise ConfigError(
-                f"{type(self).__name__} learns in environments, and the data module has none; use "
+                f"{type(self).__name__} learns in environments, but the data module has none; use "
                 "EnvDataModule"
             )
         unknown = [name for name in self.given_agents if name not in spaces]
         if unknown:
             raise ConfigError(
-                f"model.agents: the environment has no agent {unknown[0]!r}, but "
+                f"model.agents: the environment has no agent {unknown[0]!r}; it has "
                 f"{', '.join(spaces)}"
             )
         for name, space in spaces.items():
@@ -129,11 +131,11 @@ class EnvModule(RecordingModule):
 
     @abstractmethod
     def default_agent(self) -> EnvAgent:
-        """The agent of a group that none was given for."""
+        """Return the agent of a group for which none was given."""
 
     @abstractmethod
     def check_agents(self) -> None:
-        """Refuse agents that these settings cannot teach."""
+        """Refuse agents that these settings cannot train."""
 
     def configure_optimizers(self) -> Any:
         groups = [g for name, agent in self.agents.items() for g in agent.parameter_groups(name)]
@@ -148,10 +150,10 @@ class EnvModule(RecordingModule):
     # ---------------------------------------------------------------- steps
 
     def is_skipped(self, batch: TensorDict) -> bool:
-        """Ask callbacks of the update that is about to begin; tell whether one wants none.
+        """Ask callbacks about the coming update; return True if one of them skips it.
 
         Raises:
-            ConfigError: if one wishes what only rollouts of language models have.
+            ConfigError: if one requests what only rollouts of language models support.
         """
         skip = False
         for decision in answers(self.trainer, "on_update_start", batch):
@@ -165,9 +167,9 @@ class EnvModule(RecordingModule):
         return skip
 
     def step(self, loss: Tensor, names: Iterable[str], measured: Measured) -> None:
-        """One optimizer step, of gradients that are summed over ranks and clipped.
+        """Take one optimizer step, with gradients summed over ranks and clipped.
 
-        The step is left out where a gradient is NaN or infinite.
+        The step is skipped if a gradient is NaN or infinite.
         """
         optimizer: Any = self.optimizers()  # one, so not a list
         optimizer.zero_grad()
@@ -193,21 +195,21 @@ class EnvModule(RecordingModule):
         optimizer.step()
 
     def clipped_parts(self, agent: EnvAgent) -> list[list[nn.Parameter]]:
-        """An agent's parameters, in parts of which each is clipped by a norm of its own.
+        """Split an agent's parameters into parts, each clipped by its own norm.
 
-        What shares no weights is apart: a critic's large errors do not slow its actor.
+        Parts that share no weights are separate: a critic's large errors do not slow its actor.
         """
         return agent.separate_parts()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Nothing: :meth:`step` has looked at the gradient already."""
+        """Do nothing: :meth:`step` has already checked the gradient."""
 
     def learning(self) -> list[str]:
-        """Names of the agents that learn in this iteration."""
+        """Return the names of the agents that learn in this iteration."""
         return [name for name, a in self.agents.items() if a.schedule.due(self.iteration)]
 
     def step_schedule(self) -> None:
-        """The learning rate's next value, if it has a schedule."""
+        """Advance the learning rate schedule, if there is one."""
         if self.lr_scheduler is not None:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
@@ -217,7 +219,7 @@ class EnvModule(RecordingModule):
         return list(self.agents) if len(self.agents) > 1 else []
 
     def named(self, name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """An agent's metrics by name; with its own in it, if there are several agents."""
+        """Prefix an agent's metrics with its name if there are several agents."""
         if len(self.agents) == 1:
             return dict(metrics)
         return {named(key, name): value for key, value in metrics.items()}

@@ -1,10 +1,10 @@
-"""Batches of steps as Lightning gets them: laid out as torchrl's are, so that its parts take them.
+"""Batches of steps as Lightning gets them: in torchrl's layout, so that its parts accept them.
 
-A batch is a TensorDict [E, T], environments and steps, with what an agent saw by name, its action
-by name, ``action_log_prob`` (E, T, *A), and under ``next`` what it saw then, ``reward`` (E, T, *A,
-1) and, for all agents together, ``done``, ``terminated`` and ``truncated`` (E, T, 1). Where there
-are several agents, or groups of them, an agent's part is under its name, also in ``next``. With a
-memory there are ``recurrent_state`` and ``is_init``.
+A batch is a TensorDict [E, T], environments and steps, with an agent's observations by name, its
+actions by name, ``action_log_prob`` (E, T, *A), and under ``next`` the observations after the
+step, ``reward`` (E, T, *A, 1) and, for all agents together, ``done``, ``terminated`` and
+``truncated`` (E, T, 1). With several agents or groups, an agent's part is under its name, also in
+``next``. With a memory there are ``recurrent_state`` and ``is_init``.
 """
 
 from collections.abc import Mapping
@@ -22,20 +22,20 @@ _TAKEN = {
     "next", "reward", "done", "terminated", "truncated", "action_log_prob", "recurrent_state",
     "is_init", "skipped",
 }  # fmt: skip
-"""What a batch has besides observations and actions."""
+"""Keys of a batch besides observations and actions."""
 
 
 class EpisodeSource(Protocol):
-    """What has played: an agent that knows what it sees and does."""
+    """An agent that knows its observations and actions."""
 
     @property
     def space(self) -> Space | None: ...
 
 
 def handed_out(collected: TensorDict, spaces: Mapping[str, Space]) -> TensorDict:
-    """The batch that a collector's ``steps`` and ``ends`` are; see :class:`EnvCollector`.
+    """Convert a collector's ``steps`` and ``ends`` to a batch; see :class:`EnvCollector`.
 
-    Tensors are shared with it, but for what follows each step.
+    Tensors are shared with it, except the observations after each step.
     """
     steps, ends = collected["steps"], collected["ends"]
     shape = steps.batch_size
@@ -68,13 +68,13 @@ def handed_out(collected: TensorDict, spaces: Mapping[str, Space]) -> TensorDict
 
 
 def steps_of(batch: TensorDict, agents: Mapping[str, EpisodeSource]) -> TensorDict:
-    """A batch's steps [E, T] as agents learn from them.
+    """Return a batch's steps [E, T] in the form that agents learn from.
 
     ``done`` and ``terminated`` (E, T), and per agent, under its name, ``observations`` and
-    ``following`` (what it saw before and after the step) by name, ``actions`` by name, ``logprobs``
-    and ``rewards`` (E, T, *A); with a memory ``state`` (E, T, *A, S) before each step and
-    ``begins`` (E, T); ``skipped`` (E, T) where ``min_episode_length`` asks for it. No tensor is
-    copied.
+    ``following`` (the observations before and after the step) by name, ``actions`` by name,
+    ``logprobs`` and ``rewards`` (E, T, *A); with a memory also ``state`` (E, T, *A, S) before each
+    step and ``begins`` (E, T); ``skipped`` (E, T) if ``min_episode_length`` requires it. No tensor
+    is copied.
     """
     after, shape = batch["next"], batch.batch_size
     steps = {name: after[name].squeeze(-1) for name in ("done", "terminated")}
@@ -99,7 +99,7 @@ def steps_of(batch: TensorDict, agents: Mapping[str, EpisodeSource]) -> TensorDi
 
 
 def last_places(steps: TensorDict) -> Tensor:
-    """Where no step follows, and yet the episode has not come to its end: e * T + t, (M,)."""
+    """Return the places e * T + t, (M,), of last steps whose episode has not terminated."""
     done, terminated = steps["done"], steps["terminated"]
     last = done & ~terminated
     last[:, -1] = ~terminated[:, -1]
@@ -111,19 +111,19 @@ def _alone(spaces: Mapping[str, Space]) -> bool:
 
 
 def _require_free(name: str, space: Space) -> None:
-    """Refuse names of an environment's that a batch needs for something else."""
+    """Refuse names of an environment's parts that a batch uses otherwise."""
     both = [*space.observations, *space.actions]
     taken = next((key for key in both if key in _TAKEN or both.count(key) > 1), None)
     if taken is not None:
         raise ConfigError(
-            f"data.env: agent {name!r} has an observation or action {taken!r}, which is what a "
-            "batch calls something else; rename it (gymnasium.wrappers.TransformObservation, "
+            f"data.env: agent {name!r} has an observation or action {taken!r}, a name that a batch "
+            "uses otherwise; rename it (gymnasium.wrappers.TransformObservation, "
             "torchrl.envs.RenameTransform)"
         )
 
 
 def _following(seen: Tensor, last: Tensor, place: Tensor) -> Tensor:
-    """What was seen after each step (E, T, ...): the next row, or what the batch has beside it."""
+    """Return the observation after each step (E, T, ...): the next row, or that in ``last``."""
     after = torch.cat([seen[:, 1:], seen[:, -1:]], 1)
     after.view(-1, *after.shape[2:])[place] = last
     return after

@@ -1,4 +1,4 @@
-"""EnvCollector: steps environments with agents, and hands out a batch of steps per iteration."""
+"""EnvCollector: steps environments with agents and returns a batch of steps per iteration."""
 
 import threading
 import time
@@ -24,11 +24,11 @@ Agents = Mapping[str, EnvAgent]
 
 
 class EnvError(LightningRLError):
-    """An environment raised, gave NaN, hung, or is not what it was; names which, and where."""
+    """An environment raised, returned NaN, hung or changed; names which one, and where."""
 
 
 class BrokenOff(BaseException):
-    """Ends a collection that nobody waits for; no Exception, as environments catch those."""
+    """Ends a collection that nobody waits for; no Exception, since environments catch those."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class EnvEpisode:
     """A finished episode.
 
     Args:
-        rewards: each agent's return, undiscounted; of a group the mean over its agents.
-        length: steps.
-        seed: that it was reset with; None: the environment was not seeded for it alone.
-        terminated: it came to an end by itself, and was not cut at a time limit.
-        pictures: (H, W, 3) bytes each, of every step, where it was rendered.
+        rewards: each agent's undiscounted return; for a group, the mean over its agents.
+        length: number of steps.
+        seed: the seed of its reset; None if the environment was not seeded for this episode.
+        terminated: True if it ended by itself, not at a time limit.
+        pictures: one per step, (H, W, 3) bytes each, if it was rendered.
     """
 
     rewards: Mapping[str, float]
@@ -56,119 +56,122 @@ class EnvEpisode:
 
 
 class EnvCollector(ABC):
-    """Steps a number of environments side by side.
+    """Steps several environments side by side.
 
     A batch is a TensorDict with ``steps`` [E, T] and ``ends`` [M]. ``steps`` has ``done`` and
     ``terminated`` (E, T), and per agent, under its name, ``observations`` by name, ``actions`` by
-    name, ``logprobs`` (E, T, *A) and ``rewards`` (E, T, *A); with a memory ``state`` (E, T, *A, S)
-    before each step and ``begins`` (E, T), where an episode begins. ``ends`` holds what followed
-    steps that no step of their episode follows (the last, and those at which an episode came to its
-    end or was cut): their ``place`` (M,), e * T + t, and per agent ``observations``. The data
-    module adds to ``steps`` which of them are ``skipped`` (E, T), where its ``min_episode_length``
-    asks for it, and hands all of it out as :mod:`.batches` says.
+    name, ``logprobs`` (E, T, *A) and ``rewards`` (E, T, *A); with a memory also ``state`` (E, T,
+    *A, S) before each step and ``begins`` (E, T), True where an episode begins. ``ends`` holds the
+    observations after steps whose episode has no later step in the batch (the last steps, and those
+    at which an episode ended or was cut): their ``place`` (M,), e * T + t, and per agent
+    ``observations``. The data module adds ``skipped`` (E, T) to ``steps`` if its
+    ``min_episode_length`` requires it, and returns all of it in the form that :mod:`.batches`
+    describes.
     """
 
     agents: Mapping[str, Space]
-    """What each agent, or group of them, sees and does; known once it is started."""
+    """Observations and actions of each agent or group of agents; known after ``start``."""
     finished: Sequence[EnvEpisode] = ()
-    """Episodes that came to their end in the last batch."""
+    """Episodes that ended in the last batch."""
     metrics: Mapping[str, float] = {}
-    """What else is to be told of the last batch."""
+    """Further metrics of the last batch."""
     carried: Sequence[int] = ()
-    """Steps that the episode at hand of each environment had when the last batch began; ():
-    episodes begin with the batch."""
+    """Steps that each environment's current episode already had when the last batch began; ():
+    episodes begin with the batch.
+    """
     greedy = False
-    """Collect with the mode of the agents' distributions, in place of what is drawn from them."""
+    """Act with the mode of the agents' distributions instead of sampling from them."""
     deadline: "Deadline | None" = None
-    """By when the present step has to be over; None: nobody watches for steps that hang."""
+    """When the present step must be over; None: steps are not watched for hanging."""
 
     syncing: Callable[[int], AbstractContextManager[Any]] = nullcontext
-    """Entered with their version where agents are sent to other processes."""
+    """Entered, with the agents' version, while agents are sent to other processes."""
 
     @property
     @abstractmethod
     def exact(self) -> str:
-        """Why a run that goes on is not bit-equal to one that was never stopped; "": it is."""
+        """Why a resumed run is not bit-equal to an uninterrupted one; "" if it is."""
 
     @abstractmethod
     def start(self, seed: int, first: int, num_envs: int | None) -> None:
-        """Make the environments; ``first`` is the place of the first among those of all ranks.
+        """Create the environments; ``first`` is the index of the first one among those of all
+        ranks.
 
         ``num_envs`` None: as many as the environment has by itself, only to play in them.
 
         Raises:
-            ConfigError: if they cannot be made.
+            ConfigError: if they cannot be created.
         """
 
     @abstractmethod
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
-        """The next ``steps`` steps of each environment.
+        """Return the next ``steps`` steps of each environment.
 
         Raises:
-            EnvError: naming the environment and its step.
+            EnvError: names the environment and its step.
         """
 
     @abstractmethod
     def play(
         self, agents: Agents, seeds: Sequence[int], greedy: bool, render: bool = False
     ) -> list[EnvEpisode]:
-        """One episode for each seed, beside those that are being collected from.
+        """Play one episode per seed, apart from the environments that batches are collected from.
 
         Args:
-            agents: who acts.
+            agents: the agents that act.
             seeds: one per episode.
-            greedy: take the best action, not a drawn one.
+            greedy: take the best action instead of sampling.
             render: keep pictures.
 
         Raises:
-            EnvError: as ``collect``.
+            EnvError: as ``collect`` does.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next batch depends on besides the agents; primitives and tensors."""
+        """Return all that the next batch depends on besides the agents; primitives and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Continue from a saved state."""
 
     def where(self) -> str:
-        """Which environment is being stepped, and where it is, as far as that is known."""
+        """Describe which environment is being stepped, and where it is, as far as known."""
         return ""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of all environments."""
+        """Close all environments."""
 
     def abandon(self) -> None:
-        """Touch no environment any more, as one of them hangs; end what processes they have."""
+        """Stop touching the environments because one hangs; end their processes."""
 
 
 @singledispatch
 def collector_of(
     env: EnvMaker, max_episode_length: int | None, max_step_seconds: float
 ) -> EnvCollector:
-    """What steps an environment, unless a collector is chosen.
+    """Return the default collector of an environment.
 
     For environments of another kind register their collector: ``collector_of.register(MyMaker,
     MyCollector)``.
 
     Raises:
-        ConfigError: if there is none for it.
+        ConfigError: if no collector is registered for it.
     """
     raise ConfigError(
-        f"data.env: nothing steps a {type(env).__name__}; set data.collector, or register one with "
-        "lightning_rl.envs.collector.collector_of"
+        f"data.env: no collector is registered for {type(env).__name__}; set data.collector, or "
+        "use lightning_rl.envs.collector.collector_of.register"
     )
 
 
 class Deadline:
-    """By when the present step of the environments has to be over.
+    """The time by which the environments' present step must be over.
 
-    Whoever steps says so with ``again`` before each step; who waits looks at ``left``.
+    The stepping thread calls ``again`` before each step; the waiting thread reads ``left``.
 
     Args:
-        seconds: that one step may take.
-        what: the environments, for the message.
+        seconds: time limit of one step.
+        what: name of the environments, for messages.
     """
 
     def __init__(self, seconds: float, what: str) -> None:
@@ -179,12 +182,12 @@ class Deadline:
         self._broken_off = False
 
     def begin(self, seconds: float | None = None) -> None:
-        """A call begins, whose first step may take so long; None: as long as any."""
+        """Begin a call, whose first step may take ``seconds``; None: as long as any step."""
         self._broken_off = False
         self.again(seconds)
 
     def again(self, seconds: float | None = None) -> None:
-        """Another step begins.
+        """Begin another step.
 
         Raises:
             BrokenOff: if nobody waits for it.
@@ -196,30 +199,30 @@ class Deadline:
         note_progress()
 
     def break_off(self) -> None:
-        """Let the step at hand be the last one."""
+        """Make the current step the last one."""
         self._broken_off = True
 
     @property
     def left(self) -> float:
-        """Seconds that the present step has."""
+        """Seconds left for the present step."""
         return self._end - time.monotonic()
 
     def expired(self, where: str = "") -> EnvError:
-        """What to say of a step that has taken too long; ``where``: which, and where it hangs."""
+        """Return the error for a step that took too long; ``where``: which one, and its place."""
         which = f" ({where})" if where else ""
         if self._given != self.seconds:  # it is no step
-            return EnvError(f"{self.what}: it did not come to its end in {self._given:g} s{which}")
+            return EnvError(f"{self.what}: it did not finish within {self._given:g} s{which}")
         return EnvError(
-            f"{self.what}: a step took longer than max_step_seconds={self.seconds:g}; it hangs, or "
-            f"raise that{which}"
+            f"{self.what}: a step took longer than max_step_seconds={self.seconds:g}; the "
+            f"environment may hang; otherwise raise max_step_seconds{which}"
         )
 
 
 def raised(what: str, where: str, error: BaseException) -> BaseException:
-    """What to raise where an environment raised ``error``.
+    """Return the exception to raise after an environment raised ``error``.
 
     Args:
-        what: the environments.
+        what: name of the environments.
         where: which of them, and where it is.
     """
     main = threading.current_thread() is threading.main_thread()
@@ -233,7 +236,7 @@ def raised(what: str, where: str, error: BaseException) -> BaseException:
         return error
     which = f"{where} " if where else "it "
     if isinstance(error, EndsProcess):
-        return EnvError(f"{what}: {which}called {error}, which would have ended the run")
+        return EnvError(f"{what}: {which}called {error}, which would end the run")
     advice = ""
     if isinstance(error, ValueError) and "main thread" in str(error):  # of signal.signal
         advice = "; PooledGym steps it in the main thread of a process of its own"
@@ -242,7 +245,7 @@ def raised(what: str, where: str, error: BaseException) -> BaseException:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from torch's generators from a seed on; then they are as they were."""
+    """Draw from torch's generators with a seed, then restore their state."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         # torch.manual_seed would take longer than a step, and keep a traceback of every call for a
@@ -254,10 +257,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def require_finite_values(what: str, tensors: Mapping[str, Tensor], first: int = 0) -> None:
-    """Refuse a batch (E, T, ...) with NaN or infinity in it; ``first`` is its first environment.
+    """Refuse a batch (E, T, ...) that contains NaN or infinity; ``first`` is its first environment.
 
     Raises:
-        EnvError: naming the first environment and step.
+        EnvError: names the first such environment and step.
     """
     for name, values in tensors.items():
         if not values.is_floating_point():
@@ -269,5 +272,5 @@ def require_finite_values(what: str, tensors: Mapping[str, Tensor], first: int =
             given = values[env, step].flatten().tolist()[:8]
             raise EnvError(
                 f"{what}: environment {first + env} gave {given} as {name} at step {step} of the "
-                "batch; mend it, or clip what it gives"
+                "batch; fix the environment, or clip its values"
             )

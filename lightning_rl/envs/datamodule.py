@@ -32,9 +32,9 @@ from lightning_rl.run.resume import check_early, enter_directory, leave_director
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 COLLECTORS = (GymCollector, PooledCollector, TorchRLCollector, WorkersCollector)
-"""Ours, which are known to ``collector_of`` once they are imported."""
+"""The library's collectors; importing them registers them with ``collector_of``."""
 EVALUATION = 2**31
-"""A place for seeds of episodes apart that no environment's place is."""
+"""Index for seeds of evaluation episodes; larger than that of any environment."""
 
 
 @configurable
@@ -43,25 +43,26 @@ class EnvDataModule(CollectingDataModule):
 
     Args:
         env: the environment.
-        num_envs: how many of it are stepped side by side, on all ranks together.
+        num_envs: number of copies stepped side by side, on all ranks together.
         frames_per_iteration: steps of all environments together in a batch.
         iterations_per_epoch: iterations that Lightning counts as one epoch.
-        min_episode_length: an episode that ends in fewer steps is not learned from: what of it is
-            in the batch in which it ends is left out, and counted in ``rollout/skipped_share``.
-        max_episode_length: steps after which an episode is cut; None: as the environment has it.
-        collector: what steps them; None: what suits ``env``.
-        greedy: collect with the best action (the mode of the agents' distributions), not a drawn
-            one.
+        min_episode_length: shorter episodes are not trained on: their steps in the batch in which
+            they end are masked, and counted in ``rollout/skipped_share``.
+        max_episode_length: steps after which an episode is truncated; None: the environment's own
+            limit.
+        collector: the collector that steps them; None: the default for ``env``.
+        greedy: collect with the best action (the mode of the agents' distributions) instead of
+            sampling.
         eval_env: the environment to evaluate in; None: ``env``.
-        eval_episodes: episodes of an evaluation, always of the same seeds; 0: there is none.
-        eval_greedy: take the best action in them, not a drawn one.
-        judged_agent: whose reward ``reward/mean`` and ``eval/reward_mean`` tell of, where there are
-            several agents; None: the mean over them.
-        success_reward: an episode with at least this reward counts as right; None: nothing counts.
-        max_step_seconds: after which a step of the environments hangs.
-        threads: of this process on a CPU; more than one is slower for small networks. None: as it
-            is.
-        seed: of episodes and actions; None: ``seed_everything``'s.
+        eval_episodes: episodes of an evaluation, always with the same seeds; 0 disables evaluation.
+        eval_greedy: take the best action in evaluations instead of sampling.
+        judged_agent: the agent whose reward ``reward/mean`` and ``eval/reward_mean`` report if
+            there are several; None: the mean over all.
+        success_reward: an episode with at least this reward counts as a success; None: none does.
+        max_step_seconds: seconds after which a step of the environments is considered hanging.
+        threads: torch threads of this process on a CPU; more than one is slower for small networks.
+            None leaves them unchanged.
+        seed: seed of episodes and actions; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range.
@@ -101,7 +102,7 @@ class EnvDataModule(CollectingDataModule):
         if max_episode_length is not None and max_episode_length < min_episode_length:
             raise ConfigError(
                 f"max_episode_length={max_episode_length} must be >= "
-                f"min_episode_length={min_episode_length}, or nothing is learned from; raise it"
+                f"min_episode_length={min_episode_length}, or every episode is skipped; raise it"
             )
         require_at_least(0, eval_episodes=eval_episodes)
         require_finite(success_reward=success_reward, max_step_seconds=max_step_seconds)
@@ -110,8 +111,8 @@ class EnvDataModule(CollectingDataModule):
         if frames_per_iteration % num_envs:
             raise ConfigError(
                 f"frames_per_iteration={frames_per_iteration} must be a multiple of "
-                f"num_envs={num_envs}, of which each gives as many; "
-                f"{frames_per_iteration - frames_per_iteration % num_envs or num_envs} would do"
+                f"num_envs={num_envs}, since each gives as many; "
+                f"{frames_per_iteration - frames_per_iteration % num_envs or num_envs} would be"
             )
         self.env = env
         self.num_envs = num_envs
@@ -133,19 +134,19 @@ class EnvDataModule(CollectingDataModule):
             if eval_env is None
             else collector_of(eval_env, max_episode_length, max_step_seconds)
         )
-        """What plays the episodes of an evaluation."""
+        """The collector that plays evaluation episodes."""
         self.collector.greedy = greedy
         self.calls = Watch(self.collector, env.name)
-        """Through which the collector is called, so that none that hangs stops the run."""
+        """Runs the collector's calls, so that a hanging step does not hang the run."""
         self.player_calls = self.calls if eval_env is None else Watch(self.player, eval_env.name)
         self._loader: EnvLoader | None = None
         self._loader_state: dict[str, Any] | None = None
         self.episodes: Sequence[EnvEpisode] = ()
-        """All ranks' episodes that came to an end in the last batch."""
+        """All ranks' episodes that ended in the last batch."""
 
     @property
     def spaces(self) -> Mapping[str, Space]:
-        """What each agent sees and does; known after ``setup``."""
+        """Observations and actions of each agent; known after ``setup``."""
         return self.collector.agents
 
     @property
@@ -155,7 +156,7 @@ class EnvDataModule(CollectingDataModule):
 
     @property
     def evaluates(self) -> bool:
-        """Tell whether there are episodes to evaluate on."""
+        """Return True if there are episodes to evaluate on."""
         return self.eval_episodes > 0
 
     nothing_to_evaluate = "set data.eval_episodes"
@@ -163,7 +164,7 @@ class EnvDataModule(CollectingDataModule):
     # ---------------------------------------------------------------- Lightning's hooks
 
     def setup(self, stage: str) -> None:
-        """Make the environments."""
+        """Create the environments."""
         assert self.trainer is not None
         self._module()
         share_cores(self.trainer, self.threads)
@@ -172,8 +173,8 @@ class EnvDataModule(CollectingDataModule):
         ranks = dist.world_size()
         if self.num_envs % ranks:
             raise ConfigError(
-                f"num_envs={self.num_envs} must be a multiple of the {ranks} processes, of which "
-                "each steps as many"
+                f"num_envs={self.num_envs} must be a multiple of the {ranks} processes, since "
+                "each steps equally many; change num_envs"
             )
         own = self.num_envs // ranks
         self.collector.syncing = self._syncing
@@ -184,7 +185,8 @@ class EnvDataModule(CollectingDataModule):
                 require_same(self.collector.agents, self.player.agents)
         if self.judged_agent is not None and self.judged_agent not in self.spaces:
             raise ConfigError(
-                f"judged_agent={self.judged_agent!r}: the environment has {', '.join(self.spaces)}"
+                f"judged_agent={self.judged_agent!r} does not exist; the environment has "
+                f"{', '.join(self.spaces)}"
             )
 
     def train_dataloader(self) -> EnvLoader:
@@ -214,7 +216,7 @@ class EnvDataModule(CollectingDataModule):
         return batch.to(device) if moves else batch
 
     def on_exception(self, exception: BaseException) -> None:
-        """No environment outlives a run that failed or was interrupted."""
+        """Close the environments, so that none outlives a run that failed or was interrupted."""
         self.close()
 
     def teardown(self, stage: str) -> None:
@@ -223,7 +225,7 @@ class EnvDataModule(CollectingDataModule):
             leave_directory(self.trainer)
 
     def close(self) -> None:
-        """Let go of all environments, and of what processes they have."""
+        """Close all environments and their processes."""
         self.calls.close()
         if self.player is not self.collector:
             self.player_calls.close()
@@ -231,7 +233,7 @@ class EnvDataModule(CollectingDataModule):
     # ---------------------------------------------------------------- collecting
 
     def collect(self, iteration: int) -> TensorDict:
-        """This rank's share of an iteration's steps, [E, T], see :mod:`.batches`."""
+        """Return this rank's share of an iteration's steps, [E, T], see :mod:`.batches`."""
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
@@ -253,24 +255,24 @@ class EnvDataModule(CollectingDataModule):
 
     @contextmanager
     def _syncing(self, version: int) -> Iterator[None]:
-        """Tell callbacks of agents that are sent to other processes, as of a push to an engine."""
+        """Tell callbacks when agents are sent to other processes, as for a push to an engine."""
         assert self.trainer is not None
         call_hook(self.trainer, "on_sync_start")
         yield
         call_hook(self.trainer, "on_weights_synced", version)
 
     def _skip_short(self, steps: TensorDict) -> float:
-        """Mark the steps that are not learned from; returns how many they are on all ranks."""
+        """Mask the steps of short episodes; return their number on all ranks."""
         done = steps["done"]
         carried = self.collector.carried or [0] * len(done)
         steps["skipped"] = too_short(done, carried, self.min_episode_length)
         return float(dist.all_sum(steps["skipped"].sum().double()))
 
     def evaluate(self) -> tuple[list[EnvEpisode], dict[str, float]]:
-        """Play episodes apart, always of the same seeds.
+        """Play separate episodes, always with the same seeds.
 
         Raises:
-            ConfigError: with ``eval_episodes: 0``.
+            ConfigError: if ``eval_episodes`` is 0.
         """
         if not self.evaluates:
             raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
@@ -284,17 +286,17 @@ class EnvDataModule(CollectingDataModule):
         return together, evaluation_metrics(together, self.success_reward, self.judged_agent)
 
     def watch(self) -> EnvEpisode:
-        """The first episode of an evaluation, with pictures; call it on one rank.
+        """Play the first episode of an evaluation, with pictures; call it on one rank.
 
         Raises:
-            ConfigError: if the environment has none.
+            ConfigError: if the environment renders none.
         """
         seed = derived_seed(self.seed, EVALUATION, 0) % 2**31
         [episode] = self._play([seed], render=True)
         return episode
 
     def _play(self, seeds: Sequence[int], render: bool = False) -> list[EnvEpisode]:
-        """Episodes apart, in the precision in which the agents learn."""
+        """Play separate episodes, in the precision that the agents train in."""
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         with module.clock("eval"):
@@ -304,16 +306,16 @@ class EnvDataModule(CollectingDataModule):
             )
 
     def hanging(self) -> Hanging | None:
-        """A step of the environments that is being taken right now."""
+        """Return the environment step that is running right now, if any."""
         found = self.calls.hanging() or self.player_calls.hanging()
         return found and Hanging(*found, "If a step of an environment may take that long")
 
     def check(self, module: LightningModule) -> list[str] | None:
-        """Make environments and agents, collect a batch, and tell of them.
+        """Create environments and agents, collect a batch, and report on them.
 
         Raises:
             ConfigError: if something does not fit.
-            EnvError: if an environment goes wrong.
+            EnvError: if an environment fails.
         """
         if not isinstance(module, EnvModule):
             return None
@@ -325,7 +327,7 @@ class EnvDataModule(CollectingDataModule):
             self.collector.close()
 
     def _checked(self, module: EnvModule) -> list[str]:
-        lines = [f"environment: {self.env.name}, {self.num_envs} of it side by side"]
+        lines = [f"environment: {self.env.name}, {self.num_envs} copies side by side"]
         lines += [f"  {name}{space.described}" for name, space in self.spaces.items()]
         module.configure_model()
         count = sum(p.numel() for p in module.parameters())
@@ -335,7 +337,7 @@ class EnvDataModule(CollectingDataModule):
         plan = f"an iteration: {self.steps} steps of each environment, {size / 2**20:.3g} MiB"
         lines.append("; ".join([plan, *module.planned(self.frames_per_iteration)]))
         if self.collector.exact:
-            lines.append(f"a run that goes on will not be bit-equal: {self.collector.exact}")
+            lines.append(f"a resumed run will not be bit-equal: {self.collector.exact}")
         return lines
 
     def _epoch(self) -> int:
@@ -346,7 +348,7 @@ class EnvDataModule(CollectingDataModule):
         module = None if self.trainer is None else self.trainer.lightning_module
         if not isinstance(module, EnvModule):
             raise ConfigError(
-                f"EnvDataModule works with an ActorCriticModule, not {type(module).__name__}; for "
-                "language models use RLDataModule"
+                "EnvDataModule needs an ActorCriticModule or another EnvModule, not "
+                f"{type(module).__name__}; for language models use RLDataModule"
             )
         return module

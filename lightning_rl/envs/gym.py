@@ -1,4 +1,4 @@
-"""Gym: gymnasium's environments, stepped by hand, so that each episode has a seed of its own."""
+"""Gym: gymnasium environments, stepped by hand, so that each episode has its own seed."""
 
 from typing import Any
 
@@ -24,13 +24,14 @@ ACTION = "action"
 
 @configurable
 class Gym(EnvMaker):
-    """An environment that gymnasium knows by a name.
+    """A gymnasium environment, given by name.
 
     Args:
         name: such as ``CartPole-v1``; ``my_module:MyEnv-v0`` imports ``my_module`` first.
-        arguments: of ``gymnasium.make``.
-        wrappers: around it, the innermost first: ``gymnasium.wrappers.FlattenObservation``, say.
-            A wrapper gets the environment as its first argument.
+        arguments: passed to ``gymnasium.make``.
+        wrappers: wrappers of the environment, the innermost first, e.g.
+            ``gymnasium.wrappers.FlattenObservation``. A wrapper gets the environment as its first
+            argument.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Gym(EnvMaker):
         self.arguments = arguments or {}
         self.wrappers = wrappers or []
         self._registered: Any = None
-        """What gymnasium is to know of it, where it is made in another process."""
+        """The gymnasium registration, to make it in another process."""
 
     @property
     def name(self) -> str:
@@ -51,7 +52,7 @@ class Gym(EnvMaker):
 
     @property
     def plain(self) -> "Gym":
-        """The environment alone, without what is said of processes, to be sent to one.
+        """The environment without settings of processes, to be sent to one.
 
         Raises:
             ConfigError: if it is defined in the script itself, which no other process imports.
@@ -70,7 +71,7 @@ class Gym(EnvMaker):
         return plain
 
     def _places(self) -> list[str]:
-        """Import paths of what it is made of, as far as they are known here."""
+        """Return the import paths of its parts, as far as they are known here."""
         entry = getattr(self._registered, "entry_point", None)
         paths = [self.name, entry if isinstance(entry, str) else getattr(entry, "__module__", "")]
         return paths + [
@@ -78,10 +79,11 @@ class Gym(EnvMaker):
         ]
 
     def made(self, **further: Any) -> Any:
-        """One ``gymnasium.Env``; ``further`` arguments, such as ``render_mode``, go first.
+        """Create one ``gymnasium.Env``; ``further`` arguments, such as ``render_mode``, take
+        precedence.
 
         Raises:
-            ConfigError: naming what gymnasium said.
+            ConfigError: with gymnasium's message.
         """
         require_installed("gymnasium", "Gym")
         import gymnasium
@@ -110,10 +112,10 @@ def _wrapped(env: Any, wrapper: Part, key: str) -> Any:
 
 
 def space_of(env: Any) -> Space:
-    """What gymnasium's spaces say, in our terms.
+    """Convert gymnasium's spaces.
 
     Raises:
-        ConfigError: for a space that no head or body is made for.
+        ConfigError: for a space that no body or head supports.
     """
     from gymnasium import spaces
 
@@ -122,7 +124,7 @@ def space_of(env: Any) -> Space:
         if not isinstance(space, spaces.Space):
             raise ConfigError(
                 f"data.env: {name} of {type(env.unwrapped).__name__} is {space!r:.80}; gymnasium "
-                "asks for one of its spaces, such as Box or Discrete"
+                "requires one of its spaces, such as Box or Discrete"
             )
     seen = env.observation_space
     parts = dict(seen.spaces) if isinstance(seen, spaces.Dict) else {OBSERVATION: seen}
@@ -140,13 +142,13 @@ def _observed(name: str, space: Any) -> Observed:
     if isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
         return Observed(tuple(space.shape), torch.uint8 if holds_bytes(space) else torch.float32)
     raise ConfigError(
-        f"data.env: observation {name!r} is a {type(space).__name__}, which no body reads; wrap it "
-        "(gymnasium.wrappers.FlattenObservation), or use TorchRLEnv"
+        f"data.env: observation {name!r} is a {type(space).__name__}, which no body can read; wrap "
+        "it (gymnasium.wrappers.FlattenObservation), or use TorchRLEnv"
     )
 
 
 def holds_bytes(space: Any) -> bool:
-    """Tell whether its numbers are kept as bytes, which are never negative."""
+    """Return True if its numbers are stored as bytes, which are never negative."""
     if space.dtype == np.int8:
         return not hasattr(space, "low") or bool((space.low >= 0).all())
     return space.dtype in (np.uint8, np.bool_)
@@ -166,5 +168,5 @@ def _action(space: Any) -> ActionKind:
         return Continuous(*bounds)
     raise ConfigError(
         f"data.env: actions are a {type(space).__name__} of shape {space.shape}, which no head "
-        "makes; wrap it, or use TorchRLEnv"
+        "supports; wrap it, or use TorchRLEnv"
     )

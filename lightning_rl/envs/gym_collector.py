@@ -1,4 +1,4 @@
-"""GymCollector: steps gymnasium environments, and the policy for those that wait for an action."""
+"""GymCollector: steps gymnasium environments, and batches policy calls for those that wait."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -39,16 +39,17 @@ from lightning_rl.run.seeding import derived_seed
 
 
 class GymCollector(EnvCollector):
-    """Steps gymnasium environments one after the other, and the policy for all of them at once.
+    """Steps gymnasium environments one after the other, with one policy call for all of them.
 
-    Episodes go on from batch to batch. Each is reset with a seed of its own, so a checkpoint needs
-    no simulator's state: it holds what was done in the episodes at hand, and going on does it
-    again, which is bit-equal wherever an environment plays the same from the same seed.
+    Episodes continue from batch to batch. Each is reset with its own seed, so a checkpoint needs no
+    simulator state: it holds the actions of the current episodes, and a resumed run replays them.
+    That is bit-equal if an environment is deterministic given its seed.
 
     Args:
-        env: what to step.
-        max_episode_length: steps after which an episode is cut; None: as the environment has it.
-        max_step_seconds: after which an environment hangs.
+        env: the environment to step.
+        max_episode_length: steps after which an episode is truncated; None: the environment's own
+            limit.
+        max_step_seconds: seconds after which a step is considered hanging.
     """
 
     deadline: Deadline
@@ -77,7 +78,7 @@ class GymCollector(EnvCollector):
         self._seats = self._seated(seed, range(first, first + (num_envs or 1)))
 
     def _seated(self, seed: int, places: range) -> Sequence[EnvSeat]:
-        """Make environments, and learn what is seen and done in them."""
+        """Create environments, and read their observation and action spaces."""
         envs = [self.env.made() for _ in places]
         self.agents = {AGENT: space_of(envs[0])}
         return [EnvSlot(e, seed, p, self._limit) for e, p in zip(envs, places, strict=True)]
@@ -113,7 +114,7 @@ class GymCollector(EnvCollector):
         steps: list[int],
         table: StepTable,
     ) -> None:
-        """Choose actions for some environments, and have them taken."""
+        """Choose actions for some environments, and request their steps."""
         rows, begins = [self._rows[i] for i in served], [self._begins[i] for i in served]
         seen = table.see(steps, served, rows, begins)
         state = None if self._state is None else self._state[served]
@@ -127,7 +128,7 @@ class GymCollector(EnvCollector):
             self._ask(i, "act", chosen)
 
     def _take(self, index: int, step: int, answer: EnvAnswer, table: StepTable) -> None:
-        """Note what an environment answered."""
+        """Record an environment's answer."""
         over = answer.episode is not None
         table.note(step, index, answer.reward, answer.row, answer.episode)
         self._rows[index] = answer.begin if over else answer.row
@@ -138,14 +139,14 @@ class GymCollector(EnvCollector):
     # ---------------------------------------------------------------- stepping
 
     def _ask(self, index: int, what: str, *arguments: Any) -> None:
-        """Ask an environment for ``begin``, ``again`` or ``act``, as :class:`EnvSlot` has them."""
+        """Request ``begin``, ``again`` or ``act`` of an environment, see :class:`EnvSlot`."""
         self._asked[index] = what, arguments
 
     def _answers(self, others_wait: bool) -> Iterator[tuple[int, EnvAnswer]]:
-        """Answers that are there, or come soon; ``others_wait``: some wait for an action.
+        """Yield answers that are ready, or soon will be; ``others_wait``: some wait for an action.
 
         Raises:
-            EnvError: naming the environment that raised, and where it was.
+            EnvError: names the environment that raised, and where it was.
         """
         asked, self._asked = self._asked, {}
         for index, (what, arguments) in asked.items():
@@ -158,11 +159,11 @@ class GymCollector(EnvCollector):
         self._acting = None
 
     def _served(self, waiting: Collection[int]) -> list[int]:
-        """Which of those that wait are to get their actions now, together; []: wait on."""
+        """Return the waiting environments to be served now, together; []: keep waiting."""
         return [] if self._asked else sorted(waiting)
 
     def _turn(self, seat: Any) -> Any:
-        """The environment that is next to take a step in this thread."""
+        """Return the environment that steps next in this thread."""
         self.deadline.again()
         self._acting = seat
         return seat
@@ -234,23 +235,22 @@ class GymCollector(EnvCollector):
             self._state = agent.begin(count) if agent.state_size else None
 
     def _go_on(self, state: dict[str, Any]) -> None:
-        """Do again what was done in the episodes at hand."""
+        """Replay the actions of the current episodes."""
         known = state["episodes"]
         answers = self._all("again", [(one["episode"], one["actions"]) for one in known])
         for seat, one, answer in zip(self._seats, known, answers, strict=True):
             same = same_tensors(tensors_of(answer.row), one["seen"])
             if answer.episode is not None or not same:
                 raise EnvError(
-                    f"{self.env.name}: {seat.where()}, is not where it was when the checkpoint was "
-                    "saved: it does not play the same from the same seed, so the run cannot be "
-                    "gone on with as it was"
+                    f"{self.env.name}: {seat.where()}, differs from the saved state: the "
+                    "environment is not deterministic, so the run cannot be resumed exactly"
                 )
         self._rows = [answer.row for answer in answers]
         self._begins = [not one["actions"] for one in known]
         self._state = None if state["state"] is None else state["state"].clone()
 
     def _all(self, what: str, arguments: list[tuple[Any, ...]]) -> list[EnvAnswer]:
-        """What all environments answer, each to arguments of its own."""
+        """Return all environments' answers, each to its own arguments."""
         for index, given in enumerate(arguments):
             self._ask(index, what, *given)
         answers: dict[int, EnvAnswer] = {}

@@ -1,4 +1,4 @@
-"""Forms: what a gymnasium environment says that it shows, and whether it does."""
+"""Forms: check observations against a gymnasium environment's declared space."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from lightning_rl.envs.gym import OBSERVATION, holds_bytes
 
 
 def form_of(space: Any) -> Callable[[Any], Any]:
-    """Reads an observation of that space as agents get it: a number of n as a row of n.
+    """Return a reader of a space's observations for agents: an integer below n becomes one-hot.
 
-    What is read raises EnvError where it is not of that space.
+    The reader raises EnvError for an observation that is not in the space.
     """
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
@@ -34,12 +34,14 @@ class _Parts:
     def __call__(self, observed: Any) -> dict[str, Any]:
         if not isinstance(observed, Mapping) or not self._forms.keys() <= observed.keys():
             names = ", ".join(self._forms)
-            raise EnvError(f"it shows {shown(observed)}, and says that it shows {names}")
+            raise EnvError(
+                f"the observation is {shown(observed)}, but observation_space declares {names}"
+            )
         return {name: form(observed[name]) for name, form in self._forms.items()}
 
 
 class _OneHot:
-    """A number of n, as a row of n."""
+    """Reads an integer below n as a one-hot row."""
 
     def __init__(self, name: str, n: int, start: int) -> None:
         self._name, self._n, self._start = name, n, start
@@ -52,15 +54,15 @@ class _OneHot:
             index = -1
         if not 0 <= index < self._n:
             raise EnvError(
-                f"it shows {self._name!r} as {shown(observed)}, and says that it is one of "
-                f"{self._n} from {self._start} on"
+                f"observation {self._name!r} is {shown(observed)}, but observation_space declares "
+                f"one of {self._n} integers from {self._start} on"
             )
         row[index] = 1
         return row
 
 
 class _Array:
-    """Numbers of a shape; what is of another one would be stretched to it without a word."""
+    """Checks an array's shape; numpy would silently broadcast a wrong one."""
 
     def __init__(self, name: str, space: Any) -> None:
         self._name = name
@@ -72,25 +74,25 @@ class _Array:
             observed = self._array(observed)
         if self._holds_bytes and observed.dtype.kind == "f":
             raise EnvError(
-                f"it shows {self._name!r} as {observed.dtype}, and says that it shows bytes, to "
-                "which they would be rounded; cast it, or say so in observation_space"
+                f"observation {self._name!r} is {observed.dtype}, but observation_space declares "
+                "bytes, to which it would be rounded; cast it, or change observation_space"
             )
         return observed
 
     def _array(self, observed: Any) -> np.ndarray:
-        """The same, where it is no array; most are."""
+        """Convert an observation that is not an array of this shape yet; most are."""
         try:
             array = np.asarray(observed)
         except ValueError:  # rows of several lengths
             array = np.asarray(None)
         if array.dtype.kind not in "buif" or array.shape != self._shape:
             raise EnvError(
-                f"it shows {self._name!r} as {shown(observed)}, and says that it shows numbers of "
-                f"shape {self._shape}"
+                f"observation {self._name!r} is {shown(observed)}, but observation_space declares "
+                f"numbers of shape {self._shape}"
             )
         return array
 
 
 def shown(answer: Any) -> str:
-    """What an environment answered, in a line."""
+    """Format an environment's answer in one line."""
     return " ".join(f"{answer!r:.80}".split())

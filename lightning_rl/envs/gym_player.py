@@ -1,4 +1,4 @@
-"""EnvSlot: one gymnasium environment and its episodes; and rows of what is seen."""
+"""EnvSlot: one gymnasium environment and its episodes; helpers for rows of observations."""
 
 import logging
 import math
@@ -23,18 +23,18 @@ _log = logging.getLogger(__name__)
 
 
 def episode_seed(seed: int, place: int, episode: int) -> int:
-    """The seed that an environment is reset with; each episode of each has one of its own."""
+    """Return the seed of an environment's reset; every episode of every environment has its own."""
     return derived_seed(seed, place, episode) % 2**31
 
 
 class EnvAnswer(NamedTuple):
-    """What came of what an environment did.
+    """An environment's answer to a request.
 
     Args:
-        row: what is seen then.
-        reward: of a step.
-        episode: the one that ended with it, if one did.
-        begin: what is seen at the begin of the next one.
+        row: the observation after it.
+        reward: reward of the step.
+        episode: the episode that ended with it, if one did.
+        begin: the first observation of the next episode, if one ended.
     """
 
     row: Any
@@ -44,11 +44,11 @@ class EnvAnswer(NamedTuple):
 
 
 class EnvSeat:
-    """The place of an environment, the episode that it is in, and what was done in it.
+    """An environment's index, its current episode, and the actions taken in it.
 
     Args:
-        seed: of the run.
-        place: among the environments of all ranks; each episode of each has a seed of its own.
+        seed: seed of the run.
+        place: index among the environments of all ranks; each episode of each has its own seed.
     """
 
     def __init__(self, seed: int, place: int) -> None:
@@ -59,14 +59,14 @@ class EnvSeat:
 
     @property
     def seed(self) -> int:
-        """Of the present episode."""
+        """The seed of the present episode."""
         return episode_seed(self._seed, self.place, self.episode)
 
     def where(self) -> str:
-        """Which environment, and which step of which episode, for messages."""
+        """Describe the environment, and the step and episode it is in, for messages."""
         return (
             f"environment {self.place} in step {len(self.actions)} of its episode {self.episode}, "
-            f"of seed {self.seed}"
+            f"seed {self.seed}"
         )
 
 
@@ -75,9 +75,9 @@ class EnvSlot(EnvSeat):
 
     Args:
         env: a ``gymnasium.Env``.
-        seed: of the run.
-        place: among the environments of all ranks.
-        limit: steps after which an episode is cut; None: as the environment has it.
+        seed: seed of the run.
+        place: index among the environments of all ranks.
+        limit: steps after which an episode is truncated; None: the environment's own limit.
     """
 
     def __init__(self, env: Any, seed: int, place: int, limit: int | None) -> None:
@@ -93,17 +93,17 @@ class EnvSlot(EnvSeat):
         self.seen = form_of(env.observation_space)
 
     def begin(self, episode: int) -> EnvAnswer:
-        """Reset to the begin of an episode."""
+        """Reset to the beginning of an episode."""
         self.episode, self.actions, self.reward = episode, [], 0.0
         answer = self.env.reset(seed=self.seed)
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise EnvError(
-                f"reset returned {shown(answer)}; gymnasium asks for (observation, info)"
+                f"reset returned {shown(answer)}; gymnasium requires (observation, info)"
             )
         return EnvAnswer(self.seen(answer[0]))
 
     def again(self, episode: int, actions: Sequence[Any]) -> EnvAnswer:
-        """Do again what was done in an episode, which has not ended with it."""
+        """Replay the actions of an episode that has not ended with them."""
         row = self.begin(episode).row
         for action in actions:
             row, reward, over, cut = self.step(action)
@@ -112,7 +112,7 @@ class EnvSlot(EnvSeat):
         return EnvAnswer(row)
 
     def act(self, action: Any) -> EnvAnswer:
-        """Take a step; if the episode ends with it, the next one begins."""
+        """Take a step; if the episode ends with it, begin the next one."""
         row, reward, over, cut = self.step(action)
         if not (over or cut):
             return EnvAnswer(row, reward)
@@ -120,7 +120,9 @@ class EnvSlot(EnvSeat):
         return EnvAnswer(deepcopy(row), reward, self.over(over), self.begin(self.episode + 1).row)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool]:
-        """What is seen then, the reward, and whether the episode is over, or was cut."""
+        """Take a step: return the observation, the reward, and whether it terminated or was
+        truncated.
+        """
         self.actions.append(action)
         if self._bounds is not None:
             action = np.clip(np.asarray(action, np.float32), *self._bounds)
@@ -131,7 +133,7 @@ class EnvSlot(EnvSeat):
             observed, reward, terminated, truncated, _ = answer
         except (TypeError, ValueError):
             raise EnvError(
-                f"step returned {shown(answer)}; gymnasium asks for (observation, reward, "
+                f"step returned {shown(answer)}; gymnasium requires (observation, reward, "
                 "terminated, truncated, info)"
             ) from None
         try:
@@ -139,21 +141,21 @@ class EnvSlot(EnvSeat):
         except (OverflowError, TypeError, ValueError):
             reward = math.nan
         if not math.isfinite(reward):
-            raise EnvError(f"step gave {shown(answer[1])} as reward, which is no finite number")
+            raise EnvError(f"step gave {shown(answer[1])} as reward, which is not a finite number")
         self.reward += reward
         over, cut = _flag("terminated", terminated), _flag("truncated", truncated)
         return self.seen(observed), reward, over, cut or len(self.actions) == self._limit
 
     def over(self, terminated: bool) -> EnvEpisode:
-        """What is to be told of the episode."""
+        """Return the record of the finished episode."""
         return EnvEpisode({AGENT: self.reward}, len(self.actions), self.seed, terminated)
 
 
 def _flag(name: str, value: Any) -> bool:
-    """Whether an episode is over, or was cut.
+    """Return whether an episode terminated or was truncated.
 
     Raises:
-        EnvError: if that is not what it says: None would never end an episode.
+        EnvError: if the value is not a truth value: None would never end an episode.
     """
     if isinstance(value, bool | np.bool_ | int | np.integer) or (
         isinstance(value, np.ndarray) and value.size == 1
@@ -163,49 +165,49 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def close(name: str, envs: Iterable[Any]) -> None:
-    """Let go of environments; of one that cannot be, and is not needed any more, tell."""
+    """Close environments; warn about one that cannot be closed, which does no harm by then."""
     for env in envs:
         try:
             env.close()
         except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}"
-            _log.warning("%s: close raised %s; it is left as it is", name, what)
+            _log.warning("%s: close raised %s; the environment was not closed", name, what)
 
 
 def picture_of(env: Any, name: str) -> np.ndarray:
-    """A picture (H, W, 3) of bytes.
+    """Render a picture (H, W, 3) of bytes.
 
     Raises:
-        ConfigError: if it gives none.
+        ConfigError: if it renders none.
     """
     picture = env.render()
     if not isinstance(picture, np.ndarray) or picture.ndim != 3:
         raise ConfigError(
-            f"data.env: {name} renders no picture as rgb_array, but {type(picture).__name__}; "
-            "leave EpisodePreview out"
+            f"data.env: {name} renders no rgb_array picture, but {type(picture).__name__}; "
+            "remove EpisodePreview"
         )
     return picture
 
 
 def tensors_of(row: Any) -> dict[str, Tensor]:
-    """An observation, by name, as a checkpoint keeps it."""
+    """Convert an observation to tensors by name, as a checkpoint stores it."""
     parts = row if isinstance(row, Mapping) else {OBSERVATION: row}
     return {name: torch.as_tensor(np.asarray(part)) for name, part in parts.items()}
 
 
 def same_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Tell whether two observations are the same."""
+    """Return True if two observations are equal."""
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def buffer_of(observed: Observed, *leading: int) -> np.ndarray:
-    """Room for observations, (*leading, *shape)."""
+    """Allocate a buffer for observations, (*leading, *shape)."""
     kind = np.uint8 if observed.dtype == torch.uint8 else np.float32
     return np.zeros((*leading, *observed.shape), kind)
 
 
 def write_rows(buffers: Mapping[str, np.ndarray], place: Any, rows: Any) -> None:
-    """Write one observation to a place of the buffers, or a list of them to as many places."""
+    """Write one observation to an index of the buffers, or a list of them to as many indices."""
     if OBSERVATION in buffers and len(buffers) == 1:
         buffers[OBSERVATION][place] = rows
         return

@@ -1,4 +1,4 @@
-"""StepTable: what happened in some steps of gymnasium environments, as a batch to learn from."""
+"""StepTable: steps of gymnasium environments, as a batch to learn from."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -21,7 +21,7 @@ class StepTable:
     """T steps of E environments, filled in any order.
 
     Args:
-        space: what the agent sees and does.
+        space: observations and actions of the agent.
         steps: T.
         count: E.
     """
@@ -46,7 +46,7 @@ class StepTable:
     def see(
         self, steps: Sequence[int], places: Sequence[int], rows: list[Any], begins: Sequence[bool]
     ) -> dict[str, Tensor]:
-        """Note what some environments show before a step; returns it, by name."""
+        """Record what some environments show before a step; return it by name."""
         if steps.count(steps[0]) == self.count:  # all at once: there is a view of that
             where: Any = steps[0]
             self._order.append(self._first + steps[0])
@@ -58,14 +58,14 @@ class StepTable:
         return {n: torch.from_numpy(buffer[where]) for n, buffer in self.seen.items()}
 
     def act(self, made: ActionDistribution, action: Tensor, state: Tensor | None) -> None:
-        """Note how those that were seen last act, and the memory before."""
+        """Record the actions of the environments seen last, and their memory before."""
         self._made.append(made)
         self._actions.append(action)
         if state is not None:
             self._states.append(state)
 
     def note(self, step: int, place: int, reward: float, row: Any, over: EnvEpisode | None) -> None:
-        """Note what an environment answered in a step; ``over``: with that its episode ended."""
+        """Record an environment's answer to a step; ``over``: the episode that ended with it."""
         self._rewards[step, place] = reward
         if over is not None:
             self._done[step, place], self._terminated[step, place] = True, over.terminated
@@ -75,11 +75,11 @@ class StepTable:
             self._ends.append((place * self.steps + step, deepcopy(row)))
 
     def batch(self, name: str, first: int) -> TensorDict:
-        """All of it as ``EnvCollector`` describes it.
+        """Return the whole batch as ``EnvCollector`` describes it.
 
         Raises:
-            EnvError: if something is NaN or infinite; ``name`` is the environment's, and ``first``
-                the place of the first.
+            EnvError: if a value is NaN or infinite; ``name`` is the environment's, and ``first``
+                the index of the first one.
         """
         observations = {n: torch.from_numpy(b).transpose(0, 1) for n, b in self.seen.items()}
         rewards = torch.from_numpy(self._rewards.T)
@@ -95,7 +95,7 @@ class StepTable:
         )
 
     def _acts(self) -> dict[str, Any]:
-        """The agent's part, (E, T, ...)."""
+        """Return the agent's part, (E, T, ...)."""
         order = torch.from_numpy(np.concatenate(self._order).argsort())
 
         def by_place(values: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class StepTable:
         return acts | {"state": states, "begins": torch.from_numpy(self._begins.T.copy())}
 
     def _followed(self) -> TensorDict:
-        """What followed steps that no step follows, by place."""
+        """Return the observations after steps that no step follows, by place."""
         ends: Sequence[tuple[int, Any]] = sorted(self._ends, key=lambda end: end[0])
         last = {n: buffer_of(o, len(ends)) for n, o in self.space.observations.items()}
         for row, (_, seen) in enumerate(ends):

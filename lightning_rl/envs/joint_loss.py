@@ -1,4 +1,4 @@
-"""JointLoss: what several agents' choices in the same steps cost together."""
+"""JointLoss: a loss of several agents' choices in the same steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from lightning_rl.envs.networks.distributions import ActionDistribution
 
 
 class JointLoss(ABC):
-    """A loss of several agents' distributions, added to those that each has by itself.
+    """A loss of several agents' distributions, added to each agent's own loss.
 
     ``agents`` names them. They act in the same steps, and learn in the same iterations.
     """
@@ -21,4 +21,4 @@ class JointLoss(ABC):
     def __call__(
         self, made: Mapping[str, Mapping[str, ActionDistribution]]
     ) -> tuple[Tensor, Metrics]:
-        """The loss of each step, (*B,), and metrics (*B,); ``made``: by agent and action."""
+        """Return the loss of each step, (*B,), and metrics (*B,); ``made``: by agent and action."""

@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def too_short(done: Tensor, carried: Sequence[int], least: int) -> Tensor:
-    """Steps (E, T) of episodes that came to their end in fewer than ``least`` steps.
+    """Mark steps (E, T) of episodes that ended in fewer than ``least`` steps.
 
-    One that goes on behind the batch is not at its end, and so not too short.
+    An episode that continues after the batch has not ended, so it is not too short.
 
     Args:
-        done: (E, T), the episode ends with this step.
+        done: (E, T), True if the episode ends with this step.
         carried: steps (E,) that the first episode of each environment had before the batch.
-        least: steps.
+        least: minimum number of steps.
     """
     steps = torch.arange(done.shape[1])
     first = -torch.tensor(carried).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""EnvMaker: what a configuration says of an environment, from which it is made."""
+"""EnvMaker: an environment's configuration, from which it is created."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,37 +10,39 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.run.stacks import name_crashes
 
 AGENT = "agent"
-"""The name of the one agent of an environment that has no groups of them."""
+"""The name of the single agent of an environment without groups."""
 
 Part = str | dict[str, Any]
-"""A class, or function, by its import path; alone, or as ``{class_path: ..., init_args: ...}``."""
+"""A class or function by its import path; alone, or as ``{class_path: ..., init_args: ...}``."""
 
 
 class EnvMaker(ABC):
-    """An environment by its name, not made yet; what steps it, ``collector_of`` tells."""
+    """An environment's name and configuration, not created yet; ``collector_of`` gives its
+    collector.
+    """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What messages and reports call it."""
+        """How messages and reports call it."""
 
 
 @configurable
 class TorchRLEnv(EnvMaker):
-    """Any environment of torchrl's: a class path, arguments, and transforms.
+    """Any torchrl environment: a class path, arguments, and transforms.
 
     Args:
         make: the import path of an ``EnvBase``, such as ``torchrl.envs.VmasEnv``, or of a function
             that returns one.
-        arguments: for it.
-        transforms: behind it, in this order: ``torchrl.envs.ObservationNorm``, say, alone or with
-            ``class_path`` and ``init_args``.
-        parallel: step each environment in a process of its own, for slow ones.
-        seeded: the environment plays the same from the same seed; False: it cannot, and a run that
-            goes on is not bit-equal.
+        arguments: passed to it.
+        transforms: applied to it in this order: e.g. ``torchrl.envs.ObservationNorm``, alone or
+            with ``class_path`` and ``init_args``.
+        parallel: step each environment in its own process, for slow ones.
+        seeded: True if the environment is deterministic given its seed; False: it is not, and a
+            resumed run is not bit-equal.
 
     Raises:
-        ConfigError: if there is no such class; when it is made, for what it refuses.
+        ConfigError: if there is no such class, or, on creation, if it refuses its arguments.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class TorchRLEnv(EnvMaker):
         return f"{self.make.rsplit('.', 1)[-1]} {what}".strip()
 
     def made(self) -> Any:
-        """One environment, with its transforms.
+        """Create one environment, with its transforms.
 
         Raises:
-            ConfigError: naming the part and what it said.
+            ConfigError: names the part and its message.
         """
         require_installed("torchrl", "TorchRLEnv")
         name_crashes()  # of the environment
@@ -78,7 +80,7 @@ class TorchRLEnv(EnvMaker):
 
         if not isinstance(env, EnvBase):
             raise ConfigError(
-                f"data.env.make: {self.make} gives {type(env).__name__}, which is no torchrl "
+                f"data.env.make: {self.make} gives {type(env).__name__}, which is not a torchrl "
                 "EnvBase; for a gymnasium environment use Gym"
             )
         if not self.transforms:
@@ -88,10 +90,10 @@ class TorchRLEnv(EnvMaker):
 
 
 def built_part(part: Part, key: str) -> Any:
-    """What a part of a configuration stands for.
+    """Build a configured part.
 
     Raises:
-        ConfigError: naming the key, for a class that there is not, or arguments it does not take.
+        ConfigError: names the key, if the class does not exist or refuses its arguments.
     """
     if isinstance(part, str):
         return built(part, {}, key)
@@ -103,10 +105,10 @@ def built_part(part: Part, key: str) -> Any:
 
 
 def built(path: str, arguments: Mapping[str, Any], key: str) -> Any:
-    """Call what an import path names.
+    """Call the object at an import path.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: names the key.
     """
     try:
         component = import_object(path)
@@ -129,15 +131,15 @@ def _shown(arguments: Mapping[str, Any]) -> str:
 
 
 def require_installed(package: str, who: str) -> None:
-    """Refuse to go on without a package.
+    """Refuse to continue without a package.
 
     Raises:
-        ConfigError: naming it, and how to get it.
+        ConfigError: names it, and how to install it.
     """
     from importlib.util import find_spec
 
     if find_spec(package) is None:
         raise ConfigError(
-            f"{who} needs {package}, which is not installed; `pip install 'torchrl>=0.14.1,<0.15' "
-            "'gymnasium>=1.2'`"
+            f"{who} needs {package}, which is not installed; run "
+            "`pip install 'torchrl>=0.14.1,<0.15' 'gymnasium>=1.2'`"
         )

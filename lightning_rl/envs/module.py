@@ -32,40 +32,40 @@ from lightning_rl.run.seeding import derived_generator, run_seed
 
 @configurable
 class ActorCriticModule(EnvModule):
-    """Improves agents in environments from batches of steps: PPO, REINFORCE and what is between.
+    """Trains agents in environments on batches of steps: PPO, REINFORCE and variants between them.
 
-    With several groups of agents each learns from its own rewards, values and advantages (IPPO, de
+    With several groups of agents, each learns from its own rewards, values and advantages (IPPO, de
     Witt et al. 2020); with ``Centralized`` critics it is MAPPO (Yu et al. 2022).
 
     Args:
-        agents: by the names that the environment has for its groups; a group that is not named,
-            and the one agent of a single-agent environment, is an ``ActorCritic()``.
-        loss: policy loss, any that looks at steps alone; or a ``StepLoss``, such as
-            ``TorchRLLoss``, which stands for ``value_loss`` and ``entropy``, too.
-        advantage: how rewards become credit.
+        agents: by the environment's names for its groups; a group without an entry, and the agent
+            of a single-agent environment, is an ``ActorCritic()``.
+        loss: any policy loss that reads single steps only; or a ``StepLoss``, such as
+            ``TorchRLLoss``, which also replaces ``value_loss`` and ``entropy``.
+        advantage: how advantages are computed from rewards.
         value_loss: the critic's loss.
-        entropy: bonus; None for none.
+        entropy: entropy bonus; None for none.
         kl: weight of a penalty for leaving the policy that collected the batch, KL(old || new) per
             step: a number, or a schedule such as ``AdaptiveKL``; None for none.
-        joint_loss: what several agents' choices cost together; None: each learns by itself.
+        joint_loss: a loss of several agents' choices together; None: each learns by itself.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per iteration.
         epochs: passes over each batch.
-        target_kl: no further pass once a pass's mean ``kl_old``, of any agent, is above it; None:
-            all passes are made.
+        target_kl: make no further pass once a pass's mean ``kl_old``, of any agent, exceeds it;
+            None: always make all passes.
         minibatches: optimizer steps per pass.
-        clips: for bodies with a memory, the pieces of episodes that they learn from.
-        max_grad_norm: clip each agent's gradient, that of its actor and that of its critic apart
-            unless they share a body; None: leave it.
+        clips: for bodies with a memory, the pieces of episodes that they are trained on.
+        max_grad_norm: bound of each agent's gradient norm, separately for actor and critic unless
+            they share a body; None: no clipping.
         clip_jointly: clip actor and critic by one norm, as torchrl's, Stable-Baselines3's and
-            CleanRL's PPO do; while the critic's errors are large that slows the actor.
-        normalize_minibatches: where ``advantage`` normalises, give the advantages of each minibatch
-            mean 0 and standard deviation 1, as these do, and not those of a whole batch.
-        compile: let ``torch.compile`` make agents faster; the first iteration pays for it.
-        seed: of the order of steps; None: ``seed_everything``'s.
+            CleanRL's PPO do; large critic errors then slow the actor.
+        normalize_minibatches: if ``advantage`` normalises, do so per minibatch, as these libraries
+            do, instead of over the batch.
+        compile: speed up agents with ``torch.compile``; the first iteration is slower.
+        seed: seed of the order of steps; None: ``seed_everything``'s.
 
     Raises:
-        ConfigError: for values out of range, or a loss that needs what steps do not have.
+        ConfigError: for values out of range, or a loss that needs more than steps have.
     """
 
     agents: Mapping[str, ActorCritic]
@@ -124,7 +124,7 @@ class ActorCriticModule(EnvModule):
     # ---------------------------------------------------------------- one iteration
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """One iteration on a batch of steps: values and advantages, then the update."""
+        """Run one iteration on a batch of steps: values and advantages, then the update."""
         learning = [] if self.is_skipped(batch) else self.learning()
         with self.clock("train"):
             rows: dict[str, Rows] = {}
@@ -139,14 +139,14 @@ class ActorCriticModule(EnvModule):
         self.record(metrics)
 
     def rows_of(self, name: str, batch: TensorDict) -> tuple[Rows, dict[str, float]]:
-        """All that an agent learns from a batch, and metrics of it."""
+        """Return all that an agent learns from in a batch, and its metrics."""
         advantage = self.advantage
         if self.normalize_minibatches:
             advantage = replace(advantage, normalize=False)
         return rows_of(self.agents[name], name, batch, advantage)
 
     def update(self, rows: Mapping[str, Rows], shape: tuple[int, int]) -> dict[str, float]:
-        """Epochs x minibatches of optimisation on all agents' rows; returns metrics.
+        """Optimise over epochs x minibatches on all agents' rows; return metrics.
 
         ``shape``: environments and steps of the batch.
         """
@@ -174,7 +174,7 @@ class ActorCriticModule(EnvModule):
     def places(
         self, rows: Mapping[str, Rows], shape: tuple[int, int], order: torch.Generator
     ) -> Iterator[Tensor]:
-        """What each optimizer step of an epoch is made of: places of rows, or of clips, (M,)."""
+        """Yield the indices (M,), of rows or clips, of each optimizer step of an epoch."""
         some = next(iter(rows.values()))
         return minibatches(some, self.minibatches, self.clips, shape, order)
 
@@ -185,7 +185,7 @@ class ActorCriticModule(EnvModule):
         old: Mapping[str, Made],
         measured: Measured,
     ) -> None:
-        """One optimizer step on a minibatch of every agent's."""
+        """Take one optimizer step on a minibatch of every agent's rows."""
         losses, made, drawn = [], {}, {}
         for name, all_rows in rows.items():
             some = all_rows.teaching(places)
@@ -210,7 +210,9 @@ class ActorCriticModule(EnvModule):
     def _loss(
         self, made: Made, values: Tensor, rows: Rows, old: Made, places: Tensor
     ) -> tuple[Tensor, Metrics]:
-        """An agent's loss, summed so that ranks' sum is the mean over steps; and metrics (M,)."""
+        """Return an agent's loss, scaled so that the ranks' sum is the mean over steps, and metrics
+        (M,).
+        """
         weights = rows.learned["weights"].flatten()
         share = weights / all_sum(weights.sum()).clamp(min=1)
         whole = self.loss if isinstance(self.loss, StepLoss) else self._own_loss
@@ -226,7 +228,7 @@ class ActorCriticModule(EnvModule):
         return (loss * share).sum(), metrics
 
     def _own_loss(self, made: Made, values: Tensor, rows: Rows) -> tuple[Tensor, Metrics]:
-        """Of policy, entropy and critic, (M,) each."""
+        """Return the sum of policy, entropy and value loss, (M,), and metrics (M,)."""
         assert isinstance(self.loss, PolicyLoss)
         tokens: Any = {key: value.flatten() for key, value in rows.learned.items()}
         if self.normalize_minibatches:
@@ -244,12 +246,12 @@ class ActorCriticModule(EnvModule):
         return loss, metrics
 
     def clipped_parts(self, agent: EnvAgent) -> list[list[nn.Parameter]]:
-        """All of them together if ``clip_jointly``."""
+        """Return a single part if ``clip_jointly``."""
         parts = super().clipped_parts(agent)
         return [[p for part in parts for p in part]] if self.clip_jointly else parts
 
     def _old(self, name: str, rows: Rows) -> dict[str, ActionDistribution]:
-        """What the agent's distributions are before the update, as far as the loss asks for it."""
+        """Return the agent's distributions before the update, if the loss needs them."""
         if self.kl is None:
             return {}
         with torch.no_grad():
@@ -257,7 +259,7 @@ class ActorCriticModule(EnvModule):
         return made
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
-        """Count the iteration, and let the penalty adapt."""
+        """Count the iteration, and adapt the KL coefficient."""
         measured = [value for key, value in metrics.items() if key.endswith("/kl")]
         if self.kl is not None and measured:
             metrics["policy/kl_coef"] = self.kl.at(self.iteration)
@@ -271,10 +273,10 @@ class ActorCriticModule(EnvModule):
         return ActorCritic()
 
     def check_agents(self) -> None:
-        """Refuse agents that these settings cannot teach.
+        """Refuse agents that these settings cannot train.
 
         Raises:
-            ConfigError: naming agent and setting.
+            ConfigError: names agent and setting.
         """
         if self.joint_loss is not None:
             self._check_joint(self.joint_loss)
@@ -282,34 +284,36 @@ class ActorCriticModule(EnvModule):
             remembers = isinstance(agent.body, RecurrentBody)
             if remembers and self.clips is None:
                 raise ConfigError(
-                    f"agent {name!r} has a memory, {type(agent.body).__name__}, and learns from "
+                    f"agent {name!r} has a memory, {type(agent.body).__name__}, and is trained on "
                     "clips of episodes; set model.clips, e.g. Clips(length=16)"
                 )
             if remembers and self.kl is not None:
-                raise ConfigError(f"agent {name!r} has a memory, for which there is no kl; drop kl")
+                raise ConfigError(
+                    f"agent {name!r} has a memory, which kl does not support; remove kl"
+                )
             if self.clips is not None and not remembers:
                 raise ConfigError(
-                    f"model.clips are for bodies with a memory, and agent {name!r} has "
-                    f"{type(agent.body).__name__}; drop clips, or give all agents such a body"
+                    f"model.clips are for bodies with a memory, but agent {name!r} has "
+                    f"{type(agent.body).__name__}; remove clips, or give all agents such a body"
                 )
 
     def _check_joint(self, joint: JointLoss) -> None:
         for name in joint.agents:
             if name not in self.agents or self.agents[name].schedule != EveryIteration():
                 raise ConfigError(
-                    f"joint_loss={type(joint).__name__} is for agents {', '.join(joint.agents)}, "
-                    f"and {name!r} is none that learns in every iteration; drop joint_loss, or "
-                    "that agent's schedule"
+                    f"joint_loss={type(joint).__name__} needs agents {', '.join(joint.agents)}, "
+                    f"but {name!r} does not exist or does not learn in every iteration; remove "
+                    "joint_loss, or that agent's schedule"
                 )
 
 
 def _check_loss(
     loss: PolicyLoss | StepLoss, value_loss: ValueLoss, entropy: EntropyBonus | None
 ) -> None:
-    """Refuse a loss that needs what steps do not have, or has what is given beside it.
+    """Refuse a loss that needs more than steps have, or that replaces another given argument.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: names both.
     """
     if not isinstance(loss, StepLoss):
         check_step_loss(f"loss={type(loss).__name__}", loss)
@@ -317,6 +321,6 @@ def _check_loss(
     given = "entropy" if entropy is not None else "value_loss"
     if entropy is not None or value_loss != ValueLoss():
         raise ConfigError(
-            f"{given} stands beside loss={type(loss).__name__}, which has its own; leave {given} "
-            "out, and say it there (entropy_coeff, critic_coeff)"
+            f"{given} cannot be combined with loss={type(loss).__name__}, which has its own; "
+            f"remove {given}, and set the loss's arguments (entropy_coeff, critic_coeff) instead"
         )

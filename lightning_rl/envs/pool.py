@@ -1,4 +1,4 @@
-"""PooledGym: gymnasium's environments in processes, each at its own pace; one model serves all."""
+"""PooledGym: gymnasium environments in processes, each at its own pace, served by one model."""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -16,19 +16,19 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 @configurable
 class PooledGym(Gym):
-    """A slow environment that gymnasium knows by a name, stepped in several processes.
+    """A slow gymnasium environment, given by name, that is stepped in several processes.
 
-    The agents choose actions for those environments that wait for one, as soon as enough do.
+    The agents choose actions for waiting environments as soon as enough of them wait.
 
     Args:
         name: such as ``Humanoid-v5``.
-        arguments: of ``gymnasium.make``.
-        wrappers: around it, the innermost first.
-        workers: processes; each steps its share of the environments.
-        min_batch: how many environments are to wait before the agents are asked.
-        max_batch: how many are served at once; None: all that wait.
+        arguments: passed to ``gymnasium.make``.
+        wrappers: wrappers of the environment, the innermost first.
+        workers: number of processes; each steps its share of the environments.
+        min_batch: number of environments that must wait before the agents are called.
+        max_batch: maximum number served at once; None: all that wait.
         max_wait: seconds after which fewer than ``min_batch`` are served.
-        force_sync: all environments take each step together; then a run that goes on is bit-equal.
+        force_sync: all environments take each step together; a resumed run is then bit-equal.
 
     Raises:
         ConfigError: for values out of range.
@@ -50,7 +50,7 @@ class PooledGym(Gym):
         require_at_least(0, max_wait=max_wait)
         if max_batch is not None and max_batch < min_batch:
             raise ConfigError(
-                f"max_batch={max_batch} must be >= min_batch={min_batch}; raise it, or leave it out"
+                f"max_batch={max_batch} must be >= min_batch={min_batch}; raise it, or remove it"
             )
         self.workers = workers
         self.min_batch = min_batch
@@ -60,17 +60,17 @@ class PooledGym(Gym):
 
 
 class PooledCollector(ProcessesCollector):
-    """Steps environments in processes; how many are served together is chance, unless forced."""
+    """Steps environments in processes; which are served together varies, unless ``force_sync``."""
 
     env: PooledGym
     _since = 0.0
-    """When the first of those that wait began to."""
+    """When the environment that has waited longest began to wait."""
 
     @property
     def exact(self) -> str:
         if self.env.force_sync:
             return ""
-        return "which environments are served together is chance; force_sync: true rules it out"
+        return "which environments are served together depends on timing; set force_sync: true"
 
     def _seated(self, seed: int, places: range) -> Sequence[EnvSeat]:
         count = min(self.env.workers, len(places))
@@ -92,10 +92,10 @@ class PooledCollector(ProcessesCollector):
         self._running.send(self._of[seat.place], (seat.place, what, *arguments))
 
     def _answers(self, others_wait: bool) -> Iterator[tuple[int, EnvAnswer]]:
-        """Answers that are there, or come before those that wait have waited long enough.
+        """Yield answers that arrive before the waiting environments have waited long enough.
 
         Raises:
-            EnvError: if an environment raised, its process is gone, or none answers in time.
+            EnvError: if an environment raised, its process died, or none answers in time.
         """
         seconds = self.deadline.left
         if others_wait and not self.env.force_sync:

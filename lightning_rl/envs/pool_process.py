@@ -11,8 +11,8 @@ from lightning_rl.envs.processes import PipeEnd
 def serve(line: PipeEnd, places: list[int], env: Gym, seed: int, limit: int | None) -> None:
     """Answer requests until there are no more.
 
-    A request is (place, a method of :class:`EnvSlot`, arguments...), an answer (place, what that
-    returned); or instead an error that tells what the environment raised.
+    A request is (place, a method of :class:`EnvSlot`, arguments...), an answer is (place, its
+    return value), or an error that names what the environment raised.
     """
     slots = {place: EnvSlot(env.made(), seed, place, limit) for place in places}
     while (request := line.receive()) is not None:

@@ -1,4 +1,4 @@
-"""EnvProcesses: processes that hold environments; what goes to them and comes back."""
+"""EnvProcesses: processes that hold environments, and the messages to and from them."""
 
 import pickle
 import signal
@@ -26,7 +26,7 @@ class HungUpError(Exception):
 
 @dataclass(frozen=True)
 class Failed:
-    """The last that is heard of a process: what it raised."""
+    """The last message of a process: the error that it raised."""
 
     error: str
 
@@ -38,14 +38,14 @@ class PipeEnd:
         self._connection = connection
 
     def fileno(self) -> int:
-        """What ``multiprocessing.connection.wait`` asks for."""
+        """Return the file descriptor, for ``multiprocessing.connection.wait``."""
         return self._connection.fileno()
 
     def send(self, message: Any) -> None:
-        """Send a copy: no memory is shared, which would be gone with its process.
+        """Send a copy; shared memory would disappear with its process.
 
         Raises:
-            HungUpError: if nobody is there.
+            HungUpError: if the other end is closed.
         """
         copied = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
@@ -54,10 +54,10 @@ class PipeEnd:
             raise HungUpError from error
 
     def receive(self) -> Any:
-        """The next message, as soon as it is there.
+        """Wait for the next message and return it.
 
         Raises:
-            HungUpError: if nobody is there.
+            HungUpError: if the other end is closed.
         """
         try:
             copied = self._connection.recv_bytes()
@@ -71,14 +71,14 @@ class PipeEnd:
 
 
 class EnvProcesses:
-    """Processes, each with its share of the environments, that are asked and answer.
+    """Processes that each hold a share of the environments and answer requests.
 
     Args:
-        name: of the environments, for messages.
-        serve: what each of them runs: ``serve(line, share, *arguments)``, which takes requests
-            until there is None, and answers.
-        shares: places of environments, by process.
-        arguments: for ``serve``.
+        name: name of the environments, for messages.
+        serve: runs in each process: ``serve(line, share, *arguments)`` answers requests until it
+            receives None.
+        shares: indices of environments, by process.
+        arguments: passed to ``serve``.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class EnvProcesses:
             self.send(index, (name, share, told))
 
     def send(self, index: int, request: Any) -> None:
-        """Ask a process.
+        """Send a request to a process.
 
         Raises:
             EnvError: if it is gone.
@@ -109,7 +109,7 @@ class EnvProcesses:
             raise self._gone(index) from error
 
     def answers(self, seconds: float) -> Iterator[tuple[int, Any]]:
-        """Answers that are there, or the first to come within so many seconds, by process.
+        """Yield the answers that arrive within ``seconds``, with their process.
 
         Raises:
             EnvError: if a process has failed, or is gone.
@@ -129,14 +129,14 @@ class EnvProcesses:
         process = self.processes[index]
         process.ended_within(END_S)
         how = "hung up" if process.status is None else ending(process.status)
-        why = ", for its memory perhaps" if process.status == -signal.SIGKILL else ""
+        why = ", perhaps for lack of memory" if process.status == -signal.SIGKILL else ""
         return EnvError(
-            f"{self.name}: the process of environments {numbers} is gone: it {how}{why}; what it "
-            "printed is above"
+            f"{self.name}: the process of environments {numbers} is gone: it {how}{why}; its "
+            "output is above"
         )
 
     def close(self) -> None:
-        """Ask all of them to end; end those that do not, as they hang in a step."""
+        """Ask all of them to end; kill those that do not, since they hang in a step."""
         for line in self._lines:
             try:
                 line.send(None)
@@ -159,10 +159,10 @@ class EnvProcesses:
 
 
 class ProcessesCollector(GymCollector):
-    """Has its environments in processes."""
+    """Base class of collectors whose environments live in processes."""
 
     processes: EnvProcesses | None = None
-    """None: before the start, and behind the end."""
+    """None before the start and after the end."""
 
     @property
     def _running(self) -> EnvProcesses:
@@ -176,7 +176,7 @@ class ProcessesCollector(GymCollector):
         seed: int,
         *arguments: Any,
     ) -> None:
-        """Start :class:`EnvProcesses`, once it is known what is seen and done in an environment."""
+        """Start :class:`EnvProcesses`, after reading the spaces of one environment."""
         one = self.env.made()
         self.agents = {AGENT: space_of(one)}
         self.deadline.again(END_S)
@@ -197,7 +197,7 @@ class ProcessesCollector(GymCollector):
 
 
 def run(connection: Connection) -> None:
-    """What a process does from its start to its end."""
+    """Run a process from its start to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the run, which saves and ends them
     line = PipeEnd(connection)
     name = ""

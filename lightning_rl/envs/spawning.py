@@ -1,4 +1,4 @@
-"""Processes that know nothing of the script that starts them."""
+"""Processes that do not import the script that starts them."""
 
 import sys
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from types import ModuleType
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """While it lasts, processes that ``multiprocessing`` spawns do not import the script.
+    """Keep processes that ``multiprocessing`` spawns meanwhile from importing the script.
 
-    They would run all of it again where it lacks ``if __name__ == "__main__"``. What is pickled
-    meanwhile, and lives in the script, is refused by pickle, as no other process could find it.
+    A script without ``if __name__ == "__main__"`` would run again in each of them. Pickle refuses
+    objects defined in the script meanwhile, since no other process could find them.
     """
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

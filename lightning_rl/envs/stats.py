@@ -10,10 +10,10 @@ from lightning_rl.run.metrics import summarize
 def episode_metrics(
     episodes: Sequence[EnvEpisode], frames: int, seconds: float, judged: str | None = None
 ) -> dict[str, float]:
-    """``reward/*`` and ``rollout/*`` of a batch of ``frames`` steps that took ``seconds``.
+    """Return ``reward/*`` and ``rollout/*`` of a batch of ``frames`` steps that took ``seconds``.
 
-    The reward of an episode is the sum of its steps'; ``judged`` names the agent whose it is, None:
-    the mean over all. Without one that came to its end there is none to tell of.
+    The reward of an episode is the sum over its steps; ``judged`` names the agent whose reward it
+    is; None: the mean over all. Without a finished episode there are no reward metrics.
     """
     metrics = {
         "rollout/frames": float(frames),
@@ -30,10 +30,10 @@ def episode_metrics(
 def evaluation_metrics(
     episodes: Sequence[EnvEpisode], success_reward: float | None, judged: str | None = None
 ) -> dict[str, float]:
-    """``eval/*`` of episodes apart; ``accuracy`` is the share of at least ``success_reward``.
+    """Return ``eval/*`` of separate episodes; ``accuracy`` is the share with ``success_reward``.
 
     Raises:
-        DataError: without any episode.
+        DataError: if there are no episodes.
     """
     if not episodes:
         raise DataError("there are no episodes to evaluate; play some first")

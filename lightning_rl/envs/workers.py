@@ -1,4 +1,4 @@
-"""GymWorkers: gymnasium's environments in processes that have agents of their own."""
+"""GymWorkers: gymnasium environments in processes that have their own agents."""
 
 import copy
 import pickle
@@ -23,24 +23,24 @@ from lightning_rl.sync.schedule import CollectorStatus, FixedSchedule, SyncSched
 
 @configurable
 class GymWorkers(Gym):
-    """An environment that gymnasium knows by a name, played in several processes at once.
+    """A gymnasium environment, given by name, that is played in several processes at once.
 
-    Each has a copy of the agents and its share of the environments, so all cores collect. Agents
-    are sent there before the first batch, and then whenever the schedule says so.
+    Each process has a copy of the agents and a share of the environments, so all cores collect.
+    Agents are sent to the processes before the first batch, then as the schedule decides.
 
     Args:
         name: such as ``Humanoid-v5``.
-        arguments: of ``gymnasium.make``.
-        wrappers: around it, the innermost first.
-        workers: processes.
-        sync: when agents are sent.
-        max_staleness: iterations that the agents which played a batch may be older than those that
-            learn from it; before they would be, they are sent whatever the schedule says.
+        arguments: passed to ``gymnasium.make``.
+        wrappers: wrappers of the environment, the innermost first.
+        workers: number of processes.
+        sync: schedule of sending agents.
+        max_staleness: how many iterations older the agents that played a batch may be than those
+            that learn from it; they are sent before they exceed it, whatever the schedule says.
         force_sync: the processes play only while the trainer waits. False: they play the next batch
-            while it learns, with agents that are an iteration older.
+            during the update, with agents that are one iteration older.
 
     Raises:
-        ConfigError: for values out of range, or that contradict each other.
+        ConfigError: for values that are out of range or contradict each other.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class GymWorkers(Gym):
         if oldest > max_staleness:
             raise ConfigError(
                 f"sync={sync} with force_sync={force_sync} leaves agents up to {oldest} iterations "
-                f"behind, and max_staleness={max_staleness}; raise max_staleness to {oldest}, or "
+                f"behind, but max_staleness={max_staleness}; raise max_staleness to {oldest}, or "
                 "send them more often"
             )
 
 
 class WorkersCollector(ProcessesCollector):
-    """Has environments played in processes.
+    """Plays environments in processes.
 
-    Each of them is a ``GymCollector`` of its share, as a rank's is: what agents do there is drawn
-    from a seed of the share's own, so another number of processes plays other episodes.
+    Each process is a ``GymCollector`` of its share, like a rank: its actions are sampled with the
+    share's own seed, so another number of processes plays other episodes.
     """
 
     env: GymWorkers
@@ -84,18 +84,18 @@ class WorkersCollector(ProcessesCollector):
         self._shares = [s.tolist() for s in places.tensor_split(min(self.env.workers, count))]
         self._start_processes(serve, self._shares, seed, self.deadline.seconds)
         self._found: dict[int, WorkerBatch] = {}
-        """What processes have played of the batch that is waited for."""
+        """What processes have returned of the current batch."""
         self._heard = False
-        """The processes have started, and played a batch."""
+        """True once all processes have started and played a batch."""
         self._has_agents = False
         self._version: int | None = None
-        """The iteration that the processes' agents are of; None: they have none yet."""
+        """The iteration of the processes' agents; None: they have none yet."""
         self._sent: dict[str, Any] = {}
         """Snapshots of these agents, by name."""
         self._playing = False
-        """A batch is being played, or has been, that was not handed out."""
+        """True if a batch was requested but not yet returned."""
         self._after: dict[str, Any] = {"episodes": [], "state": None}
-        """Where the environments were behind the last batch that was handed out."""
+        """State of the environments after the last returned batch."""
 
     # ---------------------------------------------------------------- collecting
 
@@ -117,7 +117,7 @@ class WorkersCollector(ProcessesCollector):
         return _together([share.batch for share in played])
 
     def _begin_batch(self, agents: Agents, trained: int, iteration: int, steps: int) -> None:
-        """Let the processes play an iteration's batch; ``trained``: how many were learned from."""
+        """Let the processes play an iteration's batch; ``trained``: iterations trained so far."""
         goes_on = self._begin_processes(agents)
         # Working ahead, a run that was stopped here had decided already.
         if not (goes_on and not self.env.force_sync) and self._is_due(trained, iteration):
@@ -135,7 +135,7 @@ class WorkersCollector(ProcessesCollector):
         self._playing = True
 
     def _is_due(self, trained: int, iteration: int) -> bool:
-        """Tell whether the agents are to be sent before the batch of an iteration is played."""
+        """Return True if the agents must be sent before the batch of an iteration is played."""
         if self._version is None:
             return True
         fresh = iteration - self._version <= self.env.max_staleness
@@ -144,10 +144,10 @@ class WorkersCollector(ProcessesCollector):
         return not fresh or self.env.sync.should_sync(state)
 
     def _played(self) -> list[WorkerBatch]:
-        """What all processes have played, by process.
+        """Return what all processes have played, by process.
 
         Raises:
-            EnvError: if an environment raised or hangs, or a process is gone.
+            EnvError: if an environment raised or hangs, or a process died.
         """
         found = self._found = dict[int, WorkerBatch]()
         while len(found) < len(self._shares):
@@ -173,7 +173,7 @@ class WorkersCollector(ProcessesCollector):
             self._running.send(index, request)
 
     def _begin_processes(self, agents: Agents) -> bool:
-        """Give the processes what they begin with (once); tells whether they go on with a run."""
+        """Send the processes their initial state, once; return True if they resume a run."""
         if self._has_agents:
             return False
         self._has_agents = True
@@ -189,7 +189,7 @@ class WorkersCollector(ProcessesCollector):
         return True
 
     def _place(self, state: dict[str, Any]) -> None:
-        """Put the environments where they were, if they are as many."""
+        """Restore the environments, if their number is unchanged."""
         episodes, memory = state["episodes"], state["state"]
         if len(episodes) != sum(map(len, self._shares)):
             return
@@ -208,10 +208,10 @@ class WorkersCollector(ProcessesCollector):
 
 
 def _pickled(agents: Agents) -> bytes:
-    """The agents, for another process.
+    """Pickle the agents for another process.
 
     Raises:
-        ConfigError: if one of them cannot be sent.
+        ConfigError: if one of them cannot be pickled.
     """
     copies = {name: copy.deepcopy(agent).cpu() for name, agent in agents.items()}
     try:
@@ -219,13 +219,13 @@ def _pickled(agents: Agents) -> bytes:
             return pickle.dumps(copies)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"GymWorkers sends agents to processes, and one of them cannot be pickled: {error}; "
+            f"GymWorkers sends agents to processes, but one of them cannot be pickled: {error}; "
             "define its classes in a module of their own, or use PooledGym"
         ) from error
 
 
 def _joined(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all shares as one, as ``GymCollector`` has it."""
+    """Merge the states of all shares into one ``GymCollector`` state."""
     memories = [state["state"] for state in states]
     return {
         "episodes": [episode for state in states for episode in state["episodes"]],
@@ -234,7 +234,7 @@ def _joined(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _together(batches: list[TensorDict]) -> TensorDict:
-    """The batches of all shares as one."""
+    """Merge the batches of all shares into one."""
     before = 0
     for batch in batches:
         batch["ends", "place"] += before

@@ -1,4 +1,4 @@
-"""A process of workers: agents of its own, which play its environments."""
+"""A worker process: it has its own agents, which play its environments."""
 
 import pickle
 import time
@@ -19,7 +19,7 @@ from lightning_rl.envs.watch import Watch
 
 @dataclass(frozen=True)
 class WorkerBatch:
-    """What a process has played: a batch, as ``GymCollector`` has it, and its state then."""
+    """What a process has played: a batch in ``GymCollector``'s form, and the state after it."""
 
     batch: Any
     finished: list[EnvEpisode]
@@ -28,7 +28,7 @@ class WorkerBatch:
 
 
 class _Beating(Deadline):
-    """Also tells those that wait, now and then, that steps are taken."""
+    """A deadline that also tells the waiting process, now and then, that steps are being taken."""
 
     def __init__(self, seconds: float, what: str, line: PipeEnd) -> None:
         super().__init__(seconds, what)
@@ -44,7 +44,7 @@ class _Beating(Deadline):
 
 
 class _Worker:
-    """What is asked of the process."""
+    """The requests that the process answers."""
 
     def __init__(self, collector: GymCollector) -> None:
         self.collector = collector
@@ -56,12 +56,12 @@ class _Worker:
         self.agents = pickle.loads(agents)
 
     def become(self, snapshots: Mapping[str, Mapping[str, Any]]) -> None:
-        """Let them act as those of which the snapshots were taken."""
+        """Load snapshots into the agents."""
         for name, snapshot in snapshots.items():
             self.agents[name].become(snapshot)
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken."""
+        """Continue from a saved state."""
         self.collector.load_state_dict(state)
 
     def play(
@@ -88,7 +88,7 @@ def serve(
     """Answer requests until there are no more.
 
     A request is the name of one of :class:`_Worker`'s methods, with arguments. Only ``play`` is
-    answered; by None as long as steps are taken.
+    answered; while it runs, None is sent as a sign of life.
     """
     torch.set_num_threads(1)  # each of the processes has a core
     collector = GymCollector(env, limit, max_step_seconds)

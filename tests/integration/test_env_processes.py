@@ -33,7 +33,7 @@ from tests.support.small_run import trainer_of
 
 pytestmark = pytest.mark.slow
 
-RAISES = r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError"
+RAISES = r"environment \d in step 3 of its episode 0, seed \d+ raised ValueError"
 
 
 @pytest.mark.parametrize(

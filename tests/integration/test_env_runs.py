@@ -193,7 +193,7 @@ def released():
 @pytest.mark.parametrize(
     ("world", "arguments", "words"),
     [
-        ("Faulty", {"how": "raises"}, "in step 3 of its episode 0, of seed"),
+        ("Faulty", {"how": "raises"}, "in step 3 of its episode 0, seed"),
         ("Faulty", {"how": "nan"}, "gave [nan, 0.0] as observation at step 3 of the batch"),
         ("Faulty", {"how": "hangs"}, "a step took longer than max_step_seconds=0.5"),
     ],

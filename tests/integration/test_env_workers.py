@@ -100,7 +100,7 @@ def test_schedules_say_who_plays(tmp_path, sync, max_staleness, force_sync, vers
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    words = r"leaves agents up to 1 iterations behind, and max_staleness=0; raise max_staleness to"
+    words = r"leaves agents up to 1 iterations behind, but max_staleness=0; raise max_staleness to"
     with pytest.raises(ConfigError, match=words):
         GymWorkers(WALK, force_sync=False)
     with pytest.raises(ConfigError, match=words):

@@ -87,7 +87,7 @@ def test_a_check_makes_all_of_a_run_and_collects_a_batch(tmp_path, module, plann
     if planned is None:
         assert lines is None
         return
-    assert lines[0].endswith("Walk-v0, 2 of it side by side")
+    assert lines[0].endswith("Walk-v0, 2 copies side by side")
     assert lines[1] == "  agent sees observation (2,) and does action (one of 2)"
     parameters = sum(p.numel() for p in module.parameters())
     assert lines[2] == f"agents: agent: MLPBody ({parameters:,} parameters)"

@@ -239,13 +239,13 @@ def test_a_run_learns_with_it(tmp_path):
             lambda: ActorCriticModule(
                 loss=TorchRLLoss("torchrl.objectives.ClipPPOLoss"), entropy=EntropyBonus(0.1)
             ),
-            "entropy stands beside loss=TorchRLLoss",
+            "entropy cannot be combined with loss=TorchRLLoss",
         ),
         (
             lambda: ActorCriticModule(
                 loss=TorchRLLoss("torchrl.objectives.ClipPPOLoss"), value_loss=ValueLoss(0.1)
             ),
-            "value_loss stands beside loss=TorchRLLoss",
+            "value_loss cannot be combined with loss=TorchRLLoss",
         ),
         (
             lambda: ActorCriticModule(loss=ClipPPOLoss),

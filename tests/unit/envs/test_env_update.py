@@ -290,7 +290,7 @@ def taught_together(**agents):
             lambda: taught_together(
                 adversarial_verifier=ActorCritic(), simulator=ActorCritic(schedule=Periodic(2))
             ),
-            "'simulator' is none that learns in every iteration; drop joint_loss",
+            "'simulator' does not exist or does not learn in every iteration; remove joint_loss",
         ),
     ],
 )
