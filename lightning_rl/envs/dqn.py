@@ -1,4 +1,4 @@
-"""DQNModule: learns values of a choice of actions, and takes the best (Mnih et al. 2015)."""
+"""DQNModule: learns values of n actions, and takes the best (Mnih et al. 2015)."""
 
 from typing import Any
 
@@ -19,30 +19,30 @@ from lightning_rl.learn.base import save_primitive_hparams
 
 @configurable
 class DQNModule(OffPolicyModule):
-    """Improves agents that choose one of n actions, from single steps of all earlier policies.
+    """Trains agents that choose one of n actions, off policy, from single steps.
 
-    Each iteration collects ``data.frames_per_iteration`` steps, best few, and makes
-    ``updates_per_iteration`` updates on steps drawn from the buffer. In a group of agents each
+    Each iteration collects ``data.frames_per_iteration`` steps, preferably few, and makes
+    ``updates_per_iteration`` updates on steps sampled from the buffer. In a group, each agent
     learns as if it were alone (independent Q-learning, Tan 1993). ``TorchRLEnv`` begins new
-    episodes with every batch, so there a batch should be as long as they are.
+    episodes with every batch, so there a batch should be as long as an episode.
 
     Args:
-        agents: by the names that the environment has for its groups; a group that is not named,
-            and the one agent of a single-agent environment, is a ``QAgent()``.
-        buffer: keeps steps.
+        agents: by the environment's names for its groups; a group without an entry, and the agent
+            of a single-agent environment, is a ``QAgent()``.
+        buffer: the replay buffer.
         gamma: discount per step.
         double: the learning network chooses the action whose value the target network gives (van
             Hasselt et al. 2016); False: the target network does both.
-        epsilon: which share of actions is random: a number, or a schedule over iterations.
-        td_loss: of values and their targets.
+        epsilon: share of random actions: a number, or a schedule over iterations.
+        td_loss: loss of values and their targets.
         target_update: how the target network follows.
-        warmup_frames: steps of random actions before anything is learned.
+        warmup_frames: steps of random actions before learning starts.
         updates_per_iteration: optimizer steps after each batch.
-        batch_size: steps drawn for each of them, on all ranks together.
+        batch_size: steps sampled for each of them, on all ranks together.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per iteration of learning.
-        max_grad_norm: clip each agent's gradient; None: leave it.
-        seed: of what is drawn; None: ``seed_everything``'s.
+        max_grad_norm: bound of each agent's gradient norm; None: no clipping.
+        seed: seed of the sampling; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range.
@@ -92,7 +92,7 @@ class DQNModule(OffPolicyModule):
         return agent
 
     def loss(self, agent: Any, target: Any, steps: Transitions) -> tuple[Tensor, Metrics]:
-        """The TD error's loss."""
+        """Return the loss of the TD error."""
         index = steps.action.argmax(-1) if agent.one_hot else steps.action
         values = agent(steps.observations).gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
         with torch.no_grad():

@@ -22,13 +22,13 @@ from lightning_rl.run.rundir import run_dir
 class EpisodePreview(RLCallback):
     """Shows how the agents play: ``episodes/iteration_<n>.gif`` in the run directory.
 
-    After every N-th iteration, the last, and before the first one; always the same episode, greedy
-    if evaluations are. TensorBoard shows it among the images.
+    It runs before the first iteration, after every N-th and after the last; always the same
+    episode, greedy if evaluations are. TensorBoard shows it among the images.
 
     Args:
-        every_n_iterations: how often.
-        max_frames: of a longer episode every second, third, ... step is shown.
-        width: of the picture in pixels; a smaller one stays as it is.
+        every_n_iterations: iterations between previews.
+        max_frames: maximum number of frames; longer episodes are shown with a stride.
+        width: width of the picture in pixels; smaller pictures are not enlarged.
         fps: steps shown per second.
 
     Raises:
@@ -86,7 +86,7 @@ class EpisodePreview(RLCallback):
 
 
 def as_gif(pictures: Sequence[np.ndarray], width: int, fps: int) -> tuple[bytes, tuple[int, int]]:
-    """Pictures (H, W, 3) of bytes as an animation that repeats; and its width and height."""
+    """Encode pictures (H, W, 3) of bytes as a looping GIF; return it, its width and height."""
     from PIL import Image
 
     images = [Image.fromarray(np.asarray(picture, np.uint8)) for picture in pictures]

@@ -22,13 +22,13 @@ from lightning_rl.run.dist import all_reduce_max, rank, world_size
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 UPDATES = 2**31 + 1
-"""A place for seeds of updates that no environment's place is."""
+"""Index for seeds of updates; different from every environment's."""
 
 
 class OffPolicyModule(EnvModule):
-    """Keeps steps in a buffer, and learns in each iteration from some that are drawn there.
+    """Keeps steps in a replay buffer, and in each iteration learns from a sample of them.
 
-    A target network follows each agent's values. Until ``warmup_frames`` steps are there, all
+    A target network follows each agent's values. Until ``warmup_frames`` steps were collected, all
     actions are random and nothing is learned.
 
     Raises:
@@ -36,11 +36,11 @@ class OffPolicyModule(EnvModule):
     """
 
     agent_class: ClassVar[type[ExploringAgent]]
-    """What its agents are."""
+    """The class of its agents."""
     agents: Mapping[str, ExploringAgent]
     compile_agents = False
     updates: Tensor
-    """Optimizer steps so far."""
+    """Number of optimizer steps so far."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class OffPolicyModule(EnvModule):
 
     @abstractmethod
     def exploration(self, iteration: int) -> float:
-        """Which share of actions is drawn at random in an iteration after the warm-up."""
+        """Return the share of random actions in an iteration after the warm-up."""
 
     @abstractmethod
     def valuing(self, agent: Any) -> nn.Module:
-        """The part of an agent that a target network follows."""
+        """Return the part of an agent that a target network follows."""
 
     @abstractmethod
     def loss(self, agent: Any, target: Any, steps: Transitions) -> tuple[Tensor, Metrics]:
-        """A loss for each step (M, *A), of all that is learned; and metrics."""
+        """Return a loss per step (M, *A), of all that is learned, and metrics."""
 
     # ---------------------------------------------------------------- set-up
 
@@ -97,7 +97,7 @@ class OffPolicyModule(EnvModule):
         return self.agent_class()
 
     def configure_model(self) -> None:
-        """Build the agents, and target networks that are like them to begin with (once)."""
+        """Build the agents, and target networks that start as their copies (once)."""
         super().configure_model()
         for name, agent in self.agents.items():
             if name not in self.targets:
@@ -105,26 +105,26 @@ class OffPolicyModule(EnvModule):
                 cast(nn.ModuleDict, self.targets)[name] = target
 
     def check_agents(self) -> None:
-        """Refuse what single steps of earlier policies cannot teach.
+        """Refuse agents and settings that do not work with single steps of earlier policies.
 
         Raises:
-            ConfigError: naming the agent, or the setting.
+            ConfigError: names the agent, or the setting.
         """
         for name, agent in self.agents.items():
             if not isinstance(agent, kind := self.agent_class):
                 raise ConfigError(
-                    f"{type(self).__name__} teaches a {kind.__name__}, and agent {name!r} "
-                    f"is {type(agent).__name__}; use that, or ActorCriticModule"
+                    f"{type(self).__name__} trains a {kind.__name__}, but agent {name!r} "
+                    f"is {type(agent).__name__}; use that agent, or ActorCriticModule"
                 )
             if agent.space is not None and agent.space.mask is not None:
                 raise ConfigError(
-                    f"{type(self).__name__} learns from single steps, and agent {name!r} pauses in "
+                    f"{type(self).__name__} learns from single steps, but agent {name!r} pauses in "
                     "some of them; use ActorCriticModule"
                 )
         if self.batch_size % world_size():
             raise ConfigError(
                 f"batch_size={self.batch_size} must be a multiple of the {world_size()} "
-                "processes, of which each draws as many steps"
+                "processes, since each samples equally many steps"
             )
 
     def stateful_parts(self) -> dict[str, Any]:
@@ -134,12 +134,12 @@ class OffPolicyModule(EnvModule):
 
     @property
     def frames(self) -> int:
-        """Steps that all ranks' buffers have been given, if each got as many as the poorest."""
+        """Steps collected on all ranks, taking the rank with the fewest as the measure."""
         return -int(all_reduce_max(-self.buffer.added)) * world_size()
 
     @property
     def is_warm(self) -> bool:
-        """Tell whether the warm-up is over."""
+        """Return True if the warm-up is over."""
         return self.frames >= self.warmup_frames
 
     def on_train_start(self) -> None:
@@ -147,13 +147,13 @@ class OffPolicyModule(EnvModule):
         self._explore()
 
     def _explore(self) -> None:
-        """Tell agents how much of the next batch is random."""
+        """Set the share of random actions of the next batch."""
         share = self.exploration(self.iteration) if self.is_warm else 1.0
         for agent in self.agents.values():
             agent.exploration = share
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """One iteration: keep the steps of the batch, and learn from such as are drawn."""
+        """Run one iteration: store the steps of the batch, and learn from sampled ones."""
         skipped = self.is_skipped(batch)
         metrics = {"policy/exploration": next(iter(self.agents.values())).exploration}
         with self.clock("train"):
@@ -166,7 +166,7 @@ class OffPolicyModule(EnvModule):
         self.record(metrics)
 
     def update(self) -> dict[str, float]:
-        """The iteration's optimizer steps; returns metrics."""
+        """Take the iteration's optimizer steps; return metrics."""
         learning = self.learning()
         measured: Measured = defaultdict(list)
         self.nonfinite_steps = 0
@@ -178,7 +178,7 @@ class OffPolicyModule(EnvModule):
         return summed_up(measured) | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
 
     def _optimize(self, learning: list[str], measured: Measured) -> None:
-        """One optimizer step, for all agents on the same steps; targets follow it."""
+        """Take one optimizer step, for all agents on the same steps; targets follow it."""
         rows = self.buffer.sample(self.batch_size // world_size()).to(self.device)
         losses = []
         for name in learning:

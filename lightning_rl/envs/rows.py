@@ -1,4 +1,4 @@
-"""Rows: the steps of a batch as an agent learns from them, drawn in minibatches."""
+"""Rows: the steps of a batch that an agent learns from, sampled in minibatches."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,15 +19,16 @@ from lightning_rl.run.dist import global_mean_std
 @configurable
 @dataclass(frozen=True)
 class Clips:
-    """Pieces of episodes that a body with a memory learns from, each from its memory at the time.
+    """Pieces of episodes to train a body with a memory on, each from its memory at the time.
 
     Args:
-        length: steps of a clip.
-        stride: from the begin of one to that of the next; None: ``length``, so that none overlap.
-        num_samples: how many to draw of a batch in each epoch; None: all of them.
+        length: steps per clip.
+        stride: steps from the beginning of one clip to that of the next; None: ``length``, without
+            overlap.
+        num_samples: number of clips sampled from a batch in each epoch; None: all of them.
 
     Raises:
-        ConfigError: for values below 1; for a ``length`` that a batch does not have.
+        ConfigError: for values below 1, or a ``length`` longer than a batch.
     """
 
     length: int = 16
@@ -38,11 +39,11 @@ class Clips:
         require_at_least(1, length=self.length, stride=self.stride, num_samples=self.num_samples)
 
     def places(self, environments: int, steps: int) -> Tensor:
-        """Where clips begin, as e * T + t, (N,)."""
+        """Return where clips begin, as e * T + t, (N,)."""
         if self.length > steps:
             raise ConfigError(
                 f"Clips(length={self.length}): a batch has {steps} steps of each environment; "
-                "raise frames_per_iteration, or lower it"
+                "raise frames_per_iteration, or lower length"
             )
         begins = torch.arange(0, steps - self.length + 1, self.stride or self.length)
         return (torch.arange(environments).unsqueeze(1) * steps + begins).flatten()
@@ -59,10 +60,10 @@ class Rows:
     state: Tensor | None = None
     begins: Tensor | None = None
     partial: bool = False
-    """Some of them teach nothing."""
+    """True if some of them have zero weight."""
 
     def teaching(self, places: Tensor) -> Tensor:
-        """Those of the places that teach something, where single steps are learned from."""
+        """Return the places whose steps have weight, if single steps are learned from."""
         if not self.partial or self.state is not None:
             return places
         weights = self.learned["weights"]
@@ -71,7 +72,7 @@ class Rows:
         ]
 
     def at(self, places: Tensor) -> "Rows":
-        """Those rows, (M, *A, ...)."""
+        """Return these rows, (M, *A, ...)."""
         return Rows(
             {name: value[places] for name, value in self.observations.items()},
             {name: value[places] for name, value in self.actions.items()},
@@ -79,7 +80,7 @@ class Rows:
         )
 
     def clips(self, places: Tensor, length: int) -> "Rows":
-        """Clips of ``length`` steps that begin there, (L, M, *A, ...)."""
+        """Return clips of ``length`` steps that begin there, (L, M, *A, ...)."""
         assert self.state is not None and self.begins is not None
         steps = places + torch.arange(length, device=places.device).unsqueeze(1)
         clips = self.at(steps)
@@ -94,9 +95,9 @@ def rows_of(
     advantage: StepAdvantage,
     idle: bool = False,
 ) -> tuple[Rows, dict[str, float]]:
-    """All that an agent learns from a batch, and what it says of the critic.
+    """Return all that an agent learns from a batch, and metrics of the critic.
 
-    Where an agent does not act there is credit only if ``idle``: for what others did.
+    Steps in which an agent does not act get advantages only if ``idle``: for what others did.
 
     Raises:
         ConfigError: if the batch lacks something.
@@ -143,9 +144,9 @@ def rows_of(
 
 
 def normalized(advantages: Tensor, live: Tensor) -> Tensor:
-    """With mean 0 and (biased) standard deviation 1, over all ranks, where ``live``; 0 elsewhere.
+    """Normalise to mean 0 and (biased) standard deviation 1 over all ranks' ``live``; 0 elsewhere.
 
-    All ranks call it together.
+    All ranks must call it together.
     """
     mean, std = global_mean_std(advantages[live])
     return ((advantages - mean) / (std + 1e-8)).where(live, 0.0)  # none may be live
@@ -156,7 +157,7 @@ def _flat(tensors: TensorDict) -> dict[str, Tensor]:
 
 
 def _values(agent: ActorCritic, own: TensorDict, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (E, T, *A) of what was seen before each step, and after it."""
+    """Return values (E, T, *A) of the observations before and after each step."""
     seen = dict(own["observations"].items())
     last = {n: after.flatten(0, 1)[place] for n, after in own["following"].items()}
     if isinstance(agent.body, RecurrentBody):
@@ -180,7 +181,7 @@ def _values(agent: ActorCritic, own: TensorDict, place: Tensor) -> tuple[Tensor,
 def minibatches(
     rows: Rows, count: int, clips: Clips | None, shape: tuple[int, int], generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Places of rows, or of clips, in a new order, in ``count`` parts of nearly equal size."""
+    """Yield shuffled places of rows, or of clips, in ``count`` parts of nearly equal size."""
     device = rows.learned["advantages"].device
     if clips is None:
         order = torch.randperm(shape[0] * shape[1], generator=generator)

@@ -1,4 +1,4 @@
-"""SACModule: soft actor-critic, for actions that are real numbers (Haarnoja et al. 2018b)."""
+"""SACModule: soft actor-critic, for real-valued actions (Haarnoja et al. 2018b)."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,28 +20,28 @@ from lightning_rl.learn.base import save_primitive_hparams
 
 @configurable
 class SACModule(OffPolicyModule):
-    """Improves agents whose actions are real numbers, from single steps of all earlier policies.
+    """Trains agents with real-valued actions, off policy, from single steps.
 
-    Each iteration collects ``data.frames_per_iteration`` steps, best few, and makes
+    Each iteration collects ``data.frames_per_iteration`` steps, preferably few, and makes
     ``updates_per_iteration`` updates of critics, actor and temperature together, on steps drawn
     from the buffer. In a group of agents each learns as if it were alone. ``TorchRLEnv``
-    begins new episodes with every batch, so there a batch should be as long as they are.
+    begins new episodes with every batch, so there a batch should be as long as an episode.
 
     Args:
-        agents: by the names that the environment has for its groups; a group that is not named,
-            and the one agent of a single-agent environment, is a ``SACAgent()``.
-        buffer: keeps steps.
+        agents: by the environment's names for its groups; a group without an entry, and the agent
+            of a single-agent environment, is a ``SACAgent()``.
+        buffer: the replay buffer.
         gamma: discount per step.
-        td_loss: of the critics' values and their targets.
+        td_loss: loss of the critics' values and their targets.
         target_update: how the target critics follow.
-        warmup_frames: steps of random actions before anything is learned.
+        warmup_frames: steps of random actions before learning starts.
         updates_per_iteration: optimizer steps after each batch.
-        batch_size: steps drawn for each of them, on all ranks together.
+        batch_size: steps sampled for each of them, on all ranks together.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per iteration of learning.
-        max_grad_norm: clip the gradients of actor, critics and temperature, each apart; None:
-            leave them.
-        seed: of what is drawn; None: ``seed_everything``'s.
+        max_grad_norm: bound of the gradient norms of actor, critics and temperature, each; None:
+            no clipping.
+        seed: seed of the sampling; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range.
@@ -81,14 +81,14 @@ class SACModule(OffPolicyModule):
         self.td_loss = td_loss
 
     def exploration(self, iteration: int) -> float:
-        """None: the policy itself is random."""
+        """Return 0: the policy itself is random."""
         return 0.0
 
     def valuing(self, agent: SACAgent) -> nn.Module:
         return agent.critics
 
     def loss(self, agent: Any, target: Any, steps: Transitions) -> tuple[Tensor, Metrics]:
-        """The sum of three losses; no parameter gets a gradient of more than one of them."""
+        """Return the sum of three losses; each parameter gets a gradient from only one of them."""
         critic, values = self.critic_loss(agent, target, steps)
         made, log_prob = agent(steps.observations).rsample()
         actor = self.actor_loss(agent, steps, made, log_prob)
@@ -103,7 +103,7 @@ class SACModule(OffPolicyModule):
         return critic + actor + temperature, metrics
 
     def critic_loss(self, agent: Any, target: Any, steps: Transitions) -> tuple[Tensor, Tensor]:
-        """Both critics' loss, and the mean of their values, (M, *A) (eqs. 5 and 6)."""
+        """Return both critics' loss, and the mean of their values, (M, *A) (eqs. 5 and 6)."""
         with torch.no_grad():
             action, log_prob = agent(steps.following).rsample()
             temperature = agent.log_temperature.exp()
@@ -114,15 +114,16 @@ class SACModule(OffPolicyModule):
         return torch.stack(losses).sum(0), torch.stack(values).mean(0)
 
     def actor_loss(self, agent: Any, steps: Transitions, made: Tensor, log_prob: Tensor) -> Tensor:
-        """What the policy's own actions lack in value and entropy, (M, *A) (eq. 7)."""
+        """Return the policy loss, low for actions of high value and entropy, (M, *A) (eq. 7)."""
         with _constant(agent.critics):
             value = _least(agent.critics, steps.observations, made)
         return agent.log_temperature.exp().detach() * log_prob - value
 
     def temperature_loss(self, agent: Any, log_prob: Tensor) -> Tensor:
-        """Raises the temperature where entropy is below its target, (M, *A) (eq. 18).
+        """Return the loss that raises the temperature while entropy is below target, (M, *A) (eq.
+        18).
 
-        In log alpha in place of alpha, as the authors' own code.
+        It uses log alpha instead of alpha, like the authors' own code.
         """
         return -agent.log_temperature * (log_prob.detach() + agent.target_entropy)
 
@@ -130,13 +131,13 @@ class SACModule(OffPolicyModule):
 def _least(
     critics: Iterable[nn.Module], observations: Mapping[str, Tensor], action: Tensor
 ) -> Tensor:
-    """The smaller of the critics' values (Fujimoto et al. 2018)."""
+    """Return the smaller of the critics' values (Fujimoto et al. 2018)."""
     return torch.stack([critic(observations, action) for critic in critics]).amin(0)
 
 
 @contextmanager
 def _constant(module: nn.Module) -> Iterator[None]:
-    """Gradients pass through a module, and none stay there."""
+    """Let gradients pass through a module without reaching its parameters."""
     module.requires_grad_(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""StepLoss: all that an agent learns from a step, of its policy and of its critic."""
+"""StepLoss: the complete loss of an agent's step, of policy and critic."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,35 +22,35 @@ Made = Mapping[str, ActionDistribution]
 
 
 class StepLoss(ABC):
-    """A loss that stands for policy loss, critic's loss and entropy bonus at once."""
+    """A loss that replaces policy loss, critic's loss and entropy bonus at once."""
 
     @abstractmethod
     def __call__(self, made: Made, values: Tensor, rows: Rows) -> tuple[Tensor, Metrics]:
-        """The loss of each step, (M,), and metrics (M,), named ``policy/...`` and ``value/...``.
+        """Return the loss of each step, (M,), and metrics (M,), named ``policy/...`` and
+        ``value/...``.
 
         Args:
-            made: distributions of what is done in M steps, with gradient.
-            values: of the critic, (*B), M of them, with gradient.
+            made: action distributions of M steps, with gradient.
+            values: the critic's values, (*B), M of them, with gradient.
             rows: the steps.
         """
 
 
 @configurable
 class TorchRLLoss(StepLoss):
-    """A loss of torchrl's for an actor and a critic, such as ``torchrl.objectives.ClipPPOLoss``.
+    """A torchrl loss of an actor and a critic, such as ``torchrl.objectives.ClipPPOLoss``.
 
-    It gets the module's agents as its networks, and from the module's ``advantage`` its
-    ``advantage`` and ``value_target``. Its critic's loss and entropy bonus, if it has them, take
-    the places of ``value_loss`` and ``entropy``. What it makes of each step is averaged as of any
-    loss, so ``reduction`` is the module's.
+    It gets the module's agents as its networks, and ``advantage`` and ``value_target`` from the
+    module's ``advantage``. Its critic loss and entropy bonus, if any, replace ``value_loss`` and
+    ``entropy``. Its per-step results are averaged like any loss, so the module sets ``reduction``.
 
     Args:
         make: the import path of a class that takes ``actor_network`` and ``critic_network``:
             ``ClipPPOLoss``, ``PPOLoss`` or ``A2CLoss``.
-        arguments: for it, such as ``clip_epsilon``, ``entropy_coeff`` and ``critic_coeff``.
+        arguments: passed to it, such as ``clip_epsilon``, ``entropy_coeff`` and ``critic_coeff``.
 
     Raises:
-        ConfigError: if there is no such class, it refuses an argument, or looks at more than steps.
+        ConfigError: if there is no such class, it refuses an argument, or it needs more than steps.
     """
 
     def __init__(self, make: str, arguments: dict[str, Any] | None = None) -> None:
@@ -96,7 +96,7 @@ class TorchRLLoss(StepLoss):
         return loss, metrics
 
     def _try(self) -> None:
-        """Refuse a loss that asks for what steps do not have."""
+        """Refuse a loss that needs more than steps have."""
         logits = torch.zeros(2, 2, requires_grad=True, device="cpu")
         one = torch.zeros(2, device="cpu")
         names = ("old_logprobs", "advantages", "values", "returns", "weights")
@@ -113,17 +113,17 @@ _OWN = {"reduction": "none", "functional": False}
 
 
 def _check(make: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse what is no loss of an actor and a critic, or an argument that it would not look at.
+    """Refuse a class that is not an actor-critic loss, or an argument that it does not take.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: names it.
     """
     try:
         kind: Any = import_object(make)
     except ConfigError as error:
         raise ConfigError(f"model.loss.make: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ConfigError(f"model.loss.make: {make} is no loss; name one of torchrl.objectives")
+        raise ConfigError(f"model.loss.make: {make} is not a loss; name one of torchrl.objectives")
     known = set(
         parameters(import_object(make))
     )  # torchrl's take any keyword, and drop what none of them knows
@@ -131,7 +131,9 @@ def _check(make: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(_refusal(make))
     for name in arguments:
         if name in _OWN:
-            raise ConfigError(f"model.loss: {name} is not to be given; steps are averaged alike")
+            raise ConfigError(
+                f"model.loss: {name} cannot be set; the module averages all steps alike"
+            )
         if name not in known:
             raise ConfigError(
                 f"model.loss: {make} takes no {name!r}{did_you_mean(name, sorted(known))}"
@@ -140,19 +142,19 @@ def _check(make: str, arguments: Mapping[str, Any]) -> None:
 
 def _refusal(make: str) -> str:
     return (
-        f"model.loss.make: {make} cannot be had for single steps of an actor and a critic; "
-        "ClipPPOLoss, PPOLoss and A2CLoss can, others in a loop of your own"
+        f"model.loss.make: {make} does not work on single steps of an actor and a critic; use "
+        "ClipPPOLoss, PPOLoss or A2CLoss, or write your own loop for others"
     )
 
 
 class _Networks:
-    """What the agent has made of the present steps: log probs, entropies and values, (M,)."""
+    """The agent's results for the present steps: log probs, entropies and values, (M,)."""
 
     now: tuple[Tensor, Tensor, Tensor]
 
 
 class _Actor(nn.Module):
-    """The agent, as torchrl's losses ask an actor: for its distribution."""
+    """The agent in the form of a torchrl actor, which returns its distribution."""
 
     in_keys, out_keys = ("observation",), ("action",)
     dist_sample_keys, log_prob_keys = ("action",), ("action_log_prob",)
@@ -162,13 +164,13 @@ class _Actor(nn.Module):
         self._networks = networks
 
     def get_dist(self, tensordict: Any) -> "_Distribution":
-        """Of the actions in all steps."""
+        """Return the distribution of the actions in all steps."""
         log_prob, entropy, _ = self._networks.now
         return _Distribution(log_prob, entropy)
 
 
 class _Critic(nn.Module):
-    """The agent, as torchrl's losses ask a critic."""
+    """The agent in the form of a torchrl critic."""
 
     in_keys, out_keys = ("observation",), ("state_value",)
 
@@ -177,12 +179,12 @@ class _Critic(nn.Module):
         self._networks = networks
 
     def forward(self, tensordict: Any) -> Any:
-        """With the values of all steps."""
+        """Add the values of all steps."""
         return tensordict.set("state_value", self._networks.now[2].unsqueeze(-1))
 
 
 class _Distribution(torch.distributions.Distribution):
-    """Of what was done, which alone is asked for."""
+    """The distribution of the actions taken; only their log probs and entropies are available."""
 
     arg_constraints, has_rsample = {}, False
 

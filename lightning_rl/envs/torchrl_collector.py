@@ -26,20 +26,21 @@ from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.run.seeding import derived_seed
 
 LONGEST = 100_000
-"""Steps after which an episode of an evaluation is given up, where nothing limits it."""
+"""Steps after which an evaluation episode without any limit is ended."""
 
 
 class TorchRLCollector(EnvCollector):
-    """Steps any of torchrl's environments, with its own ``Collector``.
+    """Steps any torchrl environment, with torchrl's own ``Collector``.
 
-    All environments are reset, from a seed of the iteration's own, when a batch begins: so a
-    checkpoint needs no simulator's state. An episode is as long as a batch at most; what it would
-    have earned from there on is the critic's guess.
+    All environments are reset with the iteration's own seed at the start of a batch, so a
+    checkpoint needs no simulator state. An episode is at most as long as a batch; the critic's
+    value replaces later rewards.
 
     Args:
-        env: what to step.
-        max_episode_length: steps after which an episode is cut; None: as the environment has it.
-        max_step_seconds: after which a step hangs.
+        env: the environment to step.
+        max_episode_length: steps after which an episode is truncated; None: the environment's own
+            limit.
+        max_step_seconds: seconds after which a step is considered hanging.
     """
 
     deadline: Deadline
@@ -62,7 +63,7 @@ class TorchRLCollector(EnvCollector):
 
     @property
     def exact(self) -> str:
-        return "" if self.env.seeded else f"{self.env.name} does not play the same from a seed"
+        return "" if self.env.seeded else f"{self.env.name} is not deterministic given its seed"
 
     def start(self, seed: int, first: int, num_envs: int | None) -> None:
         require_installed("torchrl", "TorchRLEnv")
@@ -81,7 +82,7 @@ class TorchRLCollector(EnvCollector):
         self._places: dict[str, Places] = {name: places for name, (_, places) in found.items()}
 
     def _made(self, count: int | None) -> Any:
-        """``count`` environments side by side."""
+        """Create ``count`` environments side by side."""
         self._open.append(side_by_side(self.env, count, self._limit))
         return self._open[-1]
 
@@ -161,7 +162,7 @@ class TorchRLCollector(EnvCollector):
         )
 
     def _flags(self, data: Any) -> tuple[Tensor, Tensor]:
-        """``done`` and ``terminated`` (E, T) of the environment, or of all of its agents."""
+        """Return ``done`` and ``terminated`` (E, T) of the environment, or of all of its agents."""
         after = data.get("next")
         if "done" in after:
             return after.get("done").squeeze(-1), after.get("terminated").squeeze(-1)
@@ -210,7 +211,7 @@ class TorchRLCollector(EnvCollector):
     def _round(
         self, envs: Any, policy: TorchRLPolicy, seed: int, greedy: bool, render: bool
     ) -> list[EnvEpisode]:
-        """The first episode of each environment, from one seed."""
+        """Play the first episode of each environment, with one seed."""
         count = envs.batch_size[0]
         policy.begin(count, greedy)
         pictures: list[list[Any]] = [[] for _ in range(count)]
@@ -248,8 +249,8 @@ class TorchRLCollector(EnvCollector):
     def _picture(self, envs: Any, data: Any, pictures: list[list[Any]], ended: Tensor) -> None:
         if "pixels" not in data:
             raise ConfigError(
-                f"data.env: {self.env.name} shows no 'pixels', so there is no picture of it; add "
-                "them (from_pixels: true for a GymEnv), or leave the preview out"
+                f"data.env: {self.env.name} has no 'pixels' to show; add them (from_pixels: true "
+                "for a GymEnv), or remove the preview"
             )
         for place, picture in enumerate(data.get("pixels")):
             if not ended[place]:
@@ -275,7 +276,7 @@ class TorchRLCollector(EnvCollector):
 
 
 def _over_agents(rewards: Tensor, dims: int) -> Tensor:
-    """The mean over what is behind the first ``dims`` dimensions, the agents' if there is one."""
+    """Average over the dimensions after the first ``dims``, the agents' if there is one."""
     return rewards.flatten(dims).mean(-1) if rewards.ndim > dims else rewards
 
 

@@ -1,4 +1,4 @@
-"""Environments of torchrl's side by side: its own, one after the other, or in processes."""
+"""Several torchrl environments: batched by themselves, one after the other, or in processes."""
 
 import logging
 from typing import Any
@@ -12,15 +12,15 @@ _log = logging.getLogger(__name__)
 
 
 def is_native(env: Any) -> bool:
-    """Tell whether an environment steps several side by side by itself."""
+    """Return True if an environment steps several copies by itself."""
     return env.batch_size.numel() > 1 or len(env.batch_size) == 1
 
 
 def side_by_side(maker: TorchRLEnv, count: int | None, limit: int | None) -> Any:
-    """``count`` environments side by side, episodes cut after ``limit`` steps.
+    """Create ``count`` environments side by side, with episodes truncated after ``limit`` steps.
 
     Raises:
-        ConfigError: if the environment steps another number of them by itself.
+        ConfigError: if the environment steps another number of copies by itself.
     """
     from torchrl.envs import InitTracker, SerialEnv, StepCounter, TransformedEnv
 
@@ -30,7 +30,7 @@ def side_by_side(maker: TorchRLEnv, count: int | None, limit: int | None) -> Any
             env.close()
             raise ConfigError(
                 f"data.env: {maker.name} steps {tuple(env.batch_size)} environments side by side, "
-                f"and each process is to step {count}; set data.num_envs, or the environment's own "
+                f"but each process must step {count}; set data.num_envs, or the environment's own "
                 "argument"
             )
     else:
@@ -51,17 +51,17 @@ def _in_processes(count: int, make: Any) -> Any:
 
 
 def close(name: str, env: Any) -> None:
-    """Let go of environments; of such that cannot be, and are not needed any more, tell."""
+    """Close environments; warn about those that cannot be closed, which does no harm by then."""
     try:
         if not env.is_closed:
             env.close()
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}"
-        _log.warning("%s: close raised %s; it is left as it is", name, what)
+        _log.warning("%s: close raised %s; the environment was not closed", name, what)
 
 
 def kill(env: Any) -> None:
-    """End the processes of environments, if they have any."""
+    """Kill the processes of environments, if they have any."""
     while env is not None:
         processes = vars(env).get("_workers", [])
         for process in processes:

@@ -1,4 +1,4 @@
-"""TorchRLPolicy: agents as torchrl's collectors call them."""
+"""TorchRLPolicy: agents in the form that torchrl's collectors call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_rl.envs.torchrl_space import Places
 
 
 def own_key(name: str) -> tuple[str, str]:
-    """Where an agent's entries are that no environment has."""
+    """Return the key of an agent's entries that are not the environment's."""
     return "lightning_rl", name
 
 
@@ -35,7 +35,7 @@ class TorchRLPolicy(nn.Module):
         self.begin(0, greedy=False)
 
     def begin(self, environments: int, greedy: bool) -> None:
-        """Forget all; the next call is the first step after a reset."""
+        """Reset; the next call is the first step after an environment reset."""
         self.step = 0
         self._greedy = greedy
         self._states: dict[str, Tensor] = {

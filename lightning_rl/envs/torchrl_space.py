@@ -1,4 +1,4 @@
-"""torchrl's specs, in the terms that networks are built from, and where each tensor is found."""
+"""Converts torchrl's specs to the terms that networks are built from, with each tensor's key."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ from lightning_rl.errors import ConfigError
 Key = tuple[str, ...]
 
 NOT_SEEN = ("info", "step_count", "is_init", "done", "terminated", "truncated", "reward")
-"""Entries of an environment that are no observation of an agent's."""
+"""Entries of an environment that are not observations of an agent."""
 MASK = "mask"
-"""A group's observation that says which of its agents act."""
+"""A group's observation that tells which of its agents act."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where an agent, or group of them, has its tensors in torchrl's TensorDicts.
+    """The keys of an agent's, or a group's, tensors in torchrl's TensorDicts.
 
     Args:
         observations: by name.
         actions: by name.
-        logits: by action, where the environment reads those that it was drawn by.
-        reward: of a step, under ``next``.
-        shared_reward: the reward is one for all agents of the group.
+        logits: by action, if the environment reads the logits that it was sampled from.
+        reward: key of a step's reward, under ``next``.
+        shared_reward: True if all agents of the group share one reward.
     """
 
     observations: Mapping[str, Key]
@@ -47,11 +47,11 @@ class Places:
     shared_reward: bool
 
     def seen(self, data: TensorDict) -> dict[str, Tensor]:
-        """Observations by name."""
+        """Return the observations by name."""
         return {name: data.get(key) for name, key in self.observations.items()}
 
     def rewards(self, data: TensorDict, agents: int) -> Tensor:
-        """Rewards (*B, *A) of what ``data["next"]`` tells."""
+        """Return the rewards (*B, *A) in ``data["next"]``."""
         reward = data.get(("next", *self.reward)).squeeze(-1).float()  # some pay whole numbers
         if self.shared_reward and agents:
             reward = reward.unsqueeze(-1).expand(*reward.shape, agents)
@@ -59,10 +59,10 @@ class Places:
 
 
 def agents_of(env: Any) -> dict[str, tuple[Space, Places]]:
-    """What each group of agents sees and does; one agent alone is called ``agent``.
+    """Return spaces and keys of each group of agents; a single agent is called ``agent``.
 
     Raises:
-        ConfigError: for specs that no body or head is made for.
+        ConfigError: for specs that no body or head supports.
     """
     groups = list(getattr(env, "group_map", {}) or {})
     return {name: _agent(env, name, (name,)) for name in groups} or {AGENT: _agent(env, AGENT, ())}
@@ -99,10 +99,10 @@ def _agent(env: Any, name: str, prefix: Key) -> tuple[Space, Places]:
 
 
 def _logits(env: Any, name: str, prefix: Key, space: Space) -> dict[str, Key]:
-    """What of its state the environment wants from the policy: ``<action>_logits``, by action.
+    """Return the keys of logits that the environment reads, ``<action>_logits``, by action.
 
     Raises:
-        ConfigError: for logits of what is not one choice of several.
+        ConfigError: for logits of an action that is not one choice of several.
     """
     named = {f"{action}_logits": action for action in space.actions}
     state = _below(env.full_state_spec_unbatched, prefix)
@@ -112,13 +112,13 @@ def _logits(env: Any, name: str, prefix: Key, space: Space) -> dict[str, Key]:
         if not isinstance(kind, Discrete):
             raise ConfigError(
                 f"data.env: the environment reads logits of agent {name!r}'s action {action!r}, "
-                f"which is {kind}, and only what is one of several has logits for each choice"
+                f"which is {kind}, but only a choice of one of several has logits"
             )
     return found
 
 
 def _below(spec: Any, prefix: Key) -> dict[Key, Any]:
-    """The leaves of a composite spec that lie under a prefix, without it."""
+    """Return the leaves of a composite spec under a prefix, without the prefix."""
     found = {}
     for key in spec.keys(True, True):
         path = key if isinstance(key, tuple) else (key,)
@@ -163,5 +163,5 @@ def _action(name: str, spec: Any, lead: int) -> ActionKind:
         return Continuous(low.float().cpu(), high.float().cpu())
     raise ConfigError(
         f"data.env: action {name!r} is a {type(spec).__name__} of shape {tuple(spec.shape)}, which "
-        "no head makes"
+        "no head supports"
     )

@@ -1,4 +1,4 @@
-"""Transitions: single steps and what followed them, and the buffer that keeps many of them."""
+"""Transitions: single steps with the observations after them, and their replay buffer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Transitions:
     """Steps of one agent: M of them, (M, *A, ...) each.
 
     Args:
-        observations: what was seen before the step, by name.
-        action: what was done.
+        observations: observations before the step, by name.
+        action: the action taken.
         rewards: (M, *A).
-        following: what was seen after the step, by name.
-        terminated: (M, *A), the episode came to its end: nothing follows.
+        following: observations after the step, by name.
+        terminated: (M, *A), True if the episode ended by itself: nothing follows.
     """
 
     observations: Mapping[str, Tensor]
@@ -34,7 +34,7 @@ class Transitions:
 
     @classmethod
     def of(cls, rows: TensorDict, agent: str, action: str) -> "Transitions":
-        """Those of an agent among rows of :func:`transitions_of`, for its action of that name."""
+        """Extract an agent's transitions from rows of :func:`transitions_of`, for one action."""
         own = rows[agent]
         rewards, terminated = own["rewards"], rows["terminated"]
         return cls(
@@ -47,11 +47,11 @@ class Transitions:
 
 
 def transitions_of(batch: TensorDict, agents: Mapping[str, EpisodeSource]) -> TensorDict:
-    """The steps of a batch one by one, [T * E], the earliest of all environments first.
+    """Flatten a batch to single steps, [T * E], ordered by time.
 
     ``terminated`` (N,), and per agent, under its name, ``observations`` and ``following`` by name,
-    ``actions`` by name, and ``rewards`` (N, *A). What follows an episode's end is never looked at.
-    Steps that are ``skipped`` are not among them.
+    ``actions`` by name, and ``rewards`` (N, *A). ``following`` after termination is never used.
+    ``skipped`` steps are left out.
     """
     steps = steps_of(batch, agents)
     kept = ("observations", "following", "actions", "rewards")
@@ -63,16 +63,16 @@ def transitions_of(batch: TensorDict, agents: Mapping[str, EpisodeSource]) -> Te
 
 @configurable
 class TransitionBuffer:
-    """The last steps of a run, to learn from again and again (Lin 1992).
+    """The last steps of a run, for experience replay (Lin 1992).
 
-    It lies in main memory, and in every checkpoint, so that a run that goes on is bit-equal to one
-    that was never stopped. A step is what was seen before and after it, action, reward and a flag:
-    Pendulum's 33 bytes (3.3 MB with ``capacity=100_000``), of pictures of 84 x 84 x 4 bytes 56 KB
-    (5.6 GB). Ranks keep ``capacity`` steps each, of their own environments; as other, or more,
-    ranks go on, they share them.
+    It lies in main memory, and in every checkpoint, so that a resumed run is bit-equal to an
+    uninterrupted one. A step holds observations before and after it, action, reward and a flag: 33
+    bytes for Pendulum (3.3 MB with ``capacity=100_000``), 56 KB for pictures of 84 x 84 x 4 bytes
+    (5.6 GB). Each rank keeps ``capacity`` steps of its own environments; if a run is resumed on
+    other, or more, ranks, they share them.
 
     Args:
-        capacity: steps; the oldest make room for new ones.
+        capacity: number of steps; the oldest are replaced by new ones.
 
     Raises:
         ConfigError: for a ``capacity`` below 1.
@@ -82,7 +82,7 @@ class TransitionBuffer:
         require_at_least(1, capacity=capacity)
         self.capacity = capacity
         self.added = 0
-        """Steps since the run began, also those that made room."""
+        """Steps added since the run began, including those replaced."""
         self._rows: TensorDict | None = None
 
     def __len__(self) -> int:
@@ -90,15 +90,15 @@ class TransitionBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of a full buffer; 0 as long as nothing was added."""
+        """Bytes of a full buffer; 0 until something is added."""
         rows = self._rows
         return 0 if rows is None else sum(t.nbytes for t in rows.values(True, True))
 
     def add(self, rows: TensorDict) -> None:
-        """Keep rows [N], such as those of :func:`transitions_of`, the oldest first.
+        """Add rows [N], such as those of :func:`transitions_of`, the oldest first.
 
         Raises:
-            ConfigError: if they are not like those before.
+            ConfigError: if they differ in kind from earlier ones.
         """
         if not len(rows):
             return
@@ -115,19 +115,19 @@ class TransitionBuffer:
         return like.new_zeros((self.capacity, *like.shape[1:]))
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> TensorDict:
-        """Rows [count], each of them drawn among all; None: by torch's global generator.
+        """Sample rows [count], with replacement; None: with torch's global generator.
 
         Raises:
             ConfigError: if there are none.
         """
         if self._rows is None:
-            raise ConfigError("the buffer is empty; add steps before drawing from it")
+            raise ConfigError("the buffer is empty; add steps before sampling from it")
         return self._rows[torch.randint(len(self), (count,), generator=generator)]
 
     # ---------------------------------------------------------------- going on
 
     def state_dict(self) -> dict[str, Any]:
-        """All ranks' rows, the oldest first; tensors and primitives."""
+        """Return all ranks' rows, the oldest first; tensors and primitives."""
         return {"ranks": dist.gather(self._own_state())}
 
     def _own_state(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class TransitionBuffer:
         return {"added": self.added, "rows": self._rows[order].to_dict()}  # a copy
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with those rows; a smaller buffer keeps the newest."""
+        """Restore those rows; a smaller buffer keeps the newest."""
         shares = [share for share in state["ranks"] if share["rows"] is not None]
         self.added, self._rows = 0, None
         if not shares:
@@ -158,15 +158,15 @@ def _length(rows: Mapping[str, Any]) -> int:
 
 
 def _require_alike(ours: TensorDict, theirs: TensorDict) -> None:
-    """Refuse rows of another shape, which would be broadcast, or that lack something."""
+    """Refuse rows of another shape, which would be broadcast, or with missing keys."""
     known = dict(ours.items(True, True))
     given = dict(theirs.items(True, True))
     for key in {**known, **given}:  # in order: the message is the same every time
         was, now = _kind(known.get(key)), _kind(given.get(key))
         if was != now:
             raise ConfigError(
-                f"the buffer holds {was} as {key}, and was given {now}; an environment shows the "
-                "same from step to step, so begin a new run for another"
+                f"the buffer holds {was} as {key}, but was given {now}; observations must not "
+                "change in kind, so start a new run for another environment"
             )
 
 

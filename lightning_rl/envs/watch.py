@@ -1,4 +1,4 @@
-"""Watch: calls what steps environments in a thread, from which one that hangs is left behind."""
+"""Watch: calls a collector in a thread that can be abandoned if it hangs."""
 
 import logging
 import threading
@@ -18,25 +18,25 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_S = 300.0
-"""How long environments may take to start, on a busy machine."""
+"""Time limit for environments to start, on a busy machine."""
 END_S = 5.0
-"""How long they may take to end by themselves."""
+"""Time limit for environments to end by themselves."""
 _PAUSE_S = 1.0
-"""How long a step may take to come to its end, once nobody waits for it any more."""
+"""Time limit for a step to end once nobody waits for it any more."""
 _LATE_S = 0.5
-"""A collector that watches its own processes knows better what hangs, and speaks first."""
+"""Extra time, since a collector that watches its own processes reports hanging more precisely."""
 
 
 class Watch:
-    """Has a collector called in a thread of its own, while the calling thread waits.
+    """Calls a collector in its own thread, while the calling thread waits.
 
-    So signals, ``Watchdog`` and ``max_step_seconds`` end a collection whose environment hangs. All
-    calls are made in the same thread, as windows and simulators want it; one that was left behind
-    is not called again until it is started anew.
+    So signals, ``Watchdog`` and ``max_step_seconds`` can end a collection whose environment hangs.
+    All calls are made in the same thread, as windows and simulators require; an abandoned collector
+    is not called again until it is restarted.
 
     Args:
-        collector: what is called.
-        name: the environments, for messages.
+        collector: the collector to call.
+        name: name of the environments, for messages.
     """
 
     def __init__(self, collector: EnvCollector, name: str) -> None:
@@ -49,8 +49,8 @@ class Watch:
         """Start the collector's environments.
 
         Raises:
-            ConfigError: if they cannot be made.
-            EnvError: for whatever else they raise.
+            ConfigError: if they cannot be created.
+            EnvError: for any other exception of theirs.
         """
         self._is_lost = False
         self._call(lambda: self.collector.start(seed, first, num_envs), START_S)
@@ -58,14 +58,14 @@ class Watch:
     def __call__(
         self, call: Callable[[], T], within: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> T:
-        """What a call of the collector returns, such as a batch.
+        """Return the result of a call to the collector, such as a batch.
 
         Args:
-            call: of the collector.
-            within: a context for it that is a thread's own, such as autocast.
+            call: the call.
+            within: a thread-local context for it, such as autocast.
 
         Raises:
-            EnvError: if an environment raises, or takes longer than its time limit.
+            EnvError: if an environment raises, or exceeds its time limit.
         """
 
         def called() -> T:
@@ -75,18 +75,18 @@ class Watch:
         return self._call(called, None)
 
     def hanging(self) -> tuple[str, threading.Thread] | None:
-        """What is being stepped right now, and the thread in which it is."""
+        """Return what is being stepped right now, and in which thread."""
         thread = self._thread.thread
         return None if thread is None else (f"{self.name}{self._which()}", thread)
 
     def close(self) -> None:
-        """Let go of the environments; what goes wrong with that is told, and ends no run."""
+        """Close the environments; errors are logged and do not end the run."""
         if self._is_lost:
             return
         try:
             self._call(self.collector.close, END_S)
         except EnvError as error:
-            _log.warning("environments are left as they are, as they cannot be closed: %s", error)
+            _log.warning("environments cannot be closed: %s", error)
 
     def _call(self, call: Callable[[], T], seconds: float | None) -> T:
         ended = threading.Event()
@@ -116,7 +116,7 @@ class Watch:
             raise
 
     def _break_off(self, future: Future[Any], ended: threading.Event) -> None:
-        """Let the call end with the step at hand; if that never ends, leave all of it behind."""
+        """Let the call end with the current step; if that never ends, abandon the thread."""
         if ended.is_set():
             return
         if self.collector.deadline is not None:
@@ -127,7 +127,7 @@ class Watch:
             self.collector.abandon()
 
     def _place(self) -> str:
-        """Which environment is being stepped, and the line of code that it has reached."""
+        """Describe which environment is being stepped, and the line of code that it has reached."""
         thread = self._thread.thread
         line = "" if thread is None else f"it hangs at {where_thread_is(thread)}"
         return ", ".join(part for part in (self.collector.where(), line) if part)

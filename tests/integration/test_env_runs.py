@@ -226,9 +226,13 @@ def test_what_an_environment_does_wrong_is_one_line(
         ("model.agents", {"agent": {"body": "MLPBdy"}}, "did you mean MLPBody?"),
         ("model.agents", {"agent": {"bdy": "MLPBody"}}, "did you mean body?"),
         ("model.agents", {"agent": {"body": "CNNBody"}}, "reads one observation with three dim"),
-        ("model.agents", {"agent": {"policy": "GaussianHead"}}, "makes no Discrete actions"),
+        (
+            "model.agents",
+            {"agent": {"policy": "GaussianHead"}},
+            "does not support Discrete actions",
+        ),
         ("model.clips", {"length": 4}, "clips are for bodies with a memory"),
-        ("model.loss", "GSPO", "looks at 'row' of a rollout"),
+        ("model.loss", "GSPO", "reads the column 'row'"),
         ("data.env", "TorchRLEnv", "make: is missing"),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_player_that_pauses_stays_as_it_is():
             lambda: made(GameModule, update=Simultaneous(), minibatches=257),
             "minibatches=257 must be <= 256",
         ),
-        (lambda: made(GameModule, update=PSOS(loss=GSPO())), "update=PSOS looks at 'row'"),
+        (lambda: made(GameModule, update=PSOS(loss=GSPO())), "update=PSOS reads the column 'row'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(make, words):

@@ -1,1 +1,1 @@
-"""Advantages and losses of steps in environments: no tokens, no rollouts."""
+"""Advantages and losses of steps in environments; they know no tokens or rollouts."""

@@ -14,14 +14,14 @@ from lightning_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Steps:
-    """What an advantage is made of, for one agent.
+    """The inputs of an advantage, for one agent.
 
     Args:
         rewards: (E, T, *A).
-        values: (E, T, *A), of what was seen before each step.
-        next_values: (E, T, *A), of what was seen after it, also where an episode was cut.
-        terminated: (E, T), the episode came to its end: nothing follows.
-        done: (E, T), it came to its end or was cut: the next step is of another.
+        values: (E, T, *A), of the observation before each step.
+        next_values: (E, T, *A), of the observation after it, also where an episode was truncated.
+        terminated: (E, T), True if the episode ended by itself: nothing follows.
+        done: (E, T), True if it terminated or was truncated: the next step belongs to another.
     """
 
     rewards: Tensor
@@ -32,10 +32,10 @@ class Steps:
 
 
 def step_gae(steps: Steps, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantages, and what values are to become: both (E, T, *A).
+    """Return generalised advantages and value targets, both (E, T, *A).
 
-    delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t);
-    A_t = delta_t + gamma lam (1 - done_t) A_{t+1} (Schulman et al. 2015, GAE, eqs. 11 and 16).
+    delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t); A_t = delta_t + gamma lam (1 -
+    done_t) A_{t+1} (Schulman et al. 2015, GAE, eqs. 11 and 16).
     """
     live, goes_on = _expanded(~steps.terminated, steps), _expanded(~steps.done, steps)
     delta = steps.rewards + gamma * live * steps.next_values - steps.values
@@ -44,9 +44,10 @@ def step_gae(steps: Steps, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
 
 
 def reward_to_go(steps: Steps, gamma: float) -> Tensor:
-    """Discounted sum of what follows, (E, T, *A); where an episode was cut, its value stands in.
+    """Return the discounted sum of rewards from each step on, (E, T, *A).
 
-    G_t = r_t + gamma G_{t+1} within an episode (Sutton and Barto 2018, eq. 3.9).
+    G_t = r_t + gamma G_{t+1} within an episode (Sutton and Barto 2018, eq. 3.9). A truncated
+    episode is continued with the value of its last observation.
     """
     live, goes_on = _expanded(~steps.terminated, steps), _expanded(~steps.done, steps)
     # What no step of the batch follows is its last, and where an episode was cut.
@@ -61,7 +62,7 @@ def _expanded(flags: Tensor, steps: Steps) -> Tensor:
 
 
 def _discounted(values: Tensor, factors: Tensor) -> Tensor:
-    """x_t = value_t + factor_t x_{t+1}, from the last step back."""
+    """Compute x_t = value_t + factor_t x_{t+1}, from the last step backwards."""
     # numpy's calls cost a tenth of torch's, and there are two per step.
     rows, weights = values.transpose(0, 1).cpu().numpy(), factors.transpose(0, 1).cpu().numpy()
     summed = np.array(rows)
@@ -73,12 +74,12 @@ def _discounted(values: Tensor, factors: Tensor) -> Tensor:
 @configurable
 @dataclass(frozen=True)
 class StepAdvantage(ABC):
-    """Makes advantages, and targets of values, of an agent's steps.
+    """Computes advantages and value targets of an agent's steps.
 
     Args:
         gamma: discount per step.
-        normalize: give a batch's advantages mean 0 and standard deviation 1, over all ranks and
-            for each agent apart.
+        normalize: give a batch's advantages mean 0 and standard deviation 1, over all ranks,
+            separately for each agent.
 
     Raises:
         ConfigError: unless ``gamma`` is in [0, 1].
@@ -94,7 +95,7 @@ class StepAdvantage(ABC):
 
     @abstractmethod
     def __call__(self, steps: Steps) -> tuple[Tensor, Tensor]:
-        """Advantages, not normalised, and targets of the values; both (E, T, *A)."""
+        """Return advantages, not normalised, and value targets; both (E, T, *A)."""
 
 
 @configurable
@@ -103,7 +104,7 @@ class StepGAE(StepAdvantage):
     """Generalised advantage estimation (Schulman et al. 2015).
 
     Args:
-        lam: 0 trusts the critic, 1 what was earned.
+        lam: 0 relies on the critic, 1 on the observed rewards.
 
     Raises:
         ConfigError: unless ``lam`` is in [0, 1].
@@ -123,11 +124,11 @@ class StepGAE(StepAdvantage):
 @configurable
 @dataclass(frozen=True)
 class StepReturn(StepAdvantage):
-    """REINFORCE's: all reward that follows a step, less the critic's value of it.
+    """REINFORCE: the return from a step on, minus the critic's value of it.
 
     Args:
-        baseline: take the value off; False: there is no critic to speak of, and where an episode
-            was cut nothing stands in for what would have followed.
+        baseline: subtract the value; False: no critic is needed, and a truncated episode's future
+            rewards count as zero.
     """
 
     baseline: bool = True

@@ -1,4 +1,4 @@
-"""Learning values from single steps: targets and losses."""
+"""Targets and losses for learning values from single steps."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from lightning_rl.errors import ConfigError, require_finite
 
 
 def td_target(rewards: Tensor, following: Tensor, terminated: Tensor, gamma: float) -> Tensor:
-    """r + gamma V(s'), or r where the episode came to its end; all of one shape.
+    """Return r + gamma V(s'), or r if the episode terminated; all of one shape.
 
-    Where it was cut, at a time limit, s' has a value (Pardo et al. 2018).
+    If it was truncated, at a time limit, s' has a value (Pardo et al. 2018).
     """
     # Not a product: what follows an end may be -inf, where no action is allowed.
     return rewards + gamma * torch.where(terminated, torch.zeros_like(following), following)
 
 
 def greedy_value(values: Tensor, chooser: Tensor) -> Tensor:
-    """Of ``values`` (*B, n) the one that ``chooser`` (*B, n) holds for the best, (*B,).
+    """Select from ``values`` (*B, n) the action that ``chooser`` (*B, n) rates best, (*B,).
 
     With target values and the learning network's as chooser this is double Q-learning (van Hasselt
     et al. 2016, eq. 4); with target values as both, max Q (Mnih et al. 2015).
@@ -30,15 +30,15 @@ def greedy_value(values: Tensor, chooser: Tensor) -> Tensor:
 
 
 class TDLoss(ABC):
-    """Makes a loss of values and what they are to become."""
+    """A loss of values and their targets."""
 
     @abstractmethod
     def __call__(self, values: Tensor, targets: Tensor) -> Tensor:
-        """A loss for each of them, of the same shape."""
+        """Return a loss per value, of the same shape."""
 
 
 class SquaredTD(TDLoss):
-    """Half of the squared error."""
+    """Half the squared error."""
 
     def __call__(self, values: Tensor, targets: Tensor) -> Tensor:
         return 0.5 * (values - targets).square()
@@ -47,7 +47,7 @@ class SquaredTD(TDLoss):
 @configurable
 @dataclass(frozen=True)
 class HuberTD(TDLoss):
-    """Half of the squared error up to ``delta``, and linear beyond (Mnih et al. 2015, clipped).
+    """Half the squared error up to ``delta``, linear beyond (Mnih et al. 2015, clipped).
 
     Args:
         delta: the largest slope.

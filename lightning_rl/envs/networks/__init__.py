@@ -1,1 +1,1 @@
-"""Agents' networks: bodies make features of observations, heads actions and values of these."""
+"""Agents' networks: bodies compute features of observations, heads actions and values of these."""

@@ -1,4 +1,4 @@
-"""ActorCritic: one agent, or a group of alike agents, made of bodies and heads."""
+"""ActorCritic: one agent, or a group of similar agents, made of bodies and heads."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -23,23 +23,22 @@ from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 @configurable
 class ActorCritic(EnvAgent):
-    """An agent: a body and policy heads, and for its values a body and a head.
+    """An agent: a body and policy heads, and a body and head for its values.
 
-    In a group of several agents (``PettingZooWrapper``, ``VmasEnv``) all of them share it; bodies
-    such as ``PerAgent`` and ``Centralized`` change that.
+    In a group of several agents (``PettingZooWrapper``, ``VmasEnv``) all share it; bodies such as
+    ``PerAgent`` and ``Centralized`` change that.
 
     Args:
-        body: makes the features that actions, and values if shared, are made of.
-        policy: a head for each action of the environment, by its name; one head where there is one
-            action. None: the usual ones for what the environment takes.
-        share_body: values are made of the same features as actions.
-        critic_body: makes the features that values are made of; None: like ``body``, with weights
-            of its own.
+        body: computes the features for actions, and for values if shared.
+        policy: a head for each action of the environment, by its name; or a single head if there is
+            one action. None: the default heads for the environment's actions.
+        share_body: compute values from the same features as actions.
+        critic_body: computes the features for values; None: like ``body``, with its own weights.
         body_lr: factor on the optimizer's learning rate for ``body``.
         actor_lr: the same for the policy heads.
-        critic_lr: the same for what only values are made of.
-        schedule: in which iterations it learns.
-        pretrained: a checkpoint of a ``SoloModule``, whose body this one begins with.
+        critic_lr: the same for modules that only values use.
+        schedule: decides in which iterations it learns.
+        pretrained: a checkpoint of a ``SoloModule``, whose body initialises this one.
 
     Raises:
         ConfigError: for values out of range, or a recurrent body that is not shared.
@@ -65,11 +64,11 @@ class ActorCritic(EnvAgent):
         if share_body and critic_body is not None:
             raise ConfigError(
                 f"share_body=true with critic_body={type(critic_body).__name__}: values come from "
-                "one of them; leave the other out"
+                "one of them; remove the other"
             )
         if any(isinstance(b, RecurrentBody) for b in (self.body, critic_body)) and not share_body:
             raise ConfigError(
-                "a body with a memory is shared by actor and critic; set share_body: true"
+                "a body with a memory must be shared by actor and critic; set share_body: true"
             )
         self._policy = (policy,)  # a tuple hides modules until they are built
         self.share_body = share_body
@@ -103,7 +102,7 @@ class ActorCritic(EnvAgent):
         unknown = [name for name in heads if name not in space.actions]
         if unknown:
             raise ConfigError(
-                f"policy: the environment takes no action {unknown[0]!r}, but "
+                f"policy: the environment has no action {unknown[0]!r}; it has "
                 f"{', '.join(space.actions)}"
             )
         for name, kind in space.actions.items():
@@ -124,7 +123,7 @@ class ActorCritic(EnvAgent):
     def forward(
         self, observations: Observations, state: Tensor | None = None, begins: Tensor | None = None
     ) -> tuple[dict[str, ActionDistribution], Tensor]:
-        """Distributions of actions by name, and values (*B); of a memory, for clips of steps."""
+        """Return action distributions by name, and values (*B); a memory is unrolled over clips."""
         features = self._features(observations, state, begins)
         distributions = {name: head(features, observations) for name, head in self.heads.items()}
         return distributions, self._values_of(features, observations)
@@ -132,7 +131,7 @@ class ActorCritic(EnvAgent):
     def values(
         self, observations: Observations, state: Tensor | None = None, begins: Tensor | None = None
     ) -> Tensor:
-        """Values (*B) alone."""
+        """Return only the values (*B)."""
         if self.critic_body is not None:
             return self._values_of(None, observations)
         return self._values_of(self._features(observations, state, begins), observations)
@@ -153,7 +152,7 @@ class ActorCritic(EnvAgent):
         return values
 
     def separate_parts(self) -> list[list[nn.Parameter]]:
-        """Parameters of actor and critic, apart unless they share a body."""
+        """Return the parameters of actor and critic, separately unless they share a body."""
         actor = [*self.body.parameters(), *self.heads.parameters()]
         critic = list(self.value_layer.parameters())
         if self.critic_body is None:
@@ -176,19 +175,19 @@ class ActorCritic(EnvAgent):
 
 
 def sampled(distributions: Mapping[str, ActionDistribution], greedy: bool) -> dict[str, Tensor]:
-    """An action of each distribution: the best, or drawn."""
+    """Return an action of each distribution: its mode if ``greedy``, else a sample."""
     return {n: d.mode() if greedy else d.sample() for n, d in distributions.items()}
 
 
 def joint_log_prob(
     distributions: Mapping[str, ActionDistribution], actions: Mapping[str, Tensor]
 ) -> Tensor:
-    """Log probability of all actions of a step together, (*B,)."""
+    """Return the joint log probability of all actions of a step, (*B,)."""
     parts = [d.log_prob(actions[name]) for name, d in distributions.items()]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def joint_entropy(distributions: Mapping[str, ActionDistribution]) -> Tensor:
-    """Entropy of all actions of a step together, (*B,)."""
+    """Return the joint entropy of all actions of a step, (*B,)."""
     parts = [d.entropy() for d in distributions.values()]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

@@ -1,4 +1,4 @@
-"""EnvAgent: what acts in an environment, however it is made and whatever it learns from."""
+"""EnvAgent: the base class of everything that acts in an environment."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -17,11 +17,11 @@ Observations = Mapping[str, Tensor]
 
 
 class EnvAgent(nn.Module, ABC):
-    """One agent, or a group of alike agents that share it.
+    """One agent, or a group of similar agents that share it.
 
-    It is made without sizes, so that a configuration can hold it; ``build`` makes its layers when
-    the environment is known. ``body`` makes the features that its actions are made of, ``schedule``
-    says in which iterations it learns.
+    It is created without sizes, so that a configuration can hold it; ``build`` creates its layers
+    once the environment is known. ``body`` computes the features of its actions, ``schedule``
+    decides in which iterations it learns.
     """
 
     body: Body
@@ -30,7 +30,7 @@ class EnvAgent(nn.Module, ABC):
 
     @abstractmethod
     def build(self, space: Space) -> None:
-        """Make all layers.
+        """Create all layers.
 
         Raises:
             ConfigError: if a part does not fit the environment.
@@ -40,36 +40,38 @@ class EnvAgent(nn.Module, ABC):
     def act(
         self, observations: Observations, state: Tensor | None = None
     ) -> tuple[dict[str, ActionDistribution], Tensor | None]:
-        """Distributions of actions by name, for one step of E environments; and the memory."""
+        """Return action distributions by name, for a step of E environments, and the new memory."""
 
     @abstractmethod
     def separate_parts(self) -> list[list[nn.Parameter]]:
-        """All parameters, in parts that share no weights: gradients are clipped part by part."""
+        """Return all parameters in parts that share no weights; each part's gradient is clipped
+        alone.
+        """
 
     @abstractmethod
     def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
-        """Parameters by what they are for, each with a ``name`` and its ``lr_factor``."""
+        """Yield parameter groups by purpose, each with a ``name`` and its ``lr_factor``."""
 
     def snapshot(self) -> dict[str, Any]:
-        """All that its actions depend on: copies of tensors, on the CPU, and primitives."""
+        """Return all that its actions depend on: copies of tensors, on the CPU, and primitives."""
         return {"weights": {n: w.detach().cpu().clone() for n, w in self.state_dict().items()}}
 
     def become(self, snapshot: Mapping[str, Any]) -> None:
-        """Act as the agent of which the snapshot was taken."""
+        """Act like the agent that the snapshot was taken of."""
         self.load_state_dict(snapshot["weights"])
 
     @property
     def state_size(self) -> int:
-        """Numbers of its memory; 0: it has none."""
+        """Size of its memory; 0 if it has none."""
         return self.body.state_size if isinstance(self.body, RecurrentBody) else 0
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of its parameters."""
         return next(self.parameters()).device
 
     def begin(self, environments: int) -> Tensor:
-        """An empty memory, (E, *A, S)."""
+        """Return an empty memory, (E, *A, S)."""
         assert self.space is not None
         agents = [self.space.agents] if self.space.agents else []
         return torch.zeros(environments, *agents, self.state_size, device=self.device)

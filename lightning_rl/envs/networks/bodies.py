@@ -1,4 +1,4 @@
-"""Bodies: what makes features of observations; one of one's own is a class with two methods."""
+"""Bodies compute features of observations; a custom one is a class with two methods."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,40 +13,40 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 
 class Body(nn.Module, ABC):
-    """Makes features of observations, for the heads of an agent.
+    """Computes features of observations, for the heads of an agent.
 
-    It is made without sizes, so that a configuration can hold it; ``build`` makes its layers when
-    the environment is known.
+    It is created without sizes, so that a configuration can hold it; ``build`` creates its layers
+    once the environment is known.
     """
 
     @abstractmethod
     def build(self, space: Space) -> int:
-        """Make the layers; returns F, how many features they give.
+        """Create the layers; return the number of features F.
 
         Raises:
-            ConfigError: if it cannot read what the environment shows.
+            ConfigError: if it cannot read the environment's observations.
         """
 
     @abstractmethod
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """Features (*B, F) of observations (*B, *shape) by name.
+        """Return features (*B, F) of observations (*B, *shape) by name.
 
-        B are environments, time, or steps that were drawn, and the agents of the group, if it has
-        a dimension of them.
+        B stands for environments, time, or sampled steps, and the agents of the group if it has an
+        agent dimension.
         """
 
 
 @configurable
 class MLPBody(Body):
-    """Linear layers over all observations, flattened and side by side.
+    """Linear layers over all observations, flattened and concatenated.
 
     Args:
-        hidden: widths of the layers; none: the observations themselves are the features.
-        activation: after each of them.
-        observations: names of those to read; None: all.
+        hidden: widths of the layers; empty: the observations themselves are the features.
+        activation: activation after each layer.
+        observations: names of the observations to read; None: all.
 
     Raises:
-        ConfigError: for a width below 1, or an activation that there is not.
+        ConfigError: for a width below 1, or an unknown activation.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MLPBody(Body):
 
 
 def flattened(observations: Mapping[str, Tensor], read: Mapping[str, Observed]) -> Tensor:
-    """The named observations side by side, (*B, total size), as floats."""
+    """Concatenate the named observations, (*B, total size), as floats."""
     parts = []
     for name, observed in read.items():
         part = observations[name]
@@ -88,12 +88,12 @@ class CNNBody(Body):
     """Convolutions over a picture, then a linear layer (Mnih et al. 2015, "Nature CNN").
 
     Args:
-        channels: of each convolution.
-        kernels: sizes of their windows.
-        strides: their steps.
-        hidden: width of the layer behind them.
-        activation: after each layer.
-        observation: the picture's name; None: the only one with three dimensions. Bytes are
+        channels: output channels of each convolution.
+        kernels: their kernel sizes.
+        strides: their strides.
+        hidden: width of the linear layer after them.
+        activation: activation after each layer.
+        observation: name of the picture; None: the only one with three dimensions. Bytes are
             divided by 255; channels may come first or, as in gymnasium, last.
 
     Raises:
@@ -156,7 +156,7 @@ class CNNBody(Body):
         if len(pictures) != 1:
             shapes = ", ".join(f"{name} {o.shape}" for name, o in found.items())
             raise ConfigError(
-                f"CNNBody reads one observation with three dimensions, and there are "
+                f"CNNBody reads one observation with three dimensions, but there are "
                 f"{len(pictures)} ({shapes}); name it with observation, or use MLPBody"
             )
         return next(iter(pictures.items()))

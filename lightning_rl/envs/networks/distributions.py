@@ -1,7 +1,8 @@
-"""Distributions of actions, lean: only what acting and learning ask of them.
+"""Lean action distributions: only what acting and learning need.
 
-Each holds parameters of shape (*B, ...) and gives an action per place of B. ``torch.distributions``
-has the same and more, at several times the cost of a step in a small environment.
+Each holds parameters of shape (*B, ...) and gives an action per element of B.
+``torch.distributions`` offers the same and more, at several times the cost of a step in a small
+environment.
 """
 
 import math
@@ -18,40 +19,40 @@ _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class ActionDistribution(ABC):
-    """What a policy head makes of features."""
+    """The distribution that a policy head computes from features."""
 
     @abstractmethod
     def sample(self) -> Tensor:
-        """An action per place, from torch's global generator; without gradient."""
+        """Sample an action per element, with torch's global generator; without gradient."""
 
     @abstractmethod
     def mode(self) -> Tensor:
-        """The best action, as the greedy policy takes it."""
+        """Return the most likely action, which the greedy policy takes."""
 
     @abstractmethod
     def log_prob(self, action: Tensor) -> Tensor:
-        """Log probability, or density, (*B,)."""
+        """Return the log probability, or log density, (*B,)."""
 
     @abstractmethod
     def entropy(self) -> Tensor:
-        """In nats, (*B,)."""
+        """Return the entropy in nats, (*B,)."""
 
     @abstractmethod
     def kl(self, new: Self) -> Tensor:
-        """KL(self || new), (*B,)."""
+        """Return KL(self || new), (*B,)."""
 
     def at(self, places: Tensor) -> Self:
-        """Those of some places of the first dimension of B alone."""
+        """Select indices of the first dimension of B."""
         return self._mapped([self], lambda parts: parts[0][places])
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Those of all parts in a row, by the first dimension of B."""
+        """Concatenate distributions along the first dimension of B."""
         return cls._mapped(parts, lambda tensors: torch.cat(list(tensors)))
 
     @classmethod
     def _mapped(cls, ours: Sequence[Self], change: Callable[[Sequence[Tensor]], Tensor]) -> Self:
-        """Change what there is for each place; what all share, as a spread may be, stays."""
+        """Change the tensors that have an entry per element; shared ones, as a spread, stay."""
         parts = {f.name: [getattr(one, f.name) for one in ours] for f in fields(cls)}  # type: ignore[arg-type]
         most = max((p[0].ndim for p in parts.values() if isinstance(p[0], Tensor)), default=0)
         changed: dict[str, Any] = {}
@@ -155,7 +156,9 @@ class Bernoulli(ActionDistribution):
 
 @dataclass(frozen=True)
 class Gaussian(ActionDistribution):
-    """Independent normals, ``mean`` and ``log_std`` (*B, D); the environment clips what is out."""
+    """Independent normals, ``mean`` and ``log_std`` (*B, D); the environment clips actions out of
+    bounds.
+    """
 
     mean: Tensor
     log_std: Tensor
@@ -185,7 +188,7 @@ class TanhGaussian(ActionDistribution):
     """A :class:`Gaussian` squashed by tanh into [low, high] (Haarnoja et al. 2018, SAC, app. C).
 
     Its entropy and KL have no closed form: ``entropy`` is an estimate from one sample with
-    gradient, ``kl`` that of the unsquashed ones, which is the same.
+    gradient, ``kl`` is that of the unsquashed Gaussians, which is equal.
     """
 
     mean: Tensor
@@ -204,7 +207,7 @@ class TanhGaussian(ActionDistribution):
             return self._squashed(self._base().sample())
 
     def rsample(self) -> tuple[Tensor, Tensor]:
-        """An action and its log density, both with gradient (SAC's reparameterisation)."""
+        """Return an action and its log density, both with gradient (SAC's reparameterisation)."""
         raw = self.mean + torch.randn_like(self.mean) * self.log_std.exp()
         return self._squashed(raw), self._log_prob(raw)
 

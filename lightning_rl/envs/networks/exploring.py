@@ -1,4 +1,4 @@
-"""Distributions of agents that explore: a share of their actions is drawn uniformly."""
+"""Agents that explore: a share of their actions is drawn uniformly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from lightning_rl.errors import ConfigError
 
 
 class ExploringAgent(EnvAgent):
-    """An agent that learns from what others did, too: ``exploration`` of its actions are random.
+    """An off-policy agent, of whose actions a share ``exploration`` is random.
 
-    The module that teaches it sets that share, in [0, 1], before each batch.
+    The module that trains it sets that share, in [0, 1], before each batch.
     """
 
     exploration: float = 0.0
@@ -35,14 +35,14 @@ class ExploringAgent(EnvAgent):
 
 
 def single_action(space: Space, who: str) -> tuple[str, ActionKind]:
-    """The one action of an environment, by name.
+    """Return the single action of an environment, with its name.
 
     Raises:
         ConfigError: if there are several.
     """
     if len(space.actions) > 1:
         raise ConfigError(
-            f"{who} takes one action, and the environment {len(space.actions)} "
+            f"{who} takes one action, but the environment has {len(space.actions)} "
             f"({', '.join(space.actions)}); use ActorCritic"
         )
     return next(iter(space.actions.items()))
@@ -52,22 +52,22 @@ def require_no_memory(**bodies: object) -> None:
     """Refuse bodies with a memory for agents that learn from single steps.
 
     Raises:
-        ConfigError: naming the first.
+        ConfigError: names the first one.
     """
     for name, body in bodies.items():
         if isinstance(body, RecurrentBody):
             raise ConfigError(
-                f"{name}={type(body).__name__} has a memory, and single steps teach it nothing; "
-                "use a body without, or ActorCritic with ActorCriticModule"
+                f"{name}={type(body).__name__} has a memory, which single steps cannot train; "
+                "use a body without memory, or ActorCritic with ActorCriticModule"
             )
 
 
 @dataclass(frozen=True)
 class EpsilonGreedy(ActionDistribution):
-    """The best of n by ``values`` (*B, n), and with a chance of ``epsilon`` any of them.
+    """The best of n actions by ``values`` (*B, n), or, with probability ``epsilon``, any of them.
 
-    -inf is the value of an action that is not allowed, and never taken. ``one_hot`` actions are
-    (*B, n), others (*B,).
+    An action with value -inf is not allowed, and never taken. ``one_hot`` actions are (*B, n),
+    others (*B,).
     """
 
     values: Tensor
@@ -76,7 +76,7 @@ class EpsilonGreedy(ActionDistribution):
 
     @property
     def probs(self) -> Tensor:
-        """epsilon / n, and 1 - epsilon more for the best (Sutton and Barto 2018, sec. 2.2)."""
+        """epsilon / n, plus 1 - epsilon for the best (Sutton and Barto 2018, sec. 2.2)."""
         allowed = (self.values > -torch.inf).to(self.values.dtype)
         uniform = allowed / allowed.sum(-1, keepdim=True)
         best = torch.zeros_like(uniform).scatter(-1, self.values.argmax(-1, keepdim=True), 1.0)
@@ -104,7 +104,7 @@ class EpsilonGreedy(ActionDistribution):
 
 @dataclass(frozen=True)
 class PartlyUniform(ActionDistribution):
-    """A :class:`TanhGaussian`, and with a chance of ``share`` anything within its bounds."""
+    """A :class:`TanhGaussian`, or, with probability ``share``, uniform within its bounds."""
 
     policy: TanhGaussian
     share: float = 0.0
@@ -125,10 +125,10 @@ class PartlyUniform(ActionDistribution):
         return torch.logaddexp(share.log() - log_volume, own)
 
     def entropy(self) -> Tensor:
-        """An estimate from one sample."""
+        """Estimate the entropy from one sample."""
         return -self.log_prob(self.sample())
 
     def kl(self, new: "PartlyUniform") -> Tensor:
-        """An estimate from one sample."""
+        """Estimate the KL from one sample."""
         action = self.sample()
         return self.log_prob(action) - new.log_prob(action)

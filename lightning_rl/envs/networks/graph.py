@@ -1,4 +1,4 @@
-"""GraphBody and NodeHead: features of graphs and of their nodes, and actions that name a node."""
+"""GraphBody and NodeHead: features of graphs and their nodes, and actions that name a node."""
 
 from collections.abc import Mapping
 
@@ -19,30 +19,30 @@ from lightning_rl.errors import ConfigError, require_at_least, require_finite
 class GraphBody(Body):
     """Passes messages along edges, then lets all nodes attend to each other.
 
-    K nodes, padded, of one graph or of several of equal padded size one after the other. First
-    come layers of a graph isomorphism network (Xu et al. 2019, GIN, eq. 4.1), as matrix products
-    with the adjacency matrix, each normalised over the nodes that exist. Then marks of nodes, such
-    as who pointed at them when, are added, and transformer layers over nodes follow (Vaswani et al.
-    2017), each of which begins as next to nothing. New numbers for a graph's nodes change the
-    order of nodes' features, and no others.
+    It reads K nodes, padded, of one graph, or of several of equal padded size one after the other.
+    First come layers of a graph isomorphism network (Xu et al. 2019, GIN, eq. 4.1), as matrix
+    products with the adjacency matrix, each normalised over the nodes that exist. Then marks of
+    nodes, such as who pointed at them when, are added, and transformer layers over nodes follow
+    (Vaswani et al. 2017), each initialised close to the identity. Renumbering a graph's nodes only
+    permutes the nodes' features.
 
     Args:
-        hidden: D, features of a node.
-        layers: of the graph network.
-        attention: transformer layers.
-        heads: of each of them.
-        graphs: how many graphs the nodes are of.
-        node_features: give the nodes' features behind those of the whole, as :class:`NodeHead`
-            reads them: D + K D features; False: D.
-        activation: within layers.
-        adjacency: name of the observation (K, K).
-        nodes: name of that of nodes (K, ...).
-        exists: name of that which is 1 for nodes and 0 for padding, (K,).
-        marks: name of that of marks (K, ...); None: there are none.
+        hidden: D, features per node.
+        layers: layers of the graph network.
+        attention: number of transformer layers.
+        heads: attention heads of each.
+        graphs: number of graphs that the nodes belong to.
+        node_features: append the nodes' features to those of the whole, as :class:`NodeHead` reads
+            them: D + K D features; False: D.
+        activation: activation within layers.
+        adjacency: name of the adjacency observation (K, K).
+        nodes: name of the observation of nodes (K, ...).
+        exists: name of the observation that is 1 for nodes and 0 for padding, (K,).
+        marks: name of the observation of marks (K, ...); None: there are none.
         context: names of observations of the whole, such as the time.
 
     Raises:
-        ConfigError: for values out of range, or observations that are not of such shapes.
+        ConfigError: for values out of range, or observations of other shapes.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class GraphBody(Body):
             there = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
             raise ConfigError(
                 f"GraphBody reads adjacency (K, K), nodes (K, ...) and exists (K,), with K a "
-                f"multiple of graphs={self.graphs}, and the environment shows {there}; name "
-                "others"
+                f"multiple of graphs={self.graphs}, but the environment shows {there}; name "
+                "other observations"
             )
         width, (layers, attention) = self.hidden, self.counts
         self.count = count
@@ -131,12 +131,12 @@ class GraphBody(Body):
         return whole.reshape(*batch, whole.shape[-1])
 
     def _of_nodes(self, name: str, observations: Mapping[str, Tensor], rows: int) -> Tensor:
-        """An observation of all nodes, (B, K, F)."""
+        """Return an observation of all nodes, (B, K, F)."""
         width = self.sizes[name] // self.count
         return observations[name].reshape(rows, self.count, width).to(self.into.weight.dtype)
 
     def _pooled(self, features: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-        """Graphs' mean features, their mean (B, D), and how far they are from it (B, D)."""
+        """Average each graph's features; return their mean and mean deviation from it, (B, D)."""
         split = (self.graphs, self.count // self.graphs)
         apart = features.unflatten(1, split)
         counts = exists.unflatten(1, split).sum(2).clamp(min=1)
@@ -161,7 +161,7 @@ class _GIN(nn.Module):
 
 
 class _Attention(nn.Module):
-    """A transformer layer over the nodes that exist; its branches begin next to zero."""
+    """A transformer layer over the nodes that exist; its branches are initialised close to zero."""
 
     def __init__(self, width: int, heads: int, activation: str) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class _Attention(nn.Module):
 
 
 def normalized(features: Tensor, exists: Tensor) -> Tensor:
-    """Features (B, K, D) with mean 0 and variance 1 over the nodes that exist, each apart."""
+    """Normalise features (B, K, D) to mean 0 and variance 1 over the nodes that exist."""
     count = exists.sum(1, keepdim=True).clamp(min=1)
     mean = (features * exists).sum(1, keepdim=True) / count
     apart = (features - mean) * exists
@@ -196,21 +196,23 @@ def normalized(features: Tensor, exists: Tensor) -> Tensor:
 
 @configurable
 class NodeHead(PolicyHead):
-    """Names a node: scores each by its features and the whole's, as :class:`GraphBody` gives them.
+    """Names a node: scores each from its features and the whole's, as :class:`GraphBody` gives
+    them.
 
-    With ``last`` it can also ask which nodes are like one of them: ``alike`` times how similar
-    the features of both are, under a matrix that it learns and that begins as a rotation, so that
-    the same features are the most similar (a pointer network, Vinyals et al. 2015).
+    With ``last`` it also scores nodes by similarity to one of them: ``alike`` times the similarity
+    of their features, under a learned matrix that is initialised as a rotation, so that equal
+    features are the most similar (a pointer network, Vinyals et al. 2015).
 
     Args:
         last: name of an observation (K,) that is 1 for the node in question and 0 for others; None:
             there is none.
-        alike: weight of the similarity to begin with.
-        choices: name of an observation (K,) that is 0 for nodes which are not to be named, such as
-            padding; None: any may be.
+        alike: initial weight of the similarity.
+        choices: name of an observation (K,) that is 0 for nodes that must not be named, such as
+            padding; None: all may be.
 
     Raises:
-        ConfigError: if ``alike`` is not finite; when built, for features of no such body.
+        ConfigError: if ``alike`` is not finite; when built, if the features are not a
+            ``GraphBody``'s.
     """
 
     def __init__(
@@ -225,15 +227,14 @@ class NodeHead(PolicyHead):
     def build(self, features: int, action: ActionKind) -> None:
         if not isinstance(action, Discrete):
             raise ConfigError(
-                f"NodeHead names one of K nodes, and the action is {type(action).__name__}; use "
+                f"NodeHead names one of K nodes, but the action is {type(action).__name__}; use "
                 "another head"
             )
         self.count = action.n
         if features % (action.n + 1):
             raise ConfigError(
-                f"NodeHead has {features} features to name one of {action.n} nodes by: it reads D "
-                f"of the whole and D of each node, {action.n + 1} D; use GraphBody with "
-                "node_features: true"
+                f"NodeHead gets {features} features for {action.n} nodes, but reads D of the whole "
+                f"and D of each node, {action.n + 1} D; use GraphBody with node_features: true"
             )
         self.width = features // (action.n + 1)
         self.layers = nn.Sequential(
@@ -260,7 +261,9 @@ class NodeHead(PolicyHead):
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Cosine (*B,) of vectors (*B, D); 0 with zeros, where torch's has no second derivative."""
+    """Return the cosine (*B,) of vectors (*B, D); 0 for zeros, where torch has no second
+    derivative.
+    """
     one, other = torch.broadcast_tensors(one, other)
     none = (one == 0).all(-1) | (other == 0).all(-1)
     one, other = (vectors.masked_fill(none.unsqueeze(-1), 1.0) for vectors in (one, other))

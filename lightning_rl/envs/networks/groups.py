@@ -1,4 +1,4 @@
-"""Bodies for groups of agents: weights for each, or a view of all."""
+"""Bodies for groups of agents: separate weights, or a joint view."""
 
 import copy
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from lightning_rl.errors import ConfigError
 
 @configurable
 class PerAgent(Body):
-    """A body for each agent of a group, in place of one that all share.
+    """A separate body for each agent of a group, instead of a shared one.
 
     Args:
-        body: of which each agent gets a copy with weights of its own.
+        body: the body that is copied for each agent, with its own weights.
     """
 
     def __init__(self, body: Body | None = None) -> None:
@@ -27,7 +27,9 @@ class PerAgent(Body):
 
     def build(self, space: Space) -> int:
         if not space.agents:
-            raise ConfigError("PerAgent is for groups of agents, and this environment has one")
+            raise ConfigError(
+                "PerAgent is for groups of agents, but this environment has a single agent"
+            )
         made = [copy.deepcopy(self.body) for _ in range(space.agents)]
         del self.body
         single = replace(space, agents=0)
@@ -47,14 +49,14 @@ class PerAgent(Body):
 
 @configurable
 class Centralized(Body):
-    """Sees what all agents of a group see, and gives each of them the same features.
+    """Reads the observations of all agents of a group, and gives each agent the same features.
 
-    As the body of a critic, it makes IPPO into MAPPO (Yu et al. 2022).
+    As the body of a critic, it turns IPPO into MAPPO (Yu et al. 2022).
 
     Args:
         hidden: widths of its layers.
-        activation: after each of them.
-        observations: names of those to read; None: all.
+        activation: activation after each layer.
+        observations: names of the observations to read; None: all.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class Centralized(Body):
 
     def build(self, space: Space) -> int:
         if not space.agents:
-            raise ConfigError("Centralized is for groups of agents, and this environment has one")
+            raise ConfigError(
+                "Centralized is for groups of agents, but this environment has a single agent"
+            )
         self.agents = space.agents
         self._read = space.observed(self.body.observations, "Centralized")
         size = self.agents * sum(observed.size for observed in self._read.values())

@@ -1,4 +1,4 @@
-"""Layers that bodies and heads are made of."""
+"""Layers of bodies and heads."""
 
 import math
 
@@ -16,9 +16,9 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class OutputLayer(nn.Linear):
-    """What an agent makes in the end, at least in float32: under autocast, too.
+    """An agent's output layer, whose result is at least float32, also under autocast.
 
-    A bfloat16 has 3 digits, which is too few for logits, noise that is added to them, and values.
+    A bfloat16 has 3 digits, too few for logits, the noise added to them, and values.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -27,12 +27,12 @@ class OutputLayer(nn.Linear):
 
 
 def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
-    """A layer with orthogonal weights and no bias to begin with (Andrychowicz et al. 2021)."""
+    """Create a layer with orthogonal weights and zero bias (Andrychowicz et al. 2021)."""
     return _begun(nn.Linear(inputs, outputs), gain)
 
 
 def output(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
-    """The same, as the last layer of a head."""
+    """Create the same as the last layer of a head."""
     return _begun(OutputLayer(inputs, outputs), gain)
 
 
@@ -43,7 +43,7 @@ def _begun(layer: nn.Linear, gain: float) -> nn.Linear:
 
 
 def mlp(inputs: int, hidden: list[int], activation: str) -> nn.Sequential:
-    """Linear layers of these widths, each followed by the activation."""
+    """Create linear layers of these widths, each followed by the activation."""
     layers: list[nn.Module] = []
     for width in hidden:
         layers += [linear(inputs, width), ACTIVATIONS[activation]()]
@@ -52,10 +52,10 @@ def mlp(inputs: int, hidden: list[int], activation: str) -> nn.Sequential:
 
 
 def require_activation(name: str) -> None:
-    """Refuse an activation that there is not.
+    """Refuse an unknown activation.
 
     Raises:
-        ConfigError: naming those that there are.
+        ConfigError: names the known ones.
     """
     if name not in ACTIVATIONS:
         raise ConfigError(f"activation={name!r} must be one of {', '.join(ACTIVATIONS)}")

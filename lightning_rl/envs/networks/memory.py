@@ -13,24 +13,24 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 
 class RecurrentBody(Body):
-    """A body with a memory, which is empty when an episode begins.
+    """A body with a memory, which is empty at the beginning of an episode.
 
-    ``state_size``: how many numbers its memory of an environment is.
+    ``state_size``: size of its memory per environment.
     """
 
     state_size: int
 
     @abstractmethod
     def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (*B, F) of one step, and the memory (*B, S) after it."""
+        """Return the features (*B, F) of one step, and the memory (*B, S) after it."""
 
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
-        raise NotImplementedError("a recurrent body goes from step to step: see unroll")
+        raise NotImplementedError("a recurrent body needs its memory; call step or unroll")
 
     def unroll(self, observations: Mapping[str, Tensor], state: Tensor, begins: Tensor) -> Tensor:
-        """Features (L, N, *A, F) of clips of L steps, from their first memories (N, *A, S).
+        """Return features (L, N, *A, F) of clips of L steps, from initial memories (N, *A, S).
 
-        ``begins`` (L, N): an episode begins at the step, without memory.
+        ``begins`` (L, N): True where an episode begins, which empties the memory.
         """
         features = []
         for step in range(begins.shape[0]):
@@ -43,10 +43,10 @@ class RecurrentBody(Body):
 
 @configurable
 class GRUBody(RecurrentBody):
-    """A gated recurrent unit behind another body (Cho et al. 2014).
+    """A gated recurrent unit on top of another body (Cho et al. 2014).
 
     Args:
-        body: what it remembers the features of.
+        body: computes the features that the unit reads.
         hidden: size of its memory, and number of its features.
 
     Raises:
@@ -57,7 +57,9 @@ class GRUBody(RecurrentBody):
         super().__init__()
         require_at_least(1, hidden=hidden)
         if isinstance(body, RecurrentBody):
-            raise ConfigError("GRUBody(body=...): the body behind a memory has none; use MLPBody")
+            raise ConfigError(
+                "GRUBody(body=...): the inner body must not have a memory; use MLPBody"
+            )
         self.body = body if body is not None else MLPBody([64])
         self.hidden = self.state_size = hidden
 

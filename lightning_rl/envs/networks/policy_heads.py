@@ -1,4 +1,4 @@
-"""Heads: what makes actions, or values, of a body's features."""
+"""Heads compute action distributions, or values, from a body's features."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -27,32 +27,32 @@ from lightning_rl.envs.networks.space import (
 from lightning_rl.errors import ConfigError, require_finite
 
 SMALL = 0.01
-"""Gain of a policy's last layer: it begins near the uniform policy (Andrychowicz et al. 2021)."""
+"""Gain of a policy's last layer, so that it starts near uniform (Andrychowicz et al. 2021)."""
 
 
 class PolicyHead(nn.Module, ABC):
-    """Makes a distribution of one action; built, like a body, when the environment is known.
+    """Computes the distribution of one action; built, like a body, once the environment is known.
 
-    ``mask``: the observation that says which choices of the action are allowed, if there is one.
+    ``mask``: name of the observation that tells which choices of the action are allowed, if any.
     """
 
     mask = "action_mask"
 
     @abstractmethod
     def build(self, features: int, action: ActionKind) -> None:
-        """Make the layers.
+        """Create the layers.
 
         Raises:
-            ConfigError: if it cannot make such actions.
+            ConfigError: if it does not support such actions.
         """
 
     @abstractmethod
     def forward(self, features: Tensor, observations: Mapping[str, Tensor]) -> ActionDistribution:
-        """The distribution, for features (*B, F)."""
+        """Return the distribution, for features (*B, F)."""
 
 
 def default_head(action: ActionKind) -> PolicyHead:
-    """The usual head for a kind of action."""
+    """Return the default head for a kind of action."""
     if isinstance(action, Discrete | MultiDiscrete):
         return CategoricalHead()
     return BernoulliHead() if isinstance(action, Binary) else GaussianHead()
@@ -60,13 +60,15 @@ def default_head(action: ActionKind) -> PolicyHead:
 
 def _refuse(head: PolicyHead, action: ActionKind) -> ConfigError:
     return ConfigError(
-        f"{type(head).__name__} makes no {type(action).__name__} actions, which the environment "
-        f"takes; use {type(default_head(action)).__name__}, or leave policy out"
+        f"{type(head).__name__} does not support {type(action).__name__} actions, which the "
+        f"environment takes; use {type(default_head(action)).__name__}, or remove policy"
     )
 
 
 class CategoricalHead(PolicyHead):
-    """One of n, or one of each of several; an observation ``<action>_mask`` may forbid some."""
+    """One of n choices, or one of each of several; an observation ``<action>_mask`` may forbid
+    some.
+    """
 
     def build(self, features: int, action: ActionKind) -> None:
         if not isinstance(action, Discrete | MultiDiscrete):
@@ -98,12 +100,12 @@ class BernoulliHead(PolicyHead):
 
 @configurable
 class GaussianHead(PolicyHead):
-    """Independent normals, whose spread does not depend on the observation.
+    """Independent normals whose spread does not depend on the observation.
 
-    Actions beyond the environment's bounds are clipped there, not here: their density is known.
+    The environment clips actions beyond its bounds, not the head, so that their density is known.
 
     Args:
-        log_std: that it begins with.
+        log_std: initial log standard deviation.
 
     Raises:
         ConfigError: if it is not finite.
@@ -126,11 +128,11 @@ class GaussianHead(PolicyHead):
 
 @configurable
 class TanhGaussianHead(PolicyHead):
-    """Normals squashed into the bounds, with a spread for each observation; SAC's policy.
+    """Normals squashed into the bounds, with a spread per observation; SAC's policy.
 
     Args:
-        low: least log standard deviation.
-        high: largest.
+        low: minimum log standard deviation.
+        high: maximum log standard deviation.
 
     Raises:
         ConfigError: unless ``low < high``; when built, for actions without bounds.
@@ -148,7 +150,7 @@ class TanhGaussianHead(PolicyHead):
             raise _refuse(self, action)
         if not bool((action.low.isfinite() & action.high.isfinite()).all()):
             raise ConfigError(
-                "TanhGaussianHead squashes actions into bounds, and this environment's have none; "
+                "TanhGaussianHead squashes actions into bounds, but this environment's have none; "
                 "use GaussianHead"
             )
         self.layer = output(features, 2 * action.size, SMALL)

@@ -1,4 +1,4 @@
-"""QAgent: an agent whose head gives the value of each action, and that takes the best."""
+"""QAgent: an agent whose head values each action, and that takes the best."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,20 +23,20 @@ from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 
 class QHead(nn.Module):
-    """Values of n actions, of features: one linear layer."""
+    """Computes values of n actions from features, with one linear layer."""
 
     def build(self, features: int, actions: int) -> None:
-        """Make the layers."""
+        """Create the layers."""
         self.layer = output(features, actions)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Values (*B, n) of features (*B, F)."""
+        """Return values (*B, n) of features (*B, F)."""
         values: Tensor = self.layer(features)
         return values
 
 
 class DuelingHead(QHead):
-    """The value of a state, and what each action adds to it (Wang et al. 2016, eq. 9)."""
+    """The value of a state plus each action's advantage (Wang et al. 2016, eq. 9)."""
 
     def build(self, features: int, actions: int) -> None:
         super().build(features, actions)
@@ -53,16 +53,16 @@ class QAgent(ExploringAgent):
     """An agent for a choice of n actions; an observation ``<action>_mask`` may forbid some.
 
     Args:
-        body: makes the features that values are made of.
-        head: makes the values.
+        body: computes the features for values.
+        head: computes the values.
         body_lr: factor on the optimizer's learning rate for ``body``.
         critic_lr: the same for ``head``.
-        schedule: in which iterations it learns.
-        pretrained: a checkpoint of a ``SoloModule``, whose body this one begins with.
+        schedule: decides in which iterations it learns.
+        pretrained: a checkpoint of a ``SoloModule``, whose body initialises this one.
 
     Raises:
-        ConfigError: for values out of range, or a body with a memory; when built, for actions
-            that are no choice of n.
+        ConfigError: for values out of range, or a body with a memory; when built, for actions that
+            are not a choice of n.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class QAgent(ExploringAgent):
         self.action, kind = single_action(space, "QAgent")
         if not isinstance(kind, Discrete):
             raise ConfigError(
-                f"QAgent compares the values of n actions, and the environment takes "
+                f"QAgent compares the values of n actions, but the environment takes "
                 f"{type(kind).__name__} ones; use SACModule for real numbers, else ActorCritic"
             )
         self.one_hot = kind.one_hot
@@ -98,7 +98,7 @@ class QAgent(ExploringAgent):
             take_body(self.body, Path(self.pretrained))
 
     def forward(self, observations: Observations) -> Tensor:
-        """Values (*B, n) of all actions; -inf of those that are not allowed."""
+        """Return values (*B, n) of all actions; -inf for those that are not allowed."""
         values = self.head(self.body(observations))
         return allowed_only(values, observations.get(mask_of(self.action)))
 

@@ -29,15 +29,15 @@ from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 @configurable
 class ActionCritic(nn.Module):
-    """Q(s, a): layers over a body's features and the action, side by side.
+    """Q(s, a): layers over a body's features and the action, concatenated.
 
     Args:
-        body: makes the features; None: the observations themselves.
+        body: computes the features; None: the observations themselves.
         hidden: widths of the layers over both.
-        activation: after each of them.
+        activation: activation after each layer.
 
     Raises:
-        ConfigError: for a width below 1, an activation that there is not, or a body with a memory.
+        ConfigError: for a width below 1, an unknown activation, or a body with a memory.
     """
 
     low: Tensor
@@ -55,10 +55,10 @@ class ActionCritic(nn.Module):
         self.body = body if body is not None else MLPBody([])
 
     def build(self, space: Space, action: Continuous) -> None:
-        """Make the layers.
+        """Create the layers.
 
         Raises:
-            ConfigError: if the body cannot read what the environment shows.
+            ConfigError: if the body cannot read the environment's observations.
         """
         size = self.body.build(space) + action.size
         self.layers = mlp(size, self.hidden, self.activation)
@@ -67,7 +67,9 @@ class ActionCritic(nn.Module):
         self.register_buffer("high", action.high.clone(), persistent=False)
 
     def forward(self, observations: Observations, action: Tensor) -> Tensor:
-        """Values (*B,) of actions (*B, D), which it reads as parts of their bounds, in [-1, 1]."""
+        """Return values (*B,) of actions (*B, D), which are first scaled from their bounds to [-1,
+        1].
+        """
         unit = 2 * (action - self.low) / (self.high - self.low) - 1
         seen = torch.cat([self.body(observations), unit], -1)
         values: Tensor = self.value_layer(self.layers(seen)).squeeze(-1)
@@ -76,25 +78,25 @@ class ActionCritic(nn.Module):
 
 @configurable
 class SACAgent(ExploringAgent):
-    """An agent of ``SACModule``, for actions that are real numbers within bounds.
+    """The agent of ``SACModule``, for real-valued actions within bounds.
 
     Args:
-        body: makes the features that actions are made of.
-        policy: makes actions of them.
-        critic: of which it gets two, with weights of their own.
-        temperature: that it begins with: what an entropy of 1 nat is worth in rewards.
-        target_entropy: that the temperature is to bring about, in nats; None: -D for D actions
-            that are measured in parts of their bounds, in [-1, 1] (Haarnoja et al. 2018b).
+        body: computes the features for actions.
+        policy: computes actions from them.
+        critic: copied to two critics, with their own weights.
+        temperature: initial temperature: the worth of 1 nat of entropy in rewards.
+        target_entropy: entropy that the temperature is tuned to reach, in nats; None: -D for D
+            actions scaled from their bounds to [-1, 1] (Haarnoja et al. 2018b).
         body_lr: factor on the optimizer's learning rate for ``body``.
         actor_lr: the same for ``policy``.
         critic_lr: the same for the critics.
-        temperature_lr: the same for the temperature; 0: it stays as it is.
-        schedule: in which iterations it learns.
-        pretrained: a checkpoint of a ``SoloModule``, whose body this one begins with.
+        temperature_lr: the same for the temperature; 0 keeps it constant.
+        schedule: decides in which iterations it learns.
+        pretrained: a checkpoint of a ``SoloModule``, whose body initialises this one.
 
     Raises:
-        ConfigError: for values out of range, or a body with a memory; when built, for actions
-            that are not real numbers within bounds.
+        ConfigError: for values out of range, or a body with a memory; when built, for actions that
+            are not real numbers within bounds.
     """
 
     def __init__(
@@ -122,7 +124,9 @@ class SACAgent(ExploringAgent):
         require_at_least(0, **self.factors)
         require_finite(temperature=temperature, target_entropy=target_entropy, **self.factors)
         if temperature <= 0:
-            raise ConfigError(f"temperature={temperature} must be > 0; 0.01 is near to none")
+            raise ConfigError(
+                f"temperature={temperature} must be > 0; use e.g. 0.01 for almost none"
+            )
         self.body = body if body is not None else MLPBody([256, 256], "relu")
         self.policy = policy if policy is not None else TanhGaussianHead()
         self._critic = (critic if critic is not None else ActionCritic(),)  # hidden until built
@@ -136,7 +140,7 @@ class SACAgent(ExploringAgent):
         self.action, kind = single_action(space, "SACAgent")
         if not isinstance(kind, Continuous):
             raise ConfigError(
-                f"SACAgent makes real numbers, and the environment takes {type(kind).__name__} "
+                f"SACAgent makes real numbers, but the environment takes {type(kind).__name__} "
                 "actions; use DQNModule for a choice of n, else ActorCritic"
             )
         self.policy.build(self.body.build(space), kind)
@@ -152,7 +156,7 @@ class SACAgent(ExploringAgent):
             take_body(self.body, Path(self.pretrained))
 
     def forward(self, observations: Observations) -> TanhGaussian:
-        """The policy's distribution."""
+        """Return the policy's distribution."""
         made: TanhGaussian = self.policy(self.body(observations), observations)
         return made
 

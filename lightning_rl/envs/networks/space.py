@@ -1,4 +1,4 @@
-"""What a group of agents observes and does, in terms that networks are built from."""
+"""Observations and actions of a group of agents, in the terms that networks are built from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from lightning_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Observed:
-    """An observation: ``shape`` without environments, time and agents."""
+    """An observation; ``shape`` excludes environments, time and agents."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
     @property
     def size(self) -> int:
-        """Numbers in one of them."""
+        """Number of elements of one observation."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Discrete:
-    """An action that is one of ``n``; ``one_hot`` if the environment wants it so."""
+    """A choice of one of ``n``; ``one_hot`` if the environment expects it so."""
 
     n: int
     one_hot: bool = False
@@ -63,7 +63,7 @@ class Continuous:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of elements of the action."""
         return self.low.numel()
 
     def __str__(self) -> str:
@@ -71,17 +71,17 @@ class Continuous:
 
 
 def within(kind: "ActionKind", action: Tensor) -> Tensor:
-    """The action as an environment takes it: real numbers within their bounds."""
+    """Return the action as an environment accepts it: real numbers clipped to their bounds."""
     return action.clamp(kind.low, kind.high) if isinstance(kind, Continuous) else action
 
 
 def mask_of(action: str) -> str:
-    """The name of the observation that says which choices of an action are allowed."""
+    """Return the name of the observation that tells which choices of an action are allowed."""
     return f"{action}_mask"
 
 
 def allowed_only(values: Tensor, allowed: Tensor | None) -> Tensor:
-    """Logits, or values, (*B, n), with -inf where a choice is not allowed; None: all are."""
+    """Set logits or values (*B, n) to -inf where a choice is not allowed; None: all are."""
     return values if allowed is None else values.masked_fill(~allowed.bool(), -torch.inf)
 
 
@@ -90,13 +90,14 @@ ActionKind = Discrete | MultiDiscrete | Binary | Continuous
 
 @dataclass(frozen=True)
 class Space:
-    """What a group of agents sees and does.
+    """Observations and actions of a group of agents.
 
     Args:
         observations: by name.
         actions: by name.
-        agents: agents in the group, a dimension of all of its tensors; 0: it is one, without.
-        mask: the name of the observation that says which agents act; None: all always do.
+        agents: number of agents in the group, a dimension of all its tensors; 0: a single agent,
+            without that dimension.
+        mask: name of the observation that tells which agents act; None: all always do.
     """
 
     observations: Mapping[str, Observed]
@@ -106,17 +107,17 @@ class Space:
 
     @property
     def described(self) -> str:
-        """What they see and do, in words that follow the group's name."""
+        """Describe the observations and actions in words that follow the group's name."""
         seen = ", ".join(f"{n} {o.shape}" for n, o in self.observations.items())
         acts = ", ".join(f"{n} ({kind})" for n, kind in self.actions.items())
         several = f" ({self.agents} of them)" if self.agents else ""
         return f"{several} sees {seen} and does {acts}"
 
     def observed(self, names: list[str] | None, what: str) -> dict[str, Observed]:
-        """The named observations, or all that hold numbers.
+        """Return the named observations, or all numeric ones.
 
         Raises:
-            ConfigError: if there is none of a name, or none at all.
+            ConfigError: if a name does not exist, or there are none at all.
         """
         flags = (self.mask, *map(mask_of, self.actions))
         if names is None:
@@ -130,23 +131,23 @@ class Space:
                 )
             found = {name: self.observations[name] for name in names}
         if not found:
-            raise ConfigError(f"{what}: the environment shows nothing that it could read")
+            raise ConfigError(f"{what}: the environment shows no observation that it can read")
         return found
 
 
 def require_same(ours: Mapping[str, Space], theirs: Mapping[str, Space]) -> None:
-    """Refuse an environment to evaluate in that shows agents something else than the other.
+    """Refuse an evaluation environment whose agents' observations differ.
 
     Raises:
-        ConfigError: naming the agent.
+        ConfigError: names the agent.
     """
     if ours.keys() != theirs.keys():
         raise ConfigError(
-            f"data.eval_env has agents {', '.join(theirs)}, and data.env has {', '.join(ours)}"
+            f"data.eval_env has agents {', '.join(theirs)}, but data.env has {', '.join(ours)}"
         )
     for name, space in ours.items():
         if space.observations != theirs[name].observations:
             raise ConfigError(
-                f"data.eval_env shows agent {name!r} something else than data.env does: "
-                f"{theirs[name].observations} and {space.observations}"
+                f"data.eval_env shows agent {name!r} other observations than data.env does: "
+                f"{theirs[name].observations}, not {space.observations}"
             )

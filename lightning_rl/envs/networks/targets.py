@@ -1,4 +1,4 @@
-"""How a target network follows the one that learns."""
+"""How a target network follows the learning one."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 
 class TargetUpdate(ABC):
-    """Moves a target network towards the one that learns, after each of its updates."""
+    """Moves a target network towards the learning one, after each of its updates."""
 
     @abstractmethod
     def __call__(self, target: nn.Module, source: nn.Module, updates: int) -> None:
-        """Move it; ``source`` has had ``updates`` updates by now."""
+        """Move the target; ``source`` has had ``updates`` updates by now."""
 
 
 @configurable
@@ -24,7 +24,7 @@ class Polyak(TargetUpdate):
     """A moving average: target <- (1 - tau) target + tau source (Lillicrap et al. 2016).
 
     Args:
-        tau: how much of the source.
+        tau: weight of the source.
 
     Raises:
         ConfigError: unless ``tau`` is in (0, 1].
@@ -48,10 +48,10 @@ class Polyak(TargetUpdate):
 @configurable
 @dataclass(frozen=True)
 class CopyEvery(TargetUpdate):
-    """A copy, after every so many updates (Mnih et al. 2015).
+    """Copies the source after every so many updates (Mnih et al. 2015).
 
     Args:
-        updates: from one copy to the next.
+        updates: number of updates between copies.
 
     Raises:
         ConfigError: for ``updates`` below 1.

@@ -146,7 +146,7 @@ def test_an_environment_that_cannot_be_closed_ends_no_run(how, caplog):
     with caplog.at_level(logging.WARNING):
         Watch(made, "Rude").close()
     assert "close" in caplog.text
-    assert "left as" in caplog.text
+    assert "closed" in caplog.text
 
 
 def test_a_close_that_hangs_is_left_behind(release, monkeypatch, caplog):

@@ -224,16 +224,16 @@ def test_a_run_learns_with_it(tmp_path):
         ),
         (
             lambda: TorchRLLoss("torchrl.objectives.SACLoss"),
-            "SACLoss cannot be had for single steps of an actor",
+            "SACLoss does not work on single steps of an actor",
         ),
         (
             lambda: TorchRLLoss("torchrl.objectives.KLPENPPOLoss"),
             "Could not find the probabilistic module",
         ),
-        (lambda: TorchRLLoss("builtins.dict"), "builtins.dict is no loss"),
+        (lambda: TorchRLLoss("builtins.dict"), "builtins.dict is not a loss"),
         (
             lambda: TorchRLLoss("torchrl.objectives.ClipPPOLoss", {"reduction": "sum"}),
-            "reduction is not to be given",
+            "reduction cannot be set",
         ),
         (
             lambda: ActorCriticModule(

@@ -273,10 +273,10 @@ def taught_together(**agents):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ActorCriticModule(loss=GSPO()), "loss=GSPO looks at 'row' of a rollout"),
+        (lambda: ActorCriticModule(loss=GSPO()), "loss=GSPO reads the column 'row'"),
         (lambda: ActorCriticModule(epochs=0), "epochs=0 must be >= 1"),
         (lambda: ActorCritic(body=GRUBody()), "set share_body: true"),
-        (lambda: ActorCritic(share_body=True, critic_body=MLPBody()), "leave the other out"),
+        (lambda: ActorCritic(share_body=True, critic_body=MLPBody()), "remove the other"),
         (lambda: ActorCritic(actor_lr=-1), "actor_lr=-1 must be >= 0"),
         (lambda: AdaptiveKL(0), r"AdaptiveKL\(value=0, target=0.01\): both must be > 0"),
         (lambda: Alternating(turn=2), r"turn=2\) must be in \[0, turns=2\)"),
@@ -285,7 +285,10 @@ def taught_together(**agents):
         (lambda: built(DISCRETE, body=MLPBody(observations=["x"])), "there is no observation 'x'"),
         (lambda: built(DISCRETE, body=PerAgent()), "PerAgent is for groups of agents"),
         (lambda: Clips(length=9).places(2, 8), "a batch has 8 steps of each environment"),
-        (lambda: taught_together(simulator=ActorCritic()), "'adversarial_verifier' is none that"),
+        (
+            lambda: taught_together(simulator=ActorCritic()),
+            "'adversarial_verifier' does not exist or",
+        ),
         (
             lambda: taught_together(
                 adversarial_verifier=ActorCritic(), simulator=ActorCritic(schedule=Periodic(2))

@@ -170,5 +170,5 @@ def test_what_does_not_fit_is_refused():
         GraphBody(adjacency="edges").build(SPACE)
     with pytest.raises(ConfigError, match="the action is Binary"):
         NodeHead().build(72, Binary(3))
-    with pytest.raises(ConfigError, match="has 10 features to name one of 8 nodes"):
+    with pytest.raises(ConfigError, match="gets 10 features for 8 nodes"):
         NodeHead().build(10, Discrete(8))

@@ -123,7 +123,7 @@ def test_an_agent_that_is_not_due_only_acts(tmp_path):
 def test_another_kind_of_agent_is_refused(tmp_path):
     module = DQNModule()
     module.given_agents = {"agent": ActorCritic()}
-    with pytest.raises(ConfigError, match="teaches a QAgent, and agent 'agent' is ActorCritic"):
+    with pytest.raises(ConfigError, match="trains a QAgent, but agent 'agent' is ActorCritic"):
         fit(module, data(), tmp_path)
 
 

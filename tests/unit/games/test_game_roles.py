@@ -352,7 +352,7 @@ def test_a_paused_policy_is_no_player(tiny_model, train_on, conversations):
     [
         ({"update": SPG(), "order": None}, r"update=SPG has to know who leads first, second"),
         ({"order": [["first"]]}, r"must name each policy once: first, second"),
-        ({"update": PSOS(loss=GSPO())}, "update=PSOS looks at 'row'"),
+        ({"update": PSOS(loss=GSPO())}, "update=PSOS reads the column 'row'"),
         ({"first": {"loss": GSPO()}}, "policies.first.loss=GSPO: in a game the update has"),
         (
             {"second": {"advantage": GAE(), "value_head": SharedValueHead()}},

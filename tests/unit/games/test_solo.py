@@ -168,14 +168,14 @@ def test_a_run_in_an_environment_begins_with_it(tmp_path):
     [
         (MLPBody([8], "relu"), r"its layers.0.weight is \(16, 4\), not \(8, 4\)"),
         (MLPBody([16, 16], "relu"), "it has no layers.2.weight"),
-        (MLPBody([16], "tanh"), "made of MLPBody, .*ReLU, and this one of MLPBody, .*Tanh"),
-        (MLPBody([], "relu"), "it has layers.0.weight besides"),
+        (MLPBody([16], "tanh"), "consists of MLPBody, .*ReLU, but this one of MLPBody, .*Tanh"),
+        (MLPBody([], "relu"), "it also has layers.0.weight"),
     ],
 )
 def test_a_checkpoint_of_another_body_is_refused(tmp_path, body, message):
     _, path = trained(tmp_path)
     with pytest.raises(
-        ConfigError, match=f"solo.ckpt' holds MLPBody that is not MLPBody.*{message}"
+        ConfigError, match=f"solo.ckpt' holds MLPBody that differs from MLPBody.*{message}"
     ):
         ActorCritic(body, pretrained=str(path)).build(CARTPOLE)
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_another_body_is_refused(tmp_path, body, message):
 def test_a_body_of_another_class_is_named(tmp_path):
     _, path = trained(tmp_path)
     pictures = Space({"picture": Observed((36, 36, 3), torch.uint8)}, {"action": Discrete(2)})
-    with pytest.raises(ConfigError, match="holds MLPBody that is not CNNBody"):
+    with pytest.raises(ConfigError, match="holds MLPBody that differs from CNNBody"):
         ActorCritic(CNNBody(), pretrained=str(path)).build(pictures)
 
 
@@ -192,10 +192,12 @@ def test_files_that_are_no_such_checkpoint_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"none.ckpt' does not exist"):
         agent.build(CARTPOLE)
     (tmp_path / "text.ckpt").write_text("no checkpoint")
-    with pytest.raises(ConfigError, match=r"text.ckpt' is no checkpoint of SoloModule"):
+    with pytest.raises(ConfigError, match=r"text.ckpt' is not a checkpoint of SoloModule"):
         ActorCritic(pretrained=str(tmp_path / "text.ckpt")).build(CARTPOLE)
     torch.save({"state_dict": {"other": torch.ones(1)}}, tmp_path / "other.ckpt")
-    with pytest.raises(ConfigError, match=r"other.ckpt' holds no body; train one with SoloModule"):
+    with pytest.raises(
+        ConfigError, match=r"other.ckpt' contains no body; train one with SoloModule"
+    ):
         ActorCritic(pretrained=str(tmp_path / "other.ckpt")).build(CARTPOLE)
 
 
