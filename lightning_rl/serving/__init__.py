@@ -1,4 +1,4 @@
-"""Agents that are programs: an HTTP endpoint like OpenAI's and Anthropic's answers their calls."""
+"""Agents that are programs, which call their models through an OpenAI- or Anthropic-like API."""
 
 from lightning_rl.config.names import surface
 

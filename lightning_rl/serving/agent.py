@@ -1,4 +1,4 @@
-"""The common part of agents that call their models through a session."""
+"""The base of agents that call their models through a session."""
 
 import asyncio
 from abc import abstractmethod
@@ -28,14 +28,14 @@ class SessionAgent(Agent):
     """Opens a session of an :class:`AgentServer` for each rollout, in which :meth:`play` runs.
 
     ``rollout.completion`` becomes the session's transcript. ``finish_reason`` is the last call's,
-    or ``max_seconds``. Any other end costs its rollout, which is FAILED with the reason.
+    or ``max_seconds``. After any other ending the rollout is FAILED with the reason.
 
     Args:
         roles: names of further models (policies) that may be asked, besides ``policy``.
-        parser: reads the model family's way to write tool calls.
+        parser: reads tool calls in the model family's format.
         client_sampling: whether requests may change sampling settings, such as the temperature.
-        max_seconds: wall time of one run at most, in seconds; None: no limit.
-        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
+        max_seconds: maximum wall time of one run, in seconds; None: no limit.
+        limits: limits of one request to the models; None: the defaults of :class:`RequestLimits`.
 
     Raises:
         ConfigError: for values out of range.
@@ -60,11 +60,11 @@ class SessionAgent(Agent):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of what runs, for messages."""
+        """The name of the program, for messages."""
 
     @abstractmethod
     async def play(self, rollout: Rollout, session: Session) -> Ending:
-        """Run once; calls are recorded by the session."""
+        """Run the agent once; the session records its calls."""
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._server = AgentServer(
@@ -86,9 +86,9 @@ class SessionAgent(Agent):
         sampling: Sampling,
         play: Callable[[Rollout, Session], Awaitable[Ending]] | None = None,
     ) -> Ending:
-        """Run once in its own session; recorded answers are given again.
+        """Run the agent once in a new session; recorded answers are replayed.
 
-        ``play`` takes the place of :meth:`play`.
+        ``play`` replaces :meth:`play`.
 
         Raises:
             EngineError: if the engine fails.
@@ -109,7 +109,7 @@ class SessionAgent(Agent):
         return Ending("abort") if session.aborted else ending
 
     def conclude(self, rollout: Rollout, ending: Ending) -> None:
-        """End a rollout, with its result."""
+        """End a rollout, and record its result."""
         drop_unasked(rollout)
         if ending.completion is not None:
             rollout.completion = ending.completion
@@ -128,27 +128,27 @@ class SessionAgent(Agent):
             rollout.fail(f"{self.name} {ending.reason} (prompt {rollout.prompt.id!r})")
 
     def close(self) -> None:
-        """End the endpoint; it starts again when needed."""
+        """Close the endpoint; it starts again when needed."""
         if self._server is not None:
             with suppress(TimeoutError):  # something blocks the loop: it ends with the process
                 run_async(self._server.close(), timeout=_CLOSE_S)
 
 
 async def _until_failure(playing: Awaitable[Ending], session: Session) -> Ending:
-    """Await it, but no longer than models can be called; the program itself may wait forever."""
+    """Await a run, but stop once the engine has failed; the program itself might wait forever."""
     play = asyncio.ensure_future(playing)
     failed = asyncio.create_task(session.failed.wait())
     try:
         await asyncio.wait([play, failed], return_when=asyncio.FIRST_COMPLETED)
         if not play.done():
-            raise EngineError("given up, since the engine failed")  # the session tells why
+            raise EngineError("abandoned because the engine failed")  # the session tells why
         return play.result()
     finally:
         await cancel_here([play, failed])
 
 
 def _judged(rollout: Rollout, ending: Ending) -> Ending:
-    """The same ending, once its result is recorded; another if the result is invalid."""
+    """Record the ending's result, and return the ending; another one if the result is invalid."""
     if not rollout.calls:
         return Ending("silent", "asked no model")
     try:

@@ -24,7 +24,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class MessagesDoor(Door):
-    """``/v1/messages``."""
+    """Serves ``/v1/messages``."""
 
     def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
         fields = Fields(body)
@@ -85,7 +85,7 @@ _DELTAS = {"text": "text_delta", "partial_json": "input_json_delta"}
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """As OpenAI's API, and so chat templates, have them."""
+    """Return the tools in the form of OpenAI's API, which chat templates use too."""
     tools = []
     for number, given in enumerate(fields.get("tools", list) or []):
         tool = Fields(given, f"tools.{number}.")
@@ -101,7 +101,7 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, bool, bool]:
-    """The tool that must be called (any: ``*``), whether one may be, and whether several."""
+    """Return the tool that must be called (any: ``*``), and whether one or several may be."""
     choice = Fields(fields.get("tool_choice", dict) or {"type": "auto"}, "tool_choice.")
     kind = choice.need("type", str)
     if kind not in ("auto", "any", "tool", "none"):
@@ -121,7 +121,7 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
 
 
 def _conversation(fields: Fields, reader: ChatReader) -> RequestChat:
-    """The chat, in the form of OpenAI's messages: a tool's result becomes its own message."""
+    """Return the chat as OpenAI's messages, with a separate message for each tool result."""
     system = text_of(fields.body.get("system"), "system")
     before: list[Any] = [{"role": "system", "content": system}] if system else []
 
@@ -150,7 +150,7 @@ def _messages(message: Fields) -> list[Message]:
 
 
 def _content(message: Fields) -> list[Fields]:
-    """The blocks of a message; a text is one block."""
+    """Return the blocks of a message; a string is one block."""
     content = message.body.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]

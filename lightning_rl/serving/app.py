@@ -1,4 +1,4 @@
-"""The ASGI application: which session a request belongs to, and what answers it."""
+"""The ASGI application: finds the session of a request, and answers it."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ from lightning_rl.serving.session import Session
 
 _log = logging.getLogger(__name__)
 _ENDED_KEPT = 10_000
-"""Keys of sessions that are over, so that their programs are told that, and not of a wrong key."""
+"""Number of ended sessions to remember, so their programs do not get an error of a wrong key."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Guest:
 
 
 class AgentApp:
-    """Answers requests for the sessions that are open, and distinguishes them by their keys."""
+    """Answers requests of all open sessions, which it distinguishes by their keys."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._guests: dict[str, _Guest] = {}
@@ -62,7 +62,7 @@ class AgentApp:
         self._guests[session.api_key] = _Guest(session)
 
     def end(self, session: Session) -> None:
-        """Stop answering for it."""
+        """Stop answering requests of a session."""
         self._guests.pop(session.api_key, None)
         self._ended[session.api_key] = None
         if len(self._ended) > _ENDED_KEPT:
@@ -98,7 +98,7 @@ class AgentApp:
     async def _admitted(
         self, headers: Mapping[bytes, bytes], receive: Receive
     ) -> tuple[_Guest, bytes]:
-        """Its session and body: all is read, or the client would miss a refusal."""
+        """Return a request's session and body, read completely so the client sees a refusal."""
         try:
             guest = self._guest(headers)
         except RequestError:
@@ -108,7 +108,7 @@ class AgentApp:
         return guest, await read_body(receive, guest.session.terms.limits.max_bytes)
 
     def _guest(self, headers: Mapping[bytes, bytes]) -> _Guest:
-        """The session of its key; OpenAI's and Anthropic's clients send it in different fields."""
+        """Return the session of the key, which OpenAI and Anthropic send in different headers."""
         bearer = headers.get(b"authorization", b"").partition(b" ")[2]
         for value in (bearer, headers.get(b"x-api-key", b"")):
             key = value.decode("latin-1").strip()
@@ -162,7 +162,7 @@ class AgentApp:
 async def _filling(
     future: asyncio.Future[list[Answer]], answering: Awaitable[list[Answer]]
 ) -> list[Answer]:
-    """The answers, or their error, which whoever waits for the future gets too."""
+    """Return the answers or raise their error, and set the same on the future."""
     try:
         answers = await answering
     except Exception as error:
@@ -182,7 +182,7 @@ def _unknown_url(scope: Mapping[str, Any]) -> RequestError:
 
 
 def _models(session: Session) -> Message:
-    """The roles that may be asked for."""
+    """Return the list of the session's models (roles)."""
     models = [
         {"id": name, "object": "model", "created": 0, "owned_by": "lightning_rl"}
         for name in session.terms.models

@@ -1,4 +1,4 @@
-"""What a request asks for, and its answer, independent of the API."""
+"""Requests and answers in a form independent of the API."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ from lightning_rl.serving.errors import RequestError, unknown_model, unsupported
 from lightning_rl.serving.limits import RequestLimits
 
 DEFAULT_MODEL = "policy"
-"""What clients call the model of the role ``""``."""
+"""The model name of the role ``""``, for clients."""
 
 
 @dataclass(slots=True)
 class Terms:
-    """What is needed to read a session's requests.
+    """The settings for reading a session's requests.
 
     Args:
-        formats: ways to write chats.
-        sampling: holds where a request says nothing.
+        formats: makes the chat formats.
+        sampling: default sampling settings.
         client_sampling: whether requests may change sampling settings.
-        models: the roles that may be asked for, by the names that clients use.
-        limits: bounds of a request.
-        known: settings that were asked for before, by what they change: a client repeats them.
+        models: the roles that clients may ask for, by model name.
+        limits: limits of a request.
+        known: cache of sampling settings by their changes, because clients repeat them.
         chats: reads the session's chats.
     """
 
@@ -42,10 +42,10 @@ class Terms:
         self.chats = ChatReader(self.limits)
 
     def role_of(self, model: str) -> str:
-        """The role (policy) that a request names as its model.
+        """Return the role (policy) that a request names as its model.
 
         Raises:
-            RequestError: if there is none of that name.
+            RequestError: if there is no role of that name.
         """
         if model not in self.models:
             raise unknown_model(model, list(self.models))
@@ -54,12 +54,12 @@ class Terms:
     def form_of(
         self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any], template: str = ""
     ) -> ChatFormat:
-        """How chats with these tools and variables of the template are written.
+        """Return the format of chats with these tools and template variables.
 
-        ``template`` is the client's own, in place of the model's.
+        ``template`` is the client's, instead of the model's.
 
         Raises:
-            RequestError: if the template cannot write them, or the client may not bring it.
+            RequestError: if the template cannot render them, or clients may not send templates.
         """
         if template and not self.limits.client_templates:
             raise unsupported(
@@ -75,10 +75,10 @@ class Terms:
 
 @dataclass(slots=True)
 class Ask:
-    """Prompts, and how often and how each is to be continued.
+    """Prompts to continue, with the number of answers and their settings.
 
-    ``prompts`` are token ids: given, or those of ``chat``, written as ``form`` says, with the
-    pictures ``placed`` in it. ``must_call`` is empty, the name of the tool that has to be called,
+    ``prompts`` are token ids: given directly, or of ``chat`` in the format ``form``, with the
+    pictures ``placed`` in it. ``must_call`` is empty, the name of the tool that must be called,
     or ``*`` for any.
     """
 
@@ -111,9 +111,9 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """One completion, as tokens and as what a client reads.
+    """One completion, as tokens and in the form that a client reads.
 
-    The first ``start`` tokens of ``row`` were its prompt, as they were then: when the session ends,
+    The first ``start`` tokens of ``row``, a snapshot, were its prompt: when the session ends,
     rows may be cut anew while answers are still being written. ``prompt`` is the place of its
     prompt in the request. ``message`` is in the form of chat
     templates, with arguments of calls as objects. ``finish_reason`` is ``stop``, ``length`` or
@@ -131,18 +131,18 @@ class Answer:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The tokens that it continues."""
+        """The prompt's tokens."""
         return self.row.prompt_ids + self.row.token_ids[: self.start]
 
     @property
     def text(self) -> str:
-        """Its text beside its calls."""
+        """The text outside the calls."""
         return str(self.message["content"])
 
 
 @dataclass(slots=True)
 class Wanted:
-    """Which parts of an answer a client wants, and in which form."""
+    """The parts of an answer that a client wants, and their form."""
 
     stream: bool = False
     usage: bool = True
@@ -151,6 +151,6 @@ class Wanted:
 
 
 def usage_of(answers: Sequence[Answer]) -> tuple[int, int]:
-    """Tokens read and written; a prompt counts once, however many answers it has."""
+    """Return the numbers of tokens read and written; a prompt counts once for all its answers."""
     read = {answer.prompt: len(answer.row.prompt_ids) + answer.start for answer in answers}
     return sum(read.values()), sum(len(answer.completion.token_ids) for answer in answers)

@@ -1,4 +1,4 @@
-"""How a chat with given tools is written in tokens, and how a turn of the model is read."""
+"""Chat formats: encode a chat with given tools as tokens, and parse the model's turns."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from lightning_rl.serving.strangers_template import RendererApart, StrangersTemp
 from lightning_rl.vision.reader import encode
 
 _PROMPTS_KEPT = 256
-"""Of whole chats, as token ids: the rollouts of a group begin with the same."""
+"""Number of cached encodings of whole chats: the rollouts of a group begin with the same one."""
 _FORMATS_KEPT = 64
 Seen = tuple[list[int], list[Placed]]
 """Token ids, and the pictures among them."""
@@ -29,11 +29,11 @@ Seen = tuple[list[int], list[Placed]]
 class ChatFormat:
     """A chat template with one set of tools and options, and a parser that knows those tools.
 
-    Several threads may use it at a time.
+    It is thread-safe.
 
     Args:
-        template: writes chats.
-        parser: reads calls; one of its own is made for these tools.
+        template: renders chats.
+        parser: reads calls; a copy is made for these tools.
         tools: OpenAI-style schemas.
         key: distinguishes it from other formats.
     """
@@ -54,11 +54,11 @@ class ChatFormat:
         self._encoded = lru_cache(_PROMPTS_KEPT)(self._encode)
 
     def prompt(self, chat: Sequence[Said]) -> Seen:
-        """Tokens of a whole chat, with the opening of the model's turn.
+        """Return the tokens of a whole chat, with the opening of the model's turn.
 
         Raises:
             ConfigError: if the template cannot render it.
-            PictureError: if the model reads no pictures, or not as many as the template writes.
+            PictureError: if the model reads no pictures, or the template has too few or too many.
         """
         token_ids, placed = self._encoded(
             f"[{','.join(item.text for item in chat)}]", _pictures_of(chat)
@@ -73,11 +73,11 @@ class ChatFormat:
         return tuple(token_ids), tuple(map(Placed, places, pictures))
 
     def suffix(self, wrote: Sequence[int], turn: Message, reply: Sequence[Said]) -> Seen:
-        """Tokens that follow the model's turn, of tokens ``wrote``; pictures count from there.
+        """Return the tokens that follow the model's turn ``wrote``; pictures count from there.
 
         Raises:
-            ConfigError: if the template cannot render it.
-            PictureError: as :meth:`prompt`.
+            ConfigError: if the template cannot render them.
+            PictureError: as for :meth:`prompt`.
         """
         calls, messages = turn.get("tool_calls", ()), [item.message for item in reply]
         return self.template.seen_suffix(wrote, messages, _pictures_of(reply), calls)
@@ -92,10 +92,10 @@ class ChatFormat:
         calls_allowed: bool,
         parallel: bool,
     ) -> tuple[Message, str | None]:
-        """A turn as a message, and the string that stopped it, which is no part of the message.
+        """Return a turn as a message, and the string that stopped it, which the message lacks.
 
-        A turn that was cut off is not searched for calls, and one with a call that cannot be read
-        is text, as servers do it. ``before`` is the number of calls that the chat has already.
+        A turn that was cut off is not searched for calls, and one with an unreadable call becomes
+        text, as in other servers. ``before`` is the number of calls that the chat already has.
         """
         if self._reader and calls_allowed and completion.finish_reason == "stop":
             # Call formats are made of special tokens too.
@@ -107,7 +107,7 @@ class ChatFormat:
         return {"role": "assistant", "content": content}, ended_by
 
     def read_forced(self, completion: Completion, name: str | None, before: int) -> Message:
-        """A turn constrained to the form of :meth:`forced`; text if it was cut off."""
+        """Return a turn constrained by :meth:`forced` as a message; as text if it was cut off."""
         text, _ = self._text(completion, (), skip_special_tokens=True)
         try:
             found = loads(text)
@@ -119,9 +119,9 @@ class ChatFormat:
         return self._with_calls("", calls, before, True)
 
     def forced(self, name: str | None) -> StructuredOutputs:
-        """The form of a turn that must call a tool: its arguments, or a list of calls of any.
+        """Return the schema of a turn that must call a tool: its arguments, or a list of any calls.
 
-        As vLLM's server does it: JSON, and not the format that the model learned.
+        It is JSON as in vLLM's server, not the format that the model learned.
         """
         functions = [tool["function"] for tool in self.tools]
         anything = {"type": "object"}
@@ -159,7 +159,7 @@ class ChatFormat:
         return {"role": "assistant", "content": content, "tool_calls": messages}
 
     def _takes(self, calls: Sequence[Message]) -> bool:
-        """Some templates have no place for several calls in a turn."""
+        """Tell whether the template can render these calls in one turn; some render only one."""
         try:
             self.template.suffix([], [tool_reply(call, "A result.") for call in calls], calls)
         except ConfigError:
@@ -172,7 +172,7 @@ def _pictures_of(chat: Sequence[Said]) -> tuple[Picture, ...]:
 
 
 def until_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
-    """The text before the first of the strings that end it, and that string."""
+    """Return the text before the first stop string, and that string if there is one."""
     places = [(place, string) for string in stop if (place := text.find(string)) >= 0]
     if not places:
         return text, None
@@ -181,13 +181,13 @@ def until_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
 
 
 class ChatFormats:
-    """Makes formats, and caches recent ones.
+    """Makes chat formats, and caches recent ones.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         parser: reads calls.
-        options: further variables of the template.
-        apart: renders templates of strangers.
+        options: extra variables of the template.
+        apart: renders clients' templates.
     """
 
     def __init__(
@@ -206,9 +206,9 @@ class ChatFormats:
     def of(
         self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any], template: str = ""
     ) -> ChatFormat:
-        """The format with these tools, and these options in addition to the server's.
+        """Return the format with these tools, and these options in addition to the server's.
 
-        ``template`` is a stranger's, in place of the tokenizer's.
+        ``template`` is a client's, instead of the tokenizer's.
 
         Raises:
             ConfigError: if the tokenizer has no chat template, or the parser refuses the tools.

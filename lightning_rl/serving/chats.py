@@ -1,4 +1,4 @@
-"""Chats as requests hold them: each repeats the last one, and only what is new is read."""
+"""Chats in requests: each repeats the last one, so only new messages are read."""
 
 import marshal
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ from lightning_rl.serving.messages import Said, read_message, seen, with_name
 from lightning_rl.vision.messages import require_few, with_sources
 
 _KEPT = 8
-"""Chats that are remembered, of those that a session has side by side."""
+"""Number of a session's concurrent chats to remember."""
 _AS_THEY_ARE = ("arguments", "input")
-"""Fields whose objects templates get as they are, so the order of their keys counts."""
+"""Fields whose objects templates get unchanged, so the order of their keys matters."""
 
 
 @dataclass(slots=True)
@@ -24,9 +24,9 @@ class RequestChat:
     """The messages of a request.
 
     Args:
-        said: in the form of templates.
-        place: where the first of them stand in the session's :class:`History`, and in which state
-            of it; the history fills it in.
+        said: the messages, in the form of templates.
+        place: the state of the session's :class:`History`, and its nodes of the first messages;
+            set by the history.
     """
 
     said: list[Said] = field(default_factory=list)
@@ -35,10 +35,10 @@ class RequestChat:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a client sent, and how it was read.
+    """Messages that a client sent, and the chat read from them.
 
-    ``exactly`` are the places of those that may differ from what they are equal to (``1`` and
-    ``True``), with all their bits.
+    ``exactly`` has the places and exact bytes of messages for which Python's equality is too weak
+    (``1 == True``).
     """
 
     given: list[Any]
@@ -46,7 +46,7 @@ class _Known:
     chat: RequestChat
 
     def begins(self, given: list[Any]) -> bool:
-        """Whether these messages begin with the known ones."""
+        """Tell whether these messages begin with the known ones."""
         return given[: len(self.given)] == self.given and all(
             marshal.dumps(given[place], 0) == bits for place, bits in self.exactly
         )
@@ -56,7 +56,7 @@ class ChatReader:
     """Reads the chats of one session.
 
     Args:
-        limits: bounds of its pictures.
+        limits: limits of requests, with those of pictures.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
@@ -68,15 +68,14 @@ class ChatReader:
         given: list[Any],
         messages: Callable[[int, Any], Sequence[Message]] = lambda *sent: [read_message(*sent)],
     ) -> RequestChat:
-        """The chat of a request.
+        """Return the chat of a request. Results of tools get their tool's name.
 
         Args:
-            given: what the client sent, any of which may be no message at all. Results of tools
-                get the name of the tool that they are of.
-            messages: the messages, in the form of templates, of one of them, by its place.
+            given: the messages as sent, possibly invalid.
+            messages: converts one of them, given its place, to messages in the form of templates.
 
         Raises:
-            RequestError: if there is nothing, and what ``messages`` raises.
+            RequestError: if there are no messages, or ``messages`` raises it.
         """
         if not given:
             raise RequestError(
@@ -99,7 +98,7 @@ class ChatReader:
         return chat
 
     def prompt(self, prompt: Prompt) -> RequestChat:
-        """The chat of a rollout's prompt, whose pictures are known; none of one that is text."""
+        """Return the chat of a rollout's prompt, with its pictures; empty for a text prompt."""
         if isinstance(prompt.prompt, str):
             return RequestChat()
         return self.read(with_sources(prompt.prompt, prompt.pictures))
@@ -132,7 +131,7 @@ class ChatReader:
 
 
 def _told_by_equality(value: Any) -> bool:
-    """Whether whatever is equal to it is the same for all that is made of it."""
+    """Tell whether any equal value is also rendered equally."""
     if isinstance(value, dict):
         return all(
             _told_by_equality(v) and not (k in _AS_THEY_ARE and isinstance(v, dict))

@@ -1,20 +1,20 @@
-"""Connections that must send a request in time, or are closed."""
+"""Connections that are closed unless they send a request in time."""
 
 import asyncio
 import json
 from typing import Any
 
 LARGEST_HEAD = 2**16
-"""Bytes of a request's line and headers, as uvicorn's other parser has it."""
+"""Maximum bytes of a request's line and headers, as in uvicorn's other parser."""
 _LINGER_S = 1.0
-"""How long to take what a client still sends that is refused: closed at once, it would not hear."""
+"""Seconds to keep reading from a refused client: closed at once, it would miss the refusal."""
 
 
 def with_deadlines(protocol: Any, seconds: float) -> Any:
-    """uvicorn's protocol, which closes a connection that sends no whole request for so long.
+    """Return uvicorn's protocol, closing connections that send no whole request in ``seconds``.
 
-    The time begins when it is opened, and with the first byte of each further request. One that
-    waits for its answer, or had one and sends nothing, is left to uvicorn.
+    The time starts when the connection opens, and with the first byte of each further request.
+    uvicorn handles connections that wait for an answer, or are idle after one.
     """
 
     class WithDeadlines(protocol):
@@ -52,7 +52,7 @@ def with_deadlines(protocol: Any, seconds: float) -> Any:
                 self._due = None
 
         def _is_answering(self) -> bool:
-            """Whether a request has come so far that its body is being read, or its answer made."""
+            """Tell whether a request's body is being read, or its answer made."""
             return self.cycle is not None and not self.cycle.response_complete
 
         def _is_whole(self) -> bool:
@@ -63,7 +63,7 @@ def with_deadlines(protocol: Any, seconds: float) -> Any:
             self._refuse(b"408 Request Timeout", told)
 
         def _refuse(self, status: bytes, told: str) -> None:
-            """Say why, in the form of OpenAI's API, and close."""
+            """Send the reason in the form of OpenAI's API, and close."""
             self._no_longer_expect()
             if self.transport.is_closing():
                 return

@@ -1,4 +1,4 @@
-"""The interface of the APIs that clients may speak, and what OpenAI's have in common."""
+"""The interface of the supported APIs, and the common part of OpenAI's."""
 
 import json
 from abc import ABC, abstractmethod
@@ -13,42 +13,42 @@ from lightning_rl.serving.limits import RequestLimits
 
 
 class Door(ABC):
-    """One kind of request: how it is read, and how its answers are written."""
+    """One kind of request: reads it, and writes its answers."""
 
     @abstractmethod
     def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
-        """What a request asks for; called beside the event loop, as it may be long.
+        """Parse a request; called outside the event loop, because it may take long.
 
         Raises:
-            RequestError: if it is no such request, or not supported.
+            RequestError: if the request is invalid or not supported.
         """
 
     @abstractmethod
     def write(
         self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
     ) -> Message:
-        """The answers as one object; ``number`` identifies them, ``now`` is in seconds."""
+        """Return the answers as one object; ``number`` is its id, ``now`` in seconds."""
 
     @abstractmethod
     def stream(
         self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
     ) -> Iterator[bytes]:
-        """The answers as server-sent events."""
+        """Yield the answers as server-sent events."""
 
     @abstractmethod
     def error(self, error: RequestError) -> Message:
-        """The error as a client sees it."""
+        """Return the error as a client sees it."""
 
 
 class OpenAIDoor(Door):
-    """Errors, events and counts in the format of OpenAI's API."""
+    """Writes errors, events and usage in the format of OpenAI's API."""
 
     prefix: str
-    """Of the ids of answers."""
+    """Prefix of the ids of answers."""
     whole: str
-    """The kind of object that an answer is."""
+    """The ``object`` field of an answer."""
     part: str
-    """The same of a chunk of a stream."""
+    """The ``object`` field of a chunk of a stream."""
 
     def write(
         self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
@@ -82,11 +82,11 @@ class OpenAIDoor(Door):
 
     @abstractmethod
     def choice(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Message:
-        """One answer."""
+        """Return one answer as a choice."""
 
     @abstractmethod
     def chunks(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Iterator[Message]:
-        """One answer in parts."""
+        """Yield one answer in parts."""
 
     def error(self, error: RequestError) -> Message:
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
@@ -101,7 +101,7 @@ class OpenAIDoor(Door):
 
 
 def read_wanted(fields: Fields) -> Wanted:
-    """How an answer is to be written; ``logprobs`` is another field for each kind."""
+    """Read the wanted form of an answer; each door reads its own field for logprobs."""
     stream = fields.get("stream", bool) or False
     options = Fields(fields.get("stream_options", dict) or {}, "stream_options.")
     return Wanted(
@@ -112,7 +112,7 @@ def read_wanted(fields: Fields) -> Wanted:
 
 
 def read_count(fields: Fields, limits: RequestLimits, prompts: int = 1) -> int:
-    """``n``, the number of answers to each prompt."""
+    """Read ``n``, the number of answers to each prompt."""
     count = fields.get("n", int)
     count = 1 if count is None else count
     if not 1 <= count <= limits.max_answers:
@@ -123,12 +123,12 @@ def read_count(fields: Fields, limits: RequestLimits, prompts: int = 1) -> int:
 
 
 def pieces(text: str, size: int = 32) -> Iterator[str]:
-    """A text in parts of so many characters."""
+    """Yield a text in parts of ``size`` characters."""
     return (text[start : start + size] for start in range(0, len(text), size))
 
 
 def token_ids_of(answer: Answer) -> Message:
-    """The tokens themselves, under vLLM's names."""
+    """Return the answer's tokens, under vLLM's names."""
     return {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.completion.token_ids}
 
 

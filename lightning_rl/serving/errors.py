@@ -5,11 +5,11 @@ from typing import Any
 from lightning_rl.errors import LightningRLError
 
 _LONGEST = 1000
-"""Characters of a message: a request that is repeated in its error may be megabytes."""
+"""Maximum characters of a message: it may quote a request of megabytes."""
 
 
 class RequestError(LightningRLError):
-    """A request that is answered by an error; ``param`` names the field, ``code`` the kind."""
+    """An error that answers a request; ``param`` names the field, ``code`` the kind of error."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class RequestError(LightningRLError):
         self.code = code
         self.status = status
         self.retry = retry
-        """Whether the same request may be answered later; clients are told."""
+        """Whether clients should retry the same request later."""
 
 
 def unsupported(name: str, value: Any, fix: str) -> RequestError:
@@ -39,7 +39,7 @@ def unsupported(name: str, value: Any, fix: str) -> RequestError:
 
 
 def unknown_model(name: str, known: list[str]) -> RequestError:
-    """No role of that name."""
+    """No role has that name."""
     return RequestError(
         f"The model `{name:.80}` does not exist; there are: {', '.join(known)}",
         param="model",
@@ -49,7 +49,7 @@ def unknown_model(name: str, known: list[str]) -> RequestError:
 
 
 def too_large(size: int, most: int) -> RequestError:
-    """A body beyond ``RequestLimits.max_bytes``."""
+    """The body exceeds ``RequestLimits.max_bytes``."""
     return RequestError(
         f"The request has {size} bytes; this server takes {most} at most. Send a shorter "
         "history, or raise limits.max_bytes",
@@ -59,7 +59,7 @@ def too_large(size: int, most: int) -> RequestError:
 
 
 def too_many(count: int, prompts: int, most: int) -> RequestError:
-    """More completions than ``RequestLimits.max_answers``."""
+    """The request asks for more completions than ``RequestLimits.max_answers``."""
     return RequestError(
         f"n={count} for {prompts} prompts asks for {count * prompts} completions; this server "
         f"gives {most} at most. Send several requests, or raise limits.max_answers",
@@ -71,17 +71,17 @@ def too_many(count: int, prompts: int, most: int) -> RequestError:
 def too_slow(seconds: float) -> RequestError:
     """A request that took longer than ``RequestLimits.max_seconds`` to read."""
     return RequestError(
-        f"It took more than {seconds:g} s to read the request and to write it in tokens; send less "
-        "at once, or raise limits.max_seconds",
+        f"It took more than {seconds:g} s to read and tokenize the request; send less at once, or "
+        "raise limits.max_seconds",
         code="too_slow",
     )
 
 
 def other_request(key: str) -> RequestError:
-    """A key that another request used already."""
+    """Another request already used this key."""
     return RequestError(
-        f"Idempotency-Key {key!r:.80} was sent with another request before; send the very same "
-        "body again, or draw a new key",
+        f"Idempotency-Key {key!r:.80} was sent with another request before; send exactly the same "
+        "body again, or use a new key",
         param="Idempotency-Key",
         code="idempotency_error",
     )
@@ -116,7 +116,7 @@ def session_over() -> RequestError:
 
 
 def engine_failed(error: BaseException) -> RequestError:
-    """Not the client's fault: the run gets it too, and ends or tries again."""
+    """The engine failed, not the client: the run gets the error too, and ends or retries."""
     return RequestError(f"The engine failed: {error}", code="engine_error", status=500)
 
 

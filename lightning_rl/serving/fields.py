@@ -1,4 +1,4 @@
-"""Fields of a request's JSON: each is read with its kind checked; null counts as left out."""
+"""Fields of a request's JSON, read with their types checked; null counts as missing."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -23,10 +23,10 @@ class Fields:
 
     Args:
         body: the object.
-        path: what comes before its fields' names in errors, such as ``messages[0].``.
+        path: prefix of field names in errors, such as ``messages[0].``.
 
     Raises:
-        RequestError: from every method, if the value is of another kind.
+        RequestError: from every method, if a value has the wrong type.
     """
 
     def __init__(self, body: Any, path: str = "") -> None:
@@ -36,7 +36,7 @@ class Fields:
         self.path = path
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """The value, None where there is none."""
+        """Return a field's value; None if it is missing."""
         value = self.body.get(name)
         if value is None:
             return None
@@ -55,7 +55,7 @@ class Fields:
             raise wrong_value(self.path + name, "a number beyond float64", "numbers") from error
 
     def need(self, name: str, kind: type[T]) -> T:
-        """The value of a field that must be there."""
+        """Return the value of a required field."""
         value = self.get(name, kind)
         if value is None:
             where = self.path + name
@@ -67,7 +67,7 @@ class Fields:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A string, or an array of them."""
+        """Return a field that is a string or an array of strings, as a list."""
         value = self.body.get(name)
         if value is None:
             return []
@@ -78,7 +78,7 @@ class Fields:
         return value
 
     def refuse(self, name: str, fix: str, *harmless: Any) -> None:
-        """Refuse a field of the real API, unless it is left out or asks for nothing."""
+        """Refuse a field of the real API, unless it is missing or has a harmless value."""
         value = self.body.get(name)
         if value is not None and value not in harmless:
             raise unsupported(self.path + name, value, fix)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """The machine's, for all clients: to read them takes 20 ms and 1 MB, each time."""
+    """Return the machine's certificates, shared by all clients: reading takes 20 ms and 1 MB."""
     return ssl.create_default_context()
 
 
 class AgentClient:
-    """The models, for a :class:`FunctionAgent`'s function; every call is recorded and trained on.
+    """Calls models for a :class:`FunctionAgent`'s function; each call is recorded and trained on.
 
     ``base_url`` and ``api_key`` are the endpoint's, for clients of any kind.
     """
@@ -51,17 +51,17 @@ class AgentClient:
         role: str = "",
         **fields: Any,
     ) -> Answer:
-        """The next turn of a chat, without HTTP.
+        """Return the next turn of a chat, without HTTP.
 
         Args:
-            messages: the chat, into which answers' messages may be put back as they are; a text
-                is one message of the user's.
+            messages: the chat, which may contain answers' messages unchanged; a string is one user
+                message.
             tools: OpenAI-style schemas.
-            role: the model (policy) that is asked; empty: the one that every run has.
-            fields: further ones of a chat completion's request, such as ``temperature``.
+            role: the model (policy) to ask; empty: the default one.
+            fields: other fields of a chat completion's request, such as ``temperature``.
 
         Raises:
-            RequestError: where the endpoint would answer with an error.
+            RequestError: if the endpoint would answer with an error.
         """
         if tools is not None:
             fields["tools"] = list(tools)
@@ -93,24 +93,24 @@ class AgentClient:
 class FunctionAgent(SessionAgent):
     """Awaits a function for each rollout: ``async def solve(client, prompt)``.
 
-    ``client`` is an :class:`AgentClient`, ``prompt`` the :class:`Prompt`. What it returns says how
-    it went: nothing, a reward (a number), or a mapping as a :class:`ProgramAgent`'s result is.
+    ``client`` is an :class:`AgentClient`, ``prompt`` the :class:`Prompt`. The function returns its
+    result: nothing, a reward (a number), or a mapping like a :class:`ProgramAgent`'s result.
     ``rollout.completion`` becomes the transcript of its calls.
 
-    ``finish_reason`` is the last call's, or ``max_seconds``, with reward 0. A function that raises,
-    asks no model or returns what cannot be costs its rollout, which is FAILED with the reason. One
-    that was interrupted is called again, and is given the same completions again.
+    ``finish_reason`` is the last call's, or ``max_seconds``, with reward 0. If the function raises,
+    asks no model or returns an invalid result, its rollout is FAILED with the reason. An
+    interrupted function is called again, and gets the same completions again.
 
-    It runs in the event loop with all others: what computes for long belongs into a process, and
-    what waits should be awaited.
+    It shares the event loop with all other rollouts: run long computations in a process, and await
+    whatever waits.
 
     Args:
-        function: of a module that can be imported.
+        function: an async function of an importable module.
         roles: names of further models (policies) that it may ask for, besides ``policy``.
-        parser: reads the model family's way to write tool calls.
+        parser: reads tool calls in the model family's format.
         client_sampling: whether it may change sampling settings, such as the temperature.
-        max_seconds: wall time of one rollout at most; None: no limit.
-        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
+        max_seconds: maximum wall time of one rollout; None: no limit.
+        limits: limits of one request to the models; None: the defaults of :class:`RequestLimits`.
 
     Raises:
         ConfigError: if the function is not ``async``, or for values out of range.
@@ -131,7 +131,7 @@ class FunctionAgent(SessionAgent):
             name = getattr(function, "__qualname__", type(function).__qualname__)
             raise ConfigError(
                 f"function {name} is not async, so all rollouts would wait for it; make it "
-                "`async def`, or run it as a program of its own (ScriptAgent)"
+                "`async def`, or run it as a separate program (ScriptAgent)"
             )
         self.function: Callable[[AgentClient, Prompt], Awaitable[Any]] = function
 

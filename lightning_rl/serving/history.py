@@ -14,7 +14,7 @@ from lightning_rl.serving.messages import Said
 class _Node:
     """The end of a conversation; ``answers``: the calls that led here, by their formats' keys.
 
-    ``message`` is the last, and ``tool_calls`` are those of all.
+    ``message`` is the last message, and ``tool_calls`` the number of calls in all messages.
     """
 
     further: dict[str, "_Node"] = field(default_factory=dict)
@@ -26,13 +26,12 @@ class _Node:
 class History:
     """The conversations of a session as a tree of messages.
 
-    A chat that continues an answer is written as the tokens that were read and generated until
-    then, which the rollout has, and what follows them; whatever else a client sends is encoded
-    whole.
+    A chat that continues an answer keeps the exact tokens that were read and generated until then,
+    from the rollout, followed by the new ones; any other chat is encoded as a whole.
 
     Args:
         rollout: holds the calls.
-        prompt: messages that are known already, and no part of the transcript.
+        prompt: messages already known, which are not part of the transcript.
     """
 
     def __init__(self, rollout: Rollout, prompt: RequestChat) -> None:
@@ -45,7 +44,7 @@ class History:
         self.transcript.clear()
 
     def prompt(self, chat: RequestChat, form: ChatFormat) -> Seen:
-        """Tokens of a chat, with the opening of the model's turn, and the pictures in it.
+        """Return the tokens of a chat, with the opening of the model's turn, and its pictures.
 
         Raises:
             ConfigError: if the template cannot render it.
@@ -67,7 +66,7 @@ class History:
         return token_ids + added, placed
 
     def note(self, chat: RequestChat) -> int:
-        """Keep what a client sent; returns how many calls of tools it holds."""
+        """Record a client's chat; return how many tool calls it holds."""
         nodes = self._known(chat)
         for item in chat.said[len(nodes) :]:
             nodes.append(self._after(nodes[-1] if nodes else self._root, item))
@@ -75,7 +74,7 @@ class History:
         return nodes[-1].tool_calls if nodes else 0
 
     def answer(self, chat: RequestChat, turn: Said, form: ChatFormat | None, call: Call) -> None:
-        """Keep an answer; of those that read alike, the last one's tokens."""
+        """Record an answer; equal answers keep the tokens of the last one."""
         self.note(chat)
         node = self._after(chat.place[1][-1], turn)
         if form is not None:
@@ -92,7 +91,7 @@ class History:
             self.transcript[:] = [m for m in self.transcript if m is not last.message]
 
     def _known(self, chat: RequestChat) -> list[Any]:
-        """Where a chat goes, as far as that is known."""
+        """Return the nodes of a chat's known messages."""
         state, nodes = chat.place
         nodes = nodes if state == self._state else []
         for item in chat.said[len(nodes) :]:
@@ -103,7 +102,7 @@ class History:
         return nodes
 
     def _after(self, node: _Node, item: Said) -> _Node:
-        """The node that follows; a new message extends the tree and the transcript."""
+        """Return the next node; a new message extends the tree and the transcript."""
         if item.key not in node.further:
             calls = node.tool_calls + len(item.message.get("tool_calls", ()))
             node.further[item.key] = _Node(message=item.message, tool_calls=calls)

@@ -13,12 +13,12 @@ Receive = Callable[[], Coroutine[Any, Any, MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 
 _RETRY = {False: (b"x-should-retry", b"false"), True: (b"x-should-retry", b"true")}
-"""What OpenAI's and Anthropic's clients go by."""
+"""Headers that tell OpenAI's and Anthropic's clients whether to retry."""
 
 
 @dataclass(slots=True)
 class Response:
-    """What is sent back."""
+    """An HTTP response."""
 
     body: bytes
     status: int = 200
@@ -26,7 +26,7 @@ class Response:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
     async def send(self, send: Send) -> None:
-        """Send all of it."""
+        """Send the whole response."""
         length = (b"content-length", str(len(self.body)).encode())
         headers = [(b"content-type", self.kind), length, *self.headers]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -34,14 +34,14 @@ class Response:
 
 
 def json_reply(value: Any) -> Response:
-    """An object, as JSON."""
+    """Return a response with a value as JSON."""
     return Response(json.dumps(value, ensure_ascii=False).encode())
 
 
 def refusal(door: Door, error: RequestError) -> Response:
-    """An error, in the format of the API.
+    """Return the response for an error, in the format of the API.
 
-    Who has no key, or has not been read to the end, has no use for the connection.
+    It closes the connection of a client without a valid key, or whose body was not read completely.
     """
     reply = json_reply(door.error(error))
     reply.status, reply.headers = error.status, (_RETRY[error.retry],)
@@ -51,9 +51,9 @@ def refusal(door: Door, error: RequestError) -> Response:
 
 
 def is_gone(receive: Receive) -> bool:
-    """Whether the client of a request, whose body has been read, closed the connection.
+    """Tell, without waiting, whether the client closed the connection of a request.
 
-    Asks without waiting: nothing else can come any more.
+    The request's body must have been read, so that nothing else can come.
     """
     step = receive().__await__()
     try:
@@ -65,18 +65,18 @@ def is_gone(receive: Receive) -> bool:
 
 
 async def read_body(receive: Receive, most: int) -> bytes:
-    """A request's body, of at most so many bytes; the rest is read, but not kept.
+    """Return a request's body of at most ``most`` bytes; a larger one is read, but not kept.
 
-    So its client hears why it was refused, and not only that the connection was closed.
+    So its client sees why it was refused, instead of a closed connection.
 
     Raises:
-        RequestError: if it is larger, or its client went away.
+        RequestError: if the body is larger, or the client disconnected.
     """
     parts, size, more = [], 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise RequestError("the client went away")
+            raise RequestError("the client disconnected")
         part = message.get("body", b"")
         size += len(part)
         if size <= most:
@@ -88,10 +88,10 @@ async def read_body(receive: Receive, most: int) -> bytes:
 
 
 def read_json(body: bytes) -> Any:
-    """The content of a body.
+    """Parse a body as JSON.
 
     Raises:
-        RequestError: if it is no JSON, or holds what no answer could repeat.
+        RequestError: if it is not valid JSON, or holds text that cannot be encoded again.
     """
     try:
         return loads(body)

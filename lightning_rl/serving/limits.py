@@ -1,4 +1,4 @@
-"""What one request may ask of an AgentServer."""
+"""Limits of one request to an AgentServer."""
 
 from dataclasses import dataclass, field
 
@@ -10,21 +10,21 @@ from lightning_rl.vision.limits import PictureAccess, PictureLimits
 @configurable
 @dataclass(frozen=True)
 class RequestLimits:
-    """Bounds of a request to an :class:`AgentServer`; beyond them it is refused, naming the bound.
+    """Limits of a request to an :class:`AgentServer`; a refusal names the limit.
 
     Args:
-        max_bytes: of its body. The default holds some two million tokens of text.
-        max_answers: completions that it may ask for: ``n`` times its prompts.
-        max_seconds: to read it and to write its chat in tokens, which other requests do not wait
-            for; what is generated takes the time it takes.
-        max_wait_s: seconds until a connection must have sent a whole request, or it is closed. One
-            that had an answer with its key may be kept for the next.
+        max_bytes: maximum size of the body. The default holds some two million tokens of text.
+        max_answers: maximum number of completions: ``n`` times the number of prompts.
+        max_seconds: time limit for reading the request and tokenizing its chat, which delays no
+            other session; generation has no limit.
+        max_wait_s: seconds within which a connection must send a whole request, or it is closed. A
+            connection that had an answer may be kept for the next request.
         client_templates: whether a request may bring a chat template (``chat_template``). It is a
-            program: each is rendered in a process of its own, within ``max_seconds``, ``max_bytes``
+            program: each is rendered in a separate process, within ``max_seconds``, ``max_bytes``
             of text and 1 GiB of memory.
-        pictures: bounds of each picture, and of their number in a chat.
-        picture_hosts: hosts that a picture's URL may name although they are not of the public
-            internet, such as ``["localhost"]``. Clients name no files.
+        pictures: limits of each picture, and of their number in a chat.
+        picture_hosts: hosts outside the public internet that a picture's URL may name, such as
+            ``["localhost"]``. Clients may not name files.
 
     Raises:
         ConfigError: for values out of range.
@@ -44,5 +44,5 @@ class RequestLimits:
 
     @property
     def picture_access(self) -> PictureAccess:
-        """What a client's pictures may name."""
+        """The sources that a client's pictures may name."""
         return PictureAccess(files=False, private_hosts=False, hosts=tuple(self.picture_hosts))

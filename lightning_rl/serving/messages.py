@@ -1,4 +1,4 @@
-"""Chat messages as clients send them, in the one form that templates take and answers match."""
+"""Converts clients' chat messages to one form, which templates use and answers are matched by."""
 
 import json
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ class Said:
     """A message of a conversation.
 
     Args:
-        message: as chat templates take it: text content, or parts where there are pictures;
+        message: in the form of chat templates: text content, or parts if there are pictures;
             arguments of calls as objects.
-        text: all of it, as JSON; a picture's part holds its digest.
-        key: what makes it the same message for whoever compares. Of a model's message these are
-            the words and the calls, whatever a client made of spaces around them or of ids.
+        text: the whole message as JSON; a picture's part holds its digest.
+        key: equal for messages that count as the same. For a model's message it has only the text
+            and the calls, without surrounding spaces and ids, which clients may change.
     """
 
     message: Message
@@ -35,10 +35,10 @@ class Said:
 
 
 def seen(message: Message, limits: PictureLimits, access: PictureAccess) -> Said:
-    """Of a message in the form of templates, in which pictures are as the client sent them.
+    """Make a Said of a message in the form of templates, loading its pictures.
 
     Raises:
-        PictureError: if one cannot be had.
+        PictureError: if a picture cannot be loaded.
     """
     [bare], pictures = pictures_of([message], limits, access=access)
     if pictures:
@@ -51,7 +51,7 @@ def seen(message: Message, limits: PictureLimits, access: PictureAccess) -> Said
 
 
 def said(message: Message) -> Said:
-    """Of a message in the form of templates."""
+    """Make a Said of a message in the form of templates, without pictures."""
     text = json.dumps(message, ensure_ascii=False)
     if message["role"] != "assistant":
         return Said(message, text, text)
@@ -61,7 +61,7 @@ def said(message: Message) -> Said:
 
 
 def with_name(message: Message, before: Sequence[Said]) -> Message:
-    """The same message; a tool's result with the name of the tool that was called ``before``."""
+    """Return the message; a tool's result gets the name of the tool that was called ``before``."""
     if message["role"] != "tool" or "name" in message:
         return message
     calls = (c for item in reversed(before) for c in reversed(item.message.get("tool_calls", ())))
@@ -70,13 +70,13 @@ def with_name(message: Message, before: Sequence[Said]) -> Message:
 
 
 def read_message(number: int, given: Any) -> Message:
-    """A message of a chat completion's request, in the form of templates.
+    """Return a message of a chat completion's request in the form of templates.
 
-    What has no place in a template (``refusal``, ``audio``, ``reasoning_content``, a call's
-    ``index``) is left out.
+    Fields that templates cannot render (``refusal``, ``audio``, ``reasoning_content``, a call's
+    ``index``) are left out.
 
     Raises:
-        RequestError: if it is none.
+        RequestError: if it is not a valid message.
     """
     fields = Fields(given, f"messages[{number}].")
     role = fields.need("role", str)
@@ -111,7 +111,7 @@ def _call(fields: Fields) -> Message:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: a string, or blocks of text.
+    """Return the text of a message's content, which is a string or blocks of text.
 
     Raises:
         RequestError: for other blocks, such as images.
@@ -122,12 +122,12 @@ def text_of(content: Any, where: str) -> str:
 
 
 def content_of(content: Any, where: str, pictures: bool = True) -> str | list[Any]:
-    """A message's content: its text, or parts of it where there are pictures.
+    """Return a message's content: its text, or parts if there are pictures.
 
     Args:
         content: a string, or blocks of text and pictures.
-        where: its place, for messages.
-        pictures: whether there may be any.
+        where: its place in the request, for error messages.
+        pictures: whether pictures are allowed.
 
     Raises:
         RequestError: for other blocks, such as audio.
@@ -151,7 +151,7 @@ def content_of(content: Any, where: str, pictures: bool = True) -> str | list[An
 
 
 def joined(parts: list[Any]) -> str | list[Any]:
-    """Parts of texts as one text; others stay as they are."""
+    """Join parts into one text if all are text; else return them unchanged."""
     if any(part["type"] != "text" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)

@@ -16,7 +16,7 @@ from lightning_rl.serving.settings import answer_form, asked_sampling
 
 
 class ChatDoor(OpenAIDoor):
-    """``/v1/chat/completions``."""
+    """Serves ``/v1/chat/completions``."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -91,11 +91,11 @@ def _refuse(fields: Fields) -> None:
 
 _OURS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 _OURS |= {"messages", "conversations"}
-"""Names that are no variables of a template, but arguments of what renders it."""
+"""Names that are not variables of a template, but arguments of its renderer."""
 
 
 def _variables(fields: Fields) -> dict[str, Any]:
-    """Further variables of the chat template."""
+    """Read extra variables of the chat template."""
     given = Fields(fields.get("chat_template_kwargs", dict) or {}, "chat_template_kwargs.")
     for name in _OURS & given.body.keys():
         given.refuse(name, "it is set by the server; a template is sent as chat_template")
@@ -116,7 +116,7 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-    """The tool that must be called (any: ``*``), and whether one may be."""
+    """Return the tool that must be called (any: ``*``), and whether one may be called."""
     choice = fields.body.get("tool_choice")
     if choice is None or choice in ("auto", "none"):
         return "", choice != "none"
@@ -138,7 +138,7 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
 
 
 def _calls(answer: Answer) -> list[Message]:
-    """As the API has them: arguments are JSON in a string."""
+    """Return the answer's calls in the API's form, with arguments as a JSON string."""
     return [
         {
             **call,
@@ -152,7 +152,7 @@ def _calls(answer: Answer) -> list[Message]:
 
 
 def _reason(ask: Ask, answer: Answer) -> str:
-    """As the API has it: a call of a tool that was named by the client is a ``stop``."""
+    """Return the API's finish reason: ``stop`` after a call of a tool that the client named."""
     named = ask.must_call not in ("", "*")
     return "stop" if named and answer.finish_reason == "tool_calls" else answer.finish_reason
 

@@ -16,7 +16,7 @@ from lightning_rl.vision.reader import encode
 
 
 class TextDoor(OpenAIDoor):
-    """``/v1/completions``."""
+    """Serves ``/v1/completions``."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
@@ -41,7 +41,7 @@ class TextDoor(OpenAIDoor):
         return Ask(model, role, sampling, count, prompts=prompts), wanted
 
     def _prompts(self, fields: Fields, limits: RequestLimits) -> tuple[list[list[int]], int]:
-        """One or several, as text or as token ids, and how often each is continued."""
+        """Read one or several prompts as token ids, and the number of answers to each."""
         given = fields.body.get("prompt")
         if given is None:
             fields.need("prompt", str)

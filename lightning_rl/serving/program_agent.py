@@ -1,4 +1,4 @@
-"""ProgramAgent: any command is the agent; ScriptAgent: a Python script whose imports are shared."""
+"""ProgramAgent: any command as an agent; ScriptAgent: a Python script whose imports are shared."""
 
 import asyncio
 import json
@@ -29,43 +29,43 @@ from lightning_rl.vision.messages import as_sent
 
 @configurable
 class ProgramAgent(SessionAgent):
-    """Runs a command for each rollout; its models are an endpoint on this machine.
+    """Runs a command for each rollout, which calls its models at an endpoint on this machine.
 
-    The program finds it in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, or ``ANTHROPIC_BASE_URL``
-    and ``ANTHROPIC_API_KEY``, and its task as JSON on standard input (``/dev/stdin`` where a file
-    is wanted): ``{"id": ..., "prompt": ..., "columns": {...}, "seed": ...}``, with pictures in the
-    prompt as ``data:`` URLs. What its calls read and wrote is recorded token by token. The last
-    line of its output that is a JSON object with a ``reward``, ``role_rewards``, ``call_rewards``,
-    ``metrics`` or ``answer`` says how it went; see
-    docs/agents.md. ``rollout.completion`` becomes the transcript of its calls.
+    The program finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, or
+    ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``, and gets its task as JSON on standard input
+    (``/dev/stdin`` if it needs a file): ``{"id": ..., "prompt": ..., "columns": {...}, "seed":
+    ...}``, with pictures in the prompt as ``data:`` URLs. The tokens of its calls are recorded
+    exactly. Its result is the last line of its output that is a JSON object with a ``reward``,
+    ``role_rewards``, ``call_rewards``, ``metrics`` or ``answer``; see docs/agents.md.
+    ``rollout.completion`` becomes the transcript of its calls.
 
-    ``finish_reason`` is the last call's, or ``max_seconds``: then its last result counts,
-    and its reward is 0 if it said none. A program that ends with another status than 0,
-    prints too much, asks no model, or says what cannot be, costs its rollout, which is FAILED with
-    the reason. ``rollout.extra["agent_end"]`` is how it ended; ``agent/*_share`` count that.
+    ``finish_reason`` is the last call's, or ``max_seconds``: then the last result so far counts,
+    or a reward of 0 if there is none. If the program exits with a status other than 0, prints too
+    much, asks no model, or returns an invalid result, its rollout is FAILED with the reason.
+    ``rollout.extra["agent_end"]`` is its ending; ``agent/*_share`` are the shares of endings.
 
-    It ends with its rollout, with all that it started. One that was interrupted is run again from
-    the start, and is given the same completions again.
+    The program, and everything it started, ends with its rollout. An interrupted program runs again
+    from the start, and gets the same completions again.
 
     Args:
-        command: program and arguments; a text is run by ``/bin/sh``.
+        command: program and arguments; a string is run by ``/bin/sh``.
         env: environment variables to set.
-        pass_env: names of variables to pass on from the trainer's environment, of which it else
-            gets only ``KEPT_VARIABLES`` (``PATH``, ``HOME`` and such): no keys.
-        cwd: where it runs; None: where the trainer does.
+        pass_env: names of variables to pass on from the trainer's environment; the program
+            otherwise gets only ``KEPT_VARIABLES`` (``PATH``, ``HOME`` and such) and no keys.
+        cwd: working directory; None: the trainer's.
         roles: names of further models (policies) that it may ask for, besides ``policy``.
-        parser: reads the model family's way to write tool calls.
+        parser: reads tool calls in the model family's format.
         client_sampling: whether it may change sampling settings, such as the temperature.
-        max_seconds: wall time of one program at most, in seconds; None: no limit.
-        max_output_bytes: how much it may print.
+        max_seconds: maximum wall time of one program, in seconds; None: no limit.
+        max_output_bytes: maximum bytes that it may print.
         max_memory_gb: GiB of address space that each of its processes may map; None: no limit.
-        max_concurrency: programs that run at the same time; time spent waiting does not count.
-        retries: how often one is run again that was killed by a signal.
-        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
-        own_processes: whether it sees only the processes that it starts itself, where the machine
-            allows that (else there is a warning): so it cannot read the others' keys in ``/proc``.
-            False where it needs ``sudo`` or the like, which does not work inside unless the trainer
-            is root.
+        max_concurrency: programs that run at the same time; waiting for a place takes no time
+            from ``max_seconds``.
+        retries: how often to rerun a program that was killed by a signal.
+        limits: limits of one request to the models; None: the defaults of :class:`RequestLimits`.
+        own_processes: whether it sees only its own processes, if the machine allows that (else
+            there is a warning), so that it cannot read others' keys in ``/proc``. Set False if it
+            needs ``sudo`` or the like, which does not work inside unless the trainer is root.
 
     Raises:
         ConfigError: for values out of range.
@@ -141,7 +141,7 @@ class ProgramAgent(SessionAgent):
         return replace(ending, said=last_result(bytes(program.stdout)))
 
     def close(self) -> None:
-        """End the launcher of programs and the endpoint; they start again when needed."""
+        """Close the launcher of programs and the endpoint; they start again when needed."""
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
@@ -175,7 +175,7 @@ class ProgramAgent(SessionAgent):
         return Launcher(own_processes=self.own_processes)
 
     def _places(self) -> asyncio.Semaphore:
-        """The gate that lets so many run at once, of the running loop."""
+        """Return the running loop's semaphore, which limits concurrent programs."""
         loop = asyncio.get_running_loop()
         if self._gate is None or self._gate[0] is not loop:
             self._gate = loop, asyncio.Semaphore(self.max_concurrency)
@@ -183,14 +183,14 @@ class ProgramAgent(SessionAgent):
 
     def _check_places(self) -> None:
         if self.cwd is not None and not Path(self.cwd).is_dir():
-            raise ConfigError(f"cwd={self.cwd!r} is no directory; make it, or name another")
+            raise ConfigError(f"cwd={self.cwd!r} is not a directory; make it, or name another")
         require_set(self.pass_env)
         program = self.command[0]
         # A path is the program's own directory's, a name its PATH's.
         place = os.path.join(self.cwd or ".", program) if os.sep in program else program
         if shutil.which(place, path=self._environment().get("PATH")) is None:
             raise ConfigError(
-                f"command {program!r} is no program that can be run; give its path, or install it"
+                f"command {program!r} is not an executable program; give its path, or install it"
             )
 
 
@@ -200,14 +200,14 @@ class ScriptAgent(ProgramAgent):
 
     Its process is forked from one that has imported the ``preload`` modules, which saves each
     rollout the time to start Python and to import them (1.8 of 2 CPU seconds with ``openai``).
-    The script itself is run as ``python SCRIPT`` would. Modules are best that start no threads.
+    The script itself runs as by ``python SCRIPT``. Preload only modules that start no threads.
 
     Args:
-        script: its file.
-        arguments: for it.
-        preload: modules to import before, such as ``openai``.
-        python: the interpreter, also of another environment; None: the trainer's.
-        options: of :class:`ProgramAgent`, without ``command``.
+        script: path of the script.
+        arguments: its command-line arguments.
+        preload: modules to import beforehand, such as ``openai``.
+        python: the interpreter, possibly of another environment; None: the trainer's.
+        options: arguments of :class:`ProgramAgent` except ``command``.
 
     Raises:
         ConfigError: for values out of range; when the first rollout starts, if a module cannot be
@@ -236,7 +236,9 @@ class ScriptAgent(ProgramAgent):
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         place = Path(self.cwd or ".") / self.script
         if not place.is_file():
-            raise ConfigError(f"script={self.script!r} is no file (looked for {place})")
+            raise ConfigError(
+                f"script={self.script!r} is not a file (looked for {place}); correct the path"
+            )
         super().configure(tokenizer)
 
     def _request(self, session: Session) -> ProgramRequest:
@@ -248,12 +250,12 @@ class ScriptAgent(ProgramAgent):
 
 
 def _absolute(program: str) -> str:
-    """The path of a program; a bare name stays one, to be looked up."""
+    """Return a program's absolute path; leave a bare name, to be looked up in PATH."""
     return os.path.abspath(program) if os.sep in program else program
 
 
 def _endpoint(session: Session) -> dict[str, str]:
-    """The variables through which clients find their models."""
+    """Return the environment variables through which clients find their models."""
     return {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_KEY": session.api_key,

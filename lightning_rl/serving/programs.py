@@ -1,4 +1,4 @@
-"""Running programs: many at once, each with limits, and none longer than needed."""
+"""Runs programs: many at once, each with limits, and no longer than needed."""
 
 import asyncio
 import errno
@@ -24,23 +24,23 @@ from lightning_rl.serving.results import Ending
 _log = logging.getLogger(__name__)
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _END_S = 10.0
-"""How long to wait for the end of what was told to end; only what the kernel holds takes longer."""
+"""Seconds to wait for a program told to end; only one stuck in the kernel takes longer."""
 _DRAIN_S = 1.0
-"""How long to read on after all is over; only a descriptor that was passed away takes longer."""
+"""Seconds to read output after a program's end; only a leaked descriptor takes longer."""
 _KEPT_STDERR = 4096
 _REASON_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramRequest:
-    """What to run, and its limits.
+    """A program to run, and its limits.
 
     Args:
         env: all environment variables.
         command: program and arguments; empty for a script.
-        script: a Python file, to be run by the launcher's own Python.
-        arguments: of the script.
-        cwd: where it runs.
+        script: a Python file, which the launcher's own Python runs.
+        arguments: the script's arguments.
+        cwd: working directory.
         memory_bytes: address space of each of its processes; None: no limit.
     """
 
@@ -53,14 +53,14 @@ class ProgramRequest:
 
 
 class Launcher:
-    """The process that starts programs; it starts with the first, and ends with this process.
+    """The process that starts programs; it starts with the first one, and ends with this process.
 
     Args:
-        modules: what Python scripts need, imported once for all of them.
+        modules: modules that Python scripts need, imported once for all of them.
         python: the interpreter that runs scripts; None: commands only.
         env: its environment variables.
-        own_processes: whether each program sees only the processes that it starts itself, where
-            this machine allows that; else it can read the keys of others in ``/proc``.
+        own_processes: whether each program sees only its own processes, if this machine allows
+            that; otherwise it can read others' keys in ``/proc``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Launcher:
     async def running(
         self, request: ProgramRequest, stdin: bytes, max_output_bytes: int
     ) -> "AsyncIterator[Program]":
-        """A running program; it is gone at the end of the block.
+        """Start a program, and end it at the end of the block.
 
         Raises:
             ConfigError: if a module cannot be imported.
@@ -120,8 +120,8 @@ class Launcher:
         if self._own_processes and not alone and not self._warned:
             self._warned = True
             _log.warning(
-                "this machine allows programs no namespaces of their own, so each can read the "
-                "others' keys in /proc: %s, or run programs that you trust",
+                "this machine does not allow separate process namespaces, so each program can read "
+                "the others' keys in /proc: %s, or run only programs that you trust",
                 ALLOW_SANDBOX,
             )
 
@@ -133,7 +133,7 @@ class Launcher:
                 return
             except (BrokenPipeError, ConnectionResetError):  # somebody killed it
                 self.close()
-        raise ConfigError(f"the launcher of programs, {self._command[0]!r}, ends as it starts")
+        raise ConfigError(f"the launcher of programs, {self._command[0]!r}, ends when it starts")
 
     def _open(self) -> socket.socket:
         if self._channel is None:
@@ -153,7 +153,7 @@ class Launcher:
 
 
 class Program:
-    """A program that was started, what it has printed, and its keeper."""
+    """A started program, with its output and its keeper."""
 
     def __init__(self, max_output_bytes: int) -> None:
         self.stdout = bytearray()
@@ -166,7 +166,7 @@ class Program:
         self._answer: asyncio.Task[dict[str, Any] | None] | None = None
 
     async def open(self) -> tuple[int, int, int]:
-        """Make the ends that the program gets: standard output, error, and the keeper's socket."""
+        """Return the program's ends of standard output, standard error and the keeper's socket."""
         loop = asyncio.get_running_loop()
         ends = []
         for take in (self._take_out, self._take_err):
@@ -180,9 +180,9 @@ class Program:
         return ends[0], ends[1], far.detach()
 
     async def begun(self) -> bool:
-        """Return when it has been started; the launcher may have to import modules first.
+        """Wait until the program has started; the launcher may have to import modules first.
 
-        Tells whether it sees only its own processes.
+        Return whether it sees only its own processes.
         """
         assert self._keeper is not None
         first = await self._receive()
@@ -195,9 +195,9 @@ class Program:
         return first is not None and "alone" in first
 
     async def wait(self) -> Ending:
-        """How it ended, with everything it started, once all of its output is there.
+        """Wait for the program and everything it started; return its ending with all output read.
 
-        ``done``, or ``exit``, ``killed`` or ``output`` with the reason.
+        The ending is ``done``, or ``exit``, ``killed`` or ``output`` with the reason.
         """
         assert self._answer is not None
         answer = await asyncio.shield(self._answer)
@@ -215,7 +215,7 @@ class Program:
         return Ending("killed" if status < 0 else "exit", f"{ending(status)}{said}")
 
     async def end(self) -> None:
-        """End it with everything it started, unless it has ended."""
+        """End the program and everything it started, unless it has ended."""
         self._ask_to_end()
         if self._answer is not None:
             _, late = await asyncio.wait([self._answer], timeout=_END_S)
@@ -240,7 +240,7 @@ class Program:
             return
 
     async def _receive(self) -> dict[str, Any] | None:
-        """The keeper's next message; None if it is gone."""
+        """Return the keeper's next message; None if the keeper is gone."""
         assert self._keeper is not None
         try:
             said = await asyncio.get_running_loop().sock_recv(self._keeper, 1 << 18)
@@ -289,7 +289,7 @@ class _Pipe(asyncio.Protocol):
 
 
 def _file_of(content: bytes) -> int:
-    """A file without a name, open at its beginning."""
+    """Return the descriptor of an unnamed file with this content, at its beginning."""
     file = os.memfd_create("lightning_rl")
     with os.fdopen(file, "wb", closefd=False) as writer:
         writer.write(content)

@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def main() -> int:
-    """Exit status: 0, or 1 with the reason on standard error."""
+    """Render the template; return 0, or 1 with the reason on standard error."""
     given = json.load(sys.stdin.buffer)
     try:
         texts, _ = render_jinja_template(chat_template=given["template"], **given["variables"])

@@ -1,4 +1,4 @@
-"""The result of an agent's run: how it ended, and what it reports."""
+"""The result of an agent's run: its ending, and the values that it reports."""
 
 import json
 import math
@@ -12,15 +12,15 @@ from lightning_rl.rollout import Message, Rollout
 from lightning_rl.run.strict_json import require_plain
 
 RESULT_KEYS = ("reward", "role_rewards", "call_rewards", "metrics", "answer")
-"""A line of output is a result if it has one of these."""
+"""A line of output is a result if it has one of these keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended: ``done`` or one of ``agents.endings``, the reason of a failure, the result.
+    """The ending of a run: ``done`` or one of ``agents.endings``, a failure's reason, the result.
 
-    ``completion`` is what the rollout's becomes, None: the session's transcript. What the roles in
-    ``untrained`` wrote has no loss.
+    ``completion`` becomes the rollout's; None: the session's transcript. Tokens of the roles in
+    ``untrained`` have no loss.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Ending:
 
 
 def last_result(output: bytes) -> dict[str, Any]:
-    """The last line that is a JSON object with one of ``RESULT_KEYS``; {} if there is none."""
+    """Return the last line that is a JSON object with one of ``RESULT_KEYS``; {} if none is."""
     for line in reversed(output.splitlines()):
         if not line.lstrip().startswith(b"{"):
             continue
@@ -48,11 +48,11 @@ def note_result(rollout: Rollout, said: Mapping[str, Any]) -> None:
     """Write an agent's result into its rollout.
 
     ``reward`` becomes the ``environment_reward``, ``role_rewards`` the rewards of roles (by name),
-    ``call_rewards`` those of calls (in their order, None where nothing fell), ``metrics`` are
-    logged; everything else is kept in ``extra``.
+    ``call_rewards`` those of calls (in order, None for a call without one), ``metrics`` are logged;
+    everything else is kept in ``extra``.
 
     Raises:
-        ValueError: naming what cannot be; the rollout is then as it was.
+        ValueError: for an invalid value, which it names; the rollout is then unchanged.
     """
     require_plain(said)
     reward = said.get("reward")
@@ -102,5 +102,5 @@ def _number(name: str, said: Any, largest: float = math.inf) -> float:
 
 
 def _whole(digits: str) -> int | float:
-    """A number of any length: Python refuses to read long ones, and the line would be no result."""
+    """Parse a number of any length: Python's ``int`` refuses long ones."""
     return int(digits) if len(digits) < 400 else float(digits)

@@ -1,4 +1,4 @@
-"""Clients that repeat a request without an answer: they get the original answer."""
+"""Repeated requests whose answer was lost: they get the original answer."""
 
 import asyncio
 from collections import defaultdict
@@ -13,34 +13,34 @@ from lightning_rl.serving.http import Receive, is_gone
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A client that waits, by its connection, and what it waits for."""
+    """A waiting client, by its connection, and the answers that it waits for."""
 
     receive: Receive
     answers: asyncio.Future[list[Answer]]
 
     def is_lost(self) -> bool:
-        """Whether its client went away."""
+        """Tell whether the client has disconnected."""
         return is_gone(self.receive)
 
 
 class Retries:
-    """The requests of one session by their content, or by the keys that clients give them.
+    """The requests of one session, by their content or by the keys that clients give them.
 
-    The same once more is another request, and gets another sample, as it does from any server:
-    unless the client that asked before went away without its answer, or says that it retries.
+    The same content again is a new request and gets a new sample, as from any server, unless the
+    earlier client disconnected without its answer, or this one says that it retries.
     """
 
     def __init__(self) -> None:
         self._waiting: defaultdict[bytes, list[Pending]] = defaultdict(list)
         self._last: dict[bytes, asyncio.Future[list[Answer]]] = {}
         self._keyed: dict[bytes, bytes] = {}
-        """The requests that clients have given keys to."""
+        """Requests by the keys that clients gave them."""
 
     def name(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, bool]:
-        """What identifies a request, and whether its client says that it repeats it.
+        """Return the key of a request, and whether its client says that it is a retry.
 
         Raises:
-            RequestError: if it comes with the key of another request.
+            RequestError: if it has the idempotency key of another request.
         """
         asked = _digest(path.encode() + b" " + body)
         key = headers.get(b"idempotency-key")
@@ -51,7 +51,7 @@ class Retries:
         return b"key " + _digest(key), True
 
     def earlier(self, key: bytes, retried: bool) -> asyncio.Future[list[Answer]] | None:
-        """The recorded answer of this request, if it was asked before and got lost."""
+        """Return the recorded answers to this request, if they were asked before and lost."""
         waiting = self._waiting[key]
         lost = next((pending for pending in waiting if pending.is_lost()), None)
         if lost is not None:
@@ -60,14 +60,14 @@ class Retries:
         return self._last.get(key) if retried else None
 
     def note(self, key: bytes, pending: Pending) -> None:
-        """Keep a request while its answer is on its way."""
+        """Record a request while its answer is being made."""
         self._waiting[key].append(pending)
         self._last[key] = pending.answers
 
     def arrives(self, key: bytes, pending: Pending) -> bool:
-        """Mark its answer as sent; False if no client waits for it.
+        """Mark a request's answer as sent; return False if no client waits for it.
 
-        One that another request has taken over is that one's to send.
+        An answer that another request has taken over is sent by that request.
         """
         if pending not in self._waiting[key]:
             return True
@@ -78,7 +78,7 @@ class Retries:
         return arrives
 
     def forget(self, key: bytes, pending: Pending) -> None:
-        """It has no answer: a repetition is a new request."""
+        """Forget a request without an answer, so that a repetition is a new request."""
         if pending in self._waiting[key]:
             self._waiting[key].remove(pending)
         if self._last.get(key) is pending.answers:

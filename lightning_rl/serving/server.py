@@ -25,7 +25,7 @@ from lightning_rl.serving.session import Session
 from lightning_rl.serving.strangers_template import RendererApart
 
 _KEEP_ALIVE_S = 3600
-"""A connection that the server closes while it is used again looks like a failure to clients."""
+"""Seconds to keep idle connections: closing one that is being reused looks like a failure."""
 
 
 class AgentServer:
@@ -36,16 +36,16 @@ class AgentServer:
     in the event loop that :meth:`start` ran in.
 
     Args:
-        tokenizer: of the policy; chats need its chat template.
-        parser: reads the model family's way to write tool calls.
-        chat_options: further variables of the chat template.
-        host: the address to listen on; leave it, unless programs run on other machines: whoever
-            has a session's key may use the engine.
-        port: 0: any that is free.
+        tokenizer: the policy's tokenizer; chats need its chat template.
+        parser: reads tool calls in the model family's format.
+        chat_options: extra variables of the chat template.
+        host: the address to listen on; keep the default unless programs run on other machines:
+            whoever has a session's key may use the engine.
+        port: the port to listen on; 0: any free one.
         client_sampling: whether clients may change sampling settings (temperature, top-p,
             penalties ...). False keeps the run's settings, for programs that ask for temperature
-            0, with which all rollouts of a group would be alike.
-        limits: bounds of a request; None: those of :class:`RequestLimits`.
+            0, with which all rollouts of a group would be equal.
+        limits: limits of a request; None: the defaults of :class:`RequestLimits`.
 
     Raises:
         ConfigError: without an ASGI server, or for a port that does not exist.
@@ -62,7 +62,7 @@ class AgentServer:
         limits: RequestLimits | None = None,
     ) -> None:
         if not 0 <= port < 2**16:
-            raise ConfigError(f"port={port} must be in [0, 65535] (0: any that is free)")
+            raise ConfigError(f"port={port} must be in [0, 65535] (0: any free one)")
         _require_uvicorn()
         self.host = host
         self.port = port
@@ -81,22 +81,22 @@ class AgentServer:
 
     @property
     def url(self) -> str:
-        """Of the endpoint, without ``/v1``.
+        """The endpoint's URL, without ``/v1``.
 
         Raises:
             ConfigError: before it listens.
         """
         if self._listening is None:
-            raise ConfigError("AgentServer does not listen yet; await start() first")
+            raise ConfigError("AgentServer is not listening yet; await start() first")
         port = self._listening.sockets[0].getsockname()[1]
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{port}"
 
     async def start(self) -> None:
-        """Listen, in the running loop; nothing happens if it does already.
+        """Start listening in the running loop, unless it already is.
 
         Raises:
-            ConfigError: if the address cannot be listened on.
+            ConfigError: if it cannot listen on the address.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first time, or after another was given up
@@ -137,8 +137,8 @@ class AgentServer:
             )
         except OSError as error:
             raise ConfigError(
-                f"AgentServer cannot listen on {self.host}:{self.port}: {error}; port: 0 takes one "
-                "that is free"
+                f"AgentServer cannot listen on {self.host}:{self.port}: {error}; port: 0 takes a "
+                "free one"
             ) from error
 
     @asynccontextmanager
@@ -149,16 +149,16 @@ class AgentServer:
         sampling: Sampling,
         roles: Sequence[str] = (),
     ) -> AsyncIterator[Session]:
-        """Open the endpoint for one rollout: what comes with the session's key is recorded in it.
+        """Open the endpoint for one rollout, which records all requests with the session's key.
 
         Args:
-            rollout: filled by the calls; one that holds calls gives them again.
-            engine: generates.
-            sampling: holds where a request says nothing else.
+            rollout: the rollout to fill; its recorded calls are replayed.
+            engine: generates the answers.
+            sampling: default sampling settings of requests.
             roles: names of further models that clients may ask for, besides ``policy``.
 
         Raises:
-            EngineError: at its end, if the engine failed in between, whatever became of the agent.
+            EngineError: at the end, if the engine failed meanwhile, even if the agent did not.
         """
         await self.start()
         if DEFAULT_MODEL in roles or "" in roles:

@@ -37,8 +37,8 @@ _Calling = Coroutine[Any, Any, tuple[Call, Completion]]
 class Session:
     """Access to models for one rollout, while :meth:`AgentServer.session` is open.
 
-    ``base_url`` and ``api_key`` are what OpenAI's clients need, ``anthropic_url`` is the URL for
-    Anthropic's. ``episode`` records the calls.
+    OpenAI's clients need ``base_url`` and ``api_key``; ``anthropic_url`` is the URL for Anthropic's
+    clients. ``episode`` records the calls.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Session:
         self.api_key = api_key
         self.episode = Episode(rollout)
         self.failure: Exception | None = None
-        """What went wrong here and not in the program: raised when the session ends."""
+        """An error of the engine or server, not of the program; raised when the session ends."""
         self.failed = asyncio.Event()
         """Set together with ``failure``."""
         self.aborted = False
-        """Whether the engine ended a completion early: the rollout is to be made again."""
+        """Whether the engine aborted a completion: the rollout has to be repeated."""
         self._answering: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._order = asyncio.Lock()
@@ -73,30 +73,30 @@ class Session:
     def messages(self) -> list[Message]:
         """The transcript so far, without the rollout's prompt.
 
-        Each message once, in the order of first appearance, with arguments of calls as objects; of
-        several conversations each goes on from what it shares with those before.
+        Each message appears once, in the order of its first appearance, with arguments of calls as
+        objects; a conversation adds only what it does not share with earlier ones.
         """
         return self._history.transcript
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Answer:
-        """The next turn of a chat, without HTTP.
+        """Return the next turn of a chat, without HTTP.
 
         Args:
             messages: as in a chat completion's request.
-            fields: further ones of such a request: ``tools``, ``temperature``, ``model`` ...
+            fields: other fields of such a request: ``tools``, ``temperature``, ``model`` ...
 
         Raises:
-            RequestError: where the endpoint would answer with an error.
+            RequestError: if the endpoint would answer with an error.
         """
         body = {"messages": list(messages), **fields, "n": 1}
         ask, _ = await self.prepare(lambda: ChatDoor().read(body, self.terms))
         return (await self.answer(ask))[0]
 
     async def prepare(self, read: Callable[[], tuple[Ask, Wanted]]) -> tuple[Ask, Wanted]:
-        """What a request asks for, with its prompts in tokens; see :meth:`beside`.
+        """Read a request and tokenize its prompts, in a thread (:meth:`beside`).
 
         Raises:
-            RequestError: if it is no request, or takes too long.
+            RequestError: if the request is invalid, or reading takes too long.
         """
 
         def work() -> tuple[Ask, Wanted]:
@@ -109,9 +109,9 @@ class Session:
         return await self.beside(work)
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """The result, computed in a thread, so that only this session waits for it.
+        """Return a result computed in a thread, so that only this session waits for it.
 
-        One after another, in the order of asking: whatever the threads do, calls keep theirs.
+        Work runs one at a time, in the order of the requests, so that calls keep that order.
 
         Raises:
             RequestError: if it takes longer than ``limits.max_seconds``.
@@ -133,10 +133,10 @@ class Session:
                 raise
 
     async def answer(self, ask: Ask) -> list[Answer]:
-        """Let the model continue, as often as requested; all of it is recorded.
+        """Generate the requested answers, and record them.
 
         Raises:
-            RequestError: if it cannot, or the session ends meanwhile.
+            RequestError: if that is not possible, or the session ends meanwhile.
         """
         if self._closed:
             raise session_over()
@@ -153,17 +153,17 @@ class Session:
             self._leave(task)
 
     def undelivered(self, ask: Ask, answers: Sequence[Answer]) -> None:
-        """Note that these were not delivered: a repetition gets them, or they are dropped."""
+        """Note answers that were not delivered: a repetition gets them, or they are dropped."""
         for answer in answers:
             self.episode.undelivered(answer.call)
             self._history.take_back(self._chat_of(ask, answer), said(answer.message))
 
     def name(self, name: str) -> None:
-        """Record what the session is called; a client may have a name of its own for it."""
+        """Record the session's name, if a client gives it one."""
         self.episode.rollout.extra["session_id"] = name[:_LONGEST_NAME]
 
     async def close(self) -> None:
-        """End it, and drop what is in generation."""
+        """Close the session, and drop answers being generated."""
         self._closed = True
         here = asyncio.get_running_loop()
         self._answering = {task for task in self._answering if task.get_loop() is here}
@@ -221,7 +221,7 @@ class Session:
         ]
 
     async def _all_of(self, calls: Sequence[_Calling]) -> list[tuple[Call, Completion]]:
-        """Several at once. If one fails, or nobody waits any more, none of them is delivered."""
+        """Await several calls at once; after a failure or cancellation none counts as delivered."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             return await asyncio.gather(*tasks)
@@ -245,7 +245,7 @@ class Session:
             raise RequestError(str(error), param="messages", code="invalid_value") from error
 
     def _turn(self, ask: Ask, completion: Completion, before: int) -> tuple[Message, str | None]:
-        """The model's turn as a message, and the string that ended it."""
+        """Return the model's turn as a message, and the stop string that ended it, if any."""
         if ask.form is None:
             tokenizer = self.terms.formats.tokenizer
             said = ends_of(tokenizer).cut(completion.token_ids)
@@ -273,7 +273,7 @@ class Session:
         return answer
 
     def _chat_of(self, ask: Ask, answer: Answer) -> RequestChat:
-        """The request's messages; a plain prompt becomes a chat, for the transcript."""
+        """Return the request's chat; a plain prompt becomes a chat, for the transcript."""
         if ask.form is not None:
             return ask.chat
         text = self.terms.formats.tokenizer.decode(answer.prompt_ids)
@@ -281,7 +281,7 @@ class Session:
 
 
 def _is_the_clients(error: Exception, ask: Ask) -> bool:
-    """Whether an engine refuses what a client asks for, such as a schema that is none."""
+    """Tell whether an engine's error is the client's fault, such as an invalid schema."""
     if isinstance(error, ServerRefusal):
         return error.status == 400 and ask.sampling.structured_outputs is not None
     return isinstance(error, ConfigError)

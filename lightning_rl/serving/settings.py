@@ -24,14 +24,14 @@ _MOST_ENDS, _LONGEST_END = 64, 1000
 def asked_sampling(
     fields: Fields, terms: Terms, limit: str, stop: str = "stop", **given: Any
 ) -> Sampling:
-    """How a request is sampled.
+    """Return a request's sampling settings.
 
     Args:
-        fields: of the request.
-        terms: of the session.
-        limit: the name of the field with the most tokens.
-        stop: the name of the field with the strings that end a completion.
-        given: further settings from elsewhere.
+        fields: the request's fields.
+        terms: the session's terms.
+        limit: the name of the field with the maximum number of tokens.
+        stop: the name of the field with the stop strings.
+        given: settings read elsewhere.
 
     Raises:
         RequestError: for a value out of range.
@@ -64,7 +64,7 @@ def asked_sampling(
 
 
 def _ends(where: str, strings: list[str]) -> list[str]:
-    """Strings that can end a text, and are few enough to look for after each token."""
+    """Return the stop strings, after checking that they are valid and few enough."""
     if len(strings) > _MOST_ENDS or not all(0 < len(string) <= _LONGEST_END for string in strings):
         allowed = f"up to {_MOST_ENDS} strings of 1 to {_LONGEST_END} characters"
         raise wrong_value(where, strings, allowed)
@@ -72,10 +72,10 @@ def _ends(where: str, strings: list[str]) -> list[str]:
 
 
 def answer_form(fields: Fields) -> StructuredOutputs | None:
-    """The form that ``response_format`` holds an answer to.
+    """Return the structured output that ``response_format`` asks for, if any.
 
     Raises:
-        RequestError: if it is none.
+        RequestError: if ``response_format`` is invalid.
     """
     given = fields.get("response_format", dict)
     if given is None:

@@ -1,4 +1,4 @@
-"""Chat templates that clients bring: programs of strangers, rendered where they can be ended."""
+"""Chat templates sent by clients: untrusted programs, rendered in processes with limits."""
 
 import asyncio
 import json
@@ -21,20 +21,20 @@ _MEMORY_BYTES = 2**30
 
 
 class RendererApart:
-    """Renders each chat in a process of its own, forked from one that has imported what it needs.
+    """Renders each chat in a separate process, forked from one with the imports already made.
 
     Args:
-        limits: bounds of a request; ``max_bytes`` also of what is rendered.
+        limits: limits of a request; ``max_bytes`` also limits the rendered text.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
         self.loop: asyncio.AbstractEventLoop | None = None
-        """Which watches the processes, and must not be waited for from itself."""
+        """The loop that watches the processes; :meth:`render` must not be called from it."""
         self._launcher: Launcher | None = None
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """A chat's text; called beside the loop.
+        """Return a chat's text; call it from outside the loop.
 
         Raises:
             ConfigError: if the template fails, or breaks a limit.
@@ -72,7 +72,7 @@ class RendererApart:
         return program.stdout.decode()
 
     def close(self) -> None:
-        """End the process that renderers are forked from; it starts again when needed."""
+        """End the process from which renderers are forked; it starts again when needed."""
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
@@ -82,10 +82,10 @@ class StrangersTemplate(TurnTemplate):
     """A :class:`TurnTemplate` from a client.
 
     Args:
-        tokenizer: as there.
-        chat_options: as there.
-        template: in place of the tokenizer's.
-        apart: renders it.
+        tokenizer: as for :class:`TurnTemplate`.
+        chat_options: as for :class:`TurnTemplate`.
+        template: used instead of the tokenizer's.
+        apart: renders the template.
     """
 
     def __init__(

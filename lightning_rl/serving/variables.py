@@ -15,14 +15,14 @@ KEPT_VARIABLES = (
     "LD_LIBRARY_PATH",
     "OMP_NUM_THREADS",
 )
-"""What a program gets of the trainer's environment: none of it is a secret."""
+"""Variables that programs get from the trainer's environment: none of them is a secret."""
 _LOOPBACK = "localhost,127.0.0.1,::1"
 NO_PROXY = {"NO_PROXY": _LOOPBACK, "no_proxy": _LOOPBACK}
-"""Lets clients reach endpoints at this machine by themselves."""
+"""Lets clients reach endpoints on this machine without a proxy."""
 
 
 def passed_on(names: Sequence[str]) -> dict[str, str]:
-    """Those of ``KEPT_VARIABLES`` and of ``names`` that the trainer has."""
+    """Return the trainer's variables among ``KEPT_VARIABLES`` and ``names``."""
     wanted = (*KEPT_VARIABLES, *names)
     return {name: os.environ[name] for name in wanted if name in os.environ}
 
@@ -31,7 +31,7 @@ def require_set(pass_env: Sequence[str]) -> None:
     """Refuse to pass on missing variables.
 
     Raises:
-        ConfigError: naming the first variable that is not set.
+        ConfigError: if a variable is not set; names the first.
     """
     if missing := [name for name in pass_env if name not in os.environ]:
         raise ConfigError(

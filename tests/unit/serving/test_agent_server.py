@@ -415,7 +415,7 @@ async def test_two_servers_cannot_share_a_port():
         await second.start()
     await first.close()
     await first.close()
-    with pytest.raises(ConfigError, match="does not listen"):
+    with pytest.raises(ConfigError, match="is not listening"):
         _ = first.url
 
 

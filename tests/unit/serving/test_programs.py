@@ -318,7 +318,10 @@ def test_where_there_are_no_namespaces_a_warning_says_what_that_means():
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert int(done.stdout) > 1
-    assert done.stderr.count("each can read the others' keys in /proc: allow user namespaces") == 1
+    assert (
+        done.stderr.count("each program can read the others' keys in /proc: allow user namespaces")
+        == 1
+    )
 
 
 def test_a_launcher_that_was_killed_is_replaced(launcher):
