@@ -39,24 +39,24 @@ ATTENTION = "lightning_rl_packed"
 
 
 class TokenExchange(Protocol):
-    """How a rank that has s of a pack's tokens gets what it attends with, and gives the outputs."""
+    """Exchanges the tensors of attention for a rank that holds s of a pack's tokens."""
 
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values (s, H, D) of own tokens to those that this rank computes with.
+        """Exchange queries, keys and values (s, H, D) of own tokens for those to attend with.
 
-        Queries (Q, H', D), keys and values (K, Hkv', D), of the same of the heads.
+        Return queries (Q, H', D), and keys and values (K, Hkv', D), of this rank's heads.
         """
 
     def gather_heads(self, output: Tensor) -> Tensor:
-        """Outputs (Q, H', D) of these queries to (s, H, D) of own tokens."""
+        """Exchange outputs (Q, H', D) of these queries for those (s, H, D) of own tokens."""
 
 
 class Attending(Protocol):
-    """Which of the keys that a rank has each of its Q queries sees."""
+    """Which of a rank's keys each of its Q queries sees."""
 
     @property
     def pieces(self) -> Pieces:
-        """The same, piece by piece."""
+        """The same as pieces of segments."""
 
     def batches(self) -> AttentionBatches:
         """For calls of SDPA."""
@@ -67,14 +67,14 @@ class Attending(Protocol):
 
 @dataclass
 class PackLayout:
-    """Where each token of a pack sits in the forward pass.
+    """The place of each token of a pack in the forward pass.
 
-    ``input_ids`` and ``position_ids`` (S,) feed the model; ``tokens`` (S,) are the same tokens, and
-    ``live`` (M,) the loss tokens, as indices into the pack's T tokens, ``rows`` (M,) the rollouts
-    that they belong to, ``predictors`` (M,) the positions in S that predict them.
-    ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
-    less its last. ``fused`` is the part that a fused kernel computes, which :meth:`prepare` decides
-    before a model's layers run; SDPA over ``batches`` computes the rest.
+    ``input_ids`` and ``position_ids`` (S,) feed the model. ``tokens`` (S,) are the same tokens, and
+    ``live`` (M,) the loss tokens, as indices into the pack's T tokens; ``rows`` (M,) are the loss
+    tokens' rollouts, and ``predictors`` (M,) the positions in S that predict them.
+    ``segments`` say which tokens see which, and ``longest`` is the largest number of tokens of a
+    rollout, without its last. ``fused`` is the part that a fused kernel computes, chosen by
+    :meth:`prepare` before a model's layers run; SDPA over ``batches`` computes the rest.
     With ``exchange``, the tokens, ``live``, ``rows`` and ``predictors`` are those of one rank of
     several (:mod:`lightning_rl.models.sequence`), and only ``segments`` those of the whole pack;
     ``seen`` is what the rank's queries see, None: all are its queries.
@@ -99,7 +99,7 @@ class PackLayout:
         return (self.seen or self.segments).batches().to(self.input_ids.device)
 
     def batches_within(self, window: int | None) -> AttentionBatches:
-        """The same for layers with a sliding window of so many tokens; None: without one."""
+        """Return the batches for layers with a sliding window of ``window`` tokens; None: none."""
         if window is None:
             return self.batches
         if window not in self._windowed:
@@ -109,7 +109,7 @@ class PackLayout:
 
     @cached_property
     def lines(self) -> Lines:
-        """One rollout a line, for models that cannot take them packed."""
+        """The pack with one rollout a line, for models that cannot compute packs."""
         return lines_of(self.segments).to(self.input_ids.device)
 
     @cached_property
@@ -118,7 +118,7 @@ class PackLayout:
         return (self.seen or self.segments).varlen().to(self.input_ids.device)
 
     def prepare(self, lm: PreTrainedModel) -> None:
-        """Decide how the attention of a model is computed, before any of its layers runs."""
+        """Choose how a model's attention is computed, before any of its layers runs."""
         device = self.input_ids.device
         dtype = fused_dtype(lm, device)
         if dtype is not None:
@@ -132,7 +132,7 @@ class PackLayout:
 def build_layout(pack: TensorDict) -> PackLayout:
     """Lay out a pack (see :mod:`lightning_rl.data.batch`) for :func:`packed_attention`.
 
-    It is worked out on the CPU, also where a strategy makes another device the default one.
+    The layout is computed on the CPU, even if a strategy makes another device the default.
     """
     device = pack["tokens", "input_ids"].device
     host = host_of(pack)
@@ -177,9 +177,10 @@ def build_layout(pack: TensorDict) -> PackLayout:
 
 
 def of_all_tokens(pack: TensorDict, values: Tensor, missing: int = -1) -> Tensor:
-    """What S tokens of a forward pass got, ``values`` (S, ...), for each of the pack's T.
+    """Spread ``values`` (S, ...) of the forward pass's tokens over the pack's T tokens.
 
-    Rollouts that share a prompt share what it got; the last token of each is in no pass.
+    Rollouts that share a prompt share its values; the last token of each, which is in no forward
+    pass, gets ``missing``.
     """
     layout, rollouts = build_layout(pack), host_of(pack)["rollouts"]
     spread = values.new_full((pack["tokens"].batch_size[0], *values.shape[1:]), missing)
@@ -211,8 +212,9 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **unsupported: object,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over a pack: q (1, H, S, D), k (1, Hkv, S, D) and v (1, Hkv, S, E) to
-    (1, S, H, E).
+    """Compute one layer's attention over a pack.
+
+    q is (1, H, S, D), k (1, Hkv, S, D) and v (1, Hkv, S, E); the result is (1, S, H, E).
 
     Raises:
         ConfigError: if the model's attention has a feature that this function would ignore.
@@ -221,8 +223,8 @@ def packed_attention(
     scores = OpenScores.of(softcap, s_aux)
     if s_aux is not None and layout.exchange is not None:
         raise ConfigError(
-            f"{type(module).__name__} has attention sinks, one for each head, which processes that "
-            "share heads do not share yet; set sequence: 1"
+            f"{type(module).__name__} has attention sinks, one for each head, which sequence "
+            "parallelism does not support yet; set sequence: 1"
         )
     windowed = sliding_window is not None and layout.longest > sliding_window
     window = sliding_window if windowed else None
@@ -253,7 +255,7 @@ def _batched(
     window: int | None,
     scores: OpenScores | None,
 ) -> Tensor:
-    """Attention of q (Q, H, D) on k and v (K, Hkv, D), of shape (Q, H, D), by SDPA over batches."""
+    """Compute attention (Q, H, D) of q (Q, H, D) on k and v (K, Hkv, D), by SDPA over batches."""
     batches = layout.batches_within(window)
     repeats = q.shape[1] // k.shape[1]
     outputs = []
@@ -281,7 +283,7 @@ def _batched(
 
 
 def _of_one_width(*rows: Tensor) -> Sequence[Tensor]:
-    """Rows that go in one message; zeros change neither products of heads nor what values give."""
+    """Pad rows to one width, to send them in one message; zeros do not change attention."""
     widest = max(x.shape[-1] for x in rows)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in rows]
 
@@ -290,7 +292,7 @@ AttentionInterface.register(ATTENTION, packed_attention)
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x (S, H, D) at index (N, L), as (N, H, L, D)."""
+    """Return rows of x (S, H, D) at index (N, L), as (N, H, L, D)."""
     rows = F.embedding(index, x.flatten(1))  # its backward is much faster than indexing's
     return rows.unflatten(-1, x.shape[1:]).transpose(1, 2)
 

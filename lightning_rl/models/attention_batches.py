@@ -1,8 +1,8 @@
 """Packed attention in as few calls of SDPA as padding allows, for devices without a fused kernel.
 
-Segments of like length share a call, padded. Completions that see a prompt need a mask of queries x
-keys, which for long ones would be larger than all else: those run together with their prompt
-instead, under the causal flag, for which no mask is made.
+Segments of similar length share a padded call. Completions that see a prompt need a mask of queries
+x keys, which would dominate memory for long ones: these run together with their prompt instead,
+with SDPA's causal flag, which needs no mask.
 """
 
 from dataclasses import dataclass, field
@@ -25,8 +25,9 @@ MAX_MASK = 1 << 20
 class Segments:
     """The segments of a pack's row of S tokens: distinct prompts, then rollouts' completions.
 
-    All on the CPU. ``start`` and ``length`` (N,): the place of each segment in the row, one behind
-    the other; ``prompt`` (M,): the segment of each of the M completions' prompt, the last M of N.
+    All tensors are on the CPU. ``start`` and ``length`` (N,): the place of each segment in the row,
+    consecutive; ``prompt`` (M,): the prompt's segment of each of the M completions, which are the
+    last M of the N segments.
     """
 
     start: Tensor
@@ -45,14 +46,14 @@ class Segments:
 
     @property
     def before(self) -> tuple[Tensor, Tensor]:
-        """Start and length (N,) of what each segment sees before itself; prompts see nothing."""
+        """Start and length (N,) of the tokens each segment sees before itself; none for prompts."""
         nothing = torch.zeros(self.prompts, dtype=torch.long, device="cpu")
         start, length = self.prefix
         return torch.cat([nothing, start]), torch.cat([nothing, length])
 
     @property
     def pieces(self) -> "Pieces":
-        """What all queries of the row see: each segment is a piece of its own."""
+        """The tokens that all queries of the row see, with one piece per segment."""
         rows = torch.arange(int(self.length.sum()), device="cpu")
         return Pieces(self.start, self.length, *self.before, self.length, rows)
 
@@ -67,12 +68,12 @@ class Segments:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What some queries see: N pieces of segments, each the last ``asking`` tokens of what it sees.
+    """N pieces of segments; the last ``asking`` tokens of each piece are queries, which see it.
 
-    All on the CPU. ``start`` and ``length`` (N,): of a piece's segment up to its end, in the pack's
-    row of S tokens, and ``prefix_start`` and ``prefix_length`` (N,) of what is seen before that.
-    Queries are those of the pieces, one behind the other; ``rows`` (S,) say which row of keys is
-    that of each token.
+    All tensors are on the CPU. ``start`` and ``length`` (N,) give each piece's segment up to the
+    piece's end, in the pack's row of S tokens, and ``prefix_start`` and ``prefix_length`` (N,) the
+    tokens seen before that. Queries are those of the pieces, consecutively; ``rows`` (S,) gives the
+    row of keys of each token.
     """
 
     start: Tensor
@@ -84,21 +85,21 @@ class Pieces:
 
     @property
     def pieces(self) -> "Pieces":
-        """Itself, as :class:`Segments` has them."""
+        """Itself: the interface of :class:`Segments`."""
         return self
 
     @property
     def earlier(self) -> Tensor:
-        """Tokens (N,) that all queries of a piece see."""
+        """Numbers (N,) of tokens that all queries of a piece see."""
         return self.prefix_length + self.length - self.asking
 
     @property
     def first(self) -> Tensor:
-        """The first query (N,) of each piece."""
+        """Indices (N,) of the first query of each piece."""
         return self.asking.cumsum(0) - self.asking
 
     def masked(self, part: Tensor) -> "AttentionBatch":
-        """Some of the pieces in one call, with a mask."""
+        """Return a batch of some pieces in one call, with a mask."""
         start, length, asking = (x[part] for x in (self.start, self.length, self.asking))
         before, _ = joined(
             self.prefix_start[part], self.prefix_length[part], start, length - asking
@@ -107,7 +108,7 @@ class Pieces:
         return masked_batch(index_of(self.first[part], asking), self.row(before), self.row(own))
 
     def row(self, token: Tensor) -> Tensor:
-        """The rows of tokens' keys; -1 of padding."""
+        """Return the rows of tokens' keys; -1 for padding."""
         return torch.where(token < 0, -1, self.rows[token])
 
 
@@ -115,10 +116,10 @@ class Pieces:
 class AttentionBatch:
     """Segments attended in one SDPA call: N segments, padded to Lq queries and Lk keys.
 
-    ``query`` (N, Lq) and ``key`` (N, Lk) index rows of queries and of keys, -1 where padded: the
-    pack's S tokens, where one process has them all. ``mask`` (N, 1, Lq, Lk) is True where a query
-    may look; None means plain causal attention, where padding on the right is never looked at.
-    ``prepared`` is what a way to compute it has worked out of them once, for all layers.
+    ``query`` (N, Lq) and ``key`` (N, Lk) index rows of queries and of keys, -1 for padding; the
+    rows are the pack's S tokens if one process has them all. ``mask`` (N, 1, Lq, Lk) is True where
+    a query sees a key; None means plain causal attention, in which no query sees padding on the
+    right. ``prepared`` caches values that all layers share.
     """
 
     query: Tensor
@@ -127,25 +128,25 @@ class AttentionBatch:
     prepared: dict[Any, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "AttentionBatch":
-        """On another device, with padding pointing at token 0 (its outputs are never read)."""
+        """Copy to another device, with padding pointing at token 0 (its outputs are never read)."""
         mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
         query, key = (x.clamp(min=0).to(device, non_blocking=True) for x in (self.query, self.key))
         return type(self)(query, key, mask)
 
     def mask_for(self, query: Tensor) -> Tensor | None:
-        """``mask``, as SDPA takes it beside such queries."""
+        """Return the mask in the form that SDPA takes with such queries."""
         return self.mask
 
 
 class EndAligned(AttentionBatch):
-    """One segment whose Lq queries are its last tokens, from the last to the first, without a mask.
+    """One segment whose Lq queries are its last tokens in reverse order, without a stored mask.
 
-    They see Lk keys, one fewer each. So each row of the mask is the one before, shifted by a place:
-    all are views of one row.
+    The first sees Lk keys, each further one a key less. So each row of the mask is the previous one
+    shifted by one, and all are views of a single row.
     """
 
     def mask_for(self, query: Tensor) -> Tensor:
-        """(1, 1, Lq, Lk) of Lq + Lk - 1 numbers, which all layers share."""
+        """Return a mask (1, 1, Lq, Lk) backed by Lq + Lk - 1 numbers, which all layers share."""
         if query.dtype not in self.prepared:
             queries, keys = self.query.shape[1], self.key.shape[1]
             row = torch.zeros(keys + queries - 1, dtype=query.dtype, device=query.device)
@@ -157,13 +158,13 @@ class EndAligned(AttentionBatch):
 
 @dataclass(slots=True)
 class AttentionBatches:
-    """All of Q queries; ``restore`` (Q,) picks the output of each from theirs, concatenated."""
+    """Batches of all Q queries; ``restore`` (Q,) picks each output from their concatenation."""
 
     parts: list[AttentionBatch]
     restore: Tensor
 
     def to(self, device: torch.device) -> "AttentionBatches":
-        """On another device."""
+        """Copy to another device."""
         parts = [part.to(device) for part in self.parts]
         return AttentionBatches(parts, self.restore.to(device, non_blocking=True))
 
@@ -171,9 +172,9 @@ class AttentionBatches:
 def batch_segments(segments: Segments) -> AttentionBatches:
     """Cut a pack's attention into SDPA calls, on the CPU.
 
-    Its work and memory are in proportion to tokens and padding, but for masks of at most
-    ``MAX_MASK`` elements a completion; one of a shared prompt that is longer than the completion
-    has as many as attention has scores.
+    Work and memory are proportional to tokens and padding, plus masks of at most ``MAX_MASK``
+    elements per completion; only for a completion shorter than its shared prompt may the mask be
+    larger, with one element per attention score.
     """
     count, size = segments.prompts, int(segments.length.sum())
     start, length = segments.start[count:], segments.length[count:]
@@ -203,24 +204,24 @@ def batch_segments(segments: Segments) -> AttentionBatches:
 
 
 def restored(parts: list[AttentionBatch], queries: int) -> AttentionBatches:
-    """Batches that each of so many queries is in once."""
+    """Combine batches that contain each of ``queries`` queries exactly once."""
     slots = torch.cat([batch.query.flatten() for batch in parts])
     return AttentionBatches(parts, places_of(slots, queries))
 
 
 def places_of(slots: Tensor, count: int) -> Tensor:
-    """Where in ``slots`` (n,), which has -1 where there is nothing, each of so many numbers is."""
+    """Return the place in ``slots`` (n,) of each number below ``count``; -1 marks empty slots."""
     places = torch.empty(count, dtype=torch.long, device="cpu")
     places[slots[slots >= 0]] = (slots >= 0).nonzero().squeeze(1)
     return places
 
 
 def _whole(segments: Segments) -> Tensor:
-    """Mask (M,) of completions that run after their prompt in one causal call, without a mask.
+    """Select completions (M,) that run together with their prompt in one causal call.
 
-    Long ones, where that computes fewer scores: (P + L)^2 / 2 instead of the L (P + L) of a mask if
-    the completion is the longer part; and always fewer if no other shares the prompt, for the
-    prompt's own scores are among them.
+    These are long ones for which that computes fewer scores: (P + L)^2 / 2 instead of L (P + L)
+    with a mask, if the completion is longer than its prompt; and always if no other completion
+    shares the prompt, whose own scores are included.
     """
     length, (_, prefix) = segments.length[segments.prompts :], segments.prefix
     users = torch.bincount(segments.prompt, minlength=segments.prompts)[segments.prompt]
@@ -228,7 +229,7 @@ def _whole(segments: Segments) -> Tensor:
 
 
 def _providers(prompt: Tensor, whole: Tensor, count: int) -> Tensor:
-    """The first whole rollout of each prompt, as a mask (M,): the one its outputs come from."""
+    """Return a mask (M,) of the first whole rollout of each prompt, which computes its outputs."""
     rows = whole.nonzero().squeeze(1)
     none = len(prompt)
     first = torch.full((count,), none, dtype=torch.long, device="cpu")
@@ -239,9 +240,9 @@ def _providers(prompt: Tensor, whole: Tensor, count: int) -> Tensor:
 
 
 def parts_of(chosen: Tensor, length: Tensor, prefix: Tensor) -> list[Tensor]:
-    """The chosen ones of segments (N,), as indices of those that share a call.
+    """Divide the chosen segments (N,) into calls, given as lists of indices.
 
-    Sorted by size, cut where padding or the score matrix would grow too large.
+    Segments are sorted by size, and split where padding or the score matrix would get too large.
     """
     rows = chosen.nonzero().squeeze(1)
     parts: list[list[int]] = []
@@ -267,7 +268,7 @@ def _steps(length: Tensor) -> Tensor:
 
 
 def index_of(start: Tensor, length: Tensor) -> Tensor:
-    """Consecutive positions per segment, padded with -1 on the right: (N, max length)."""
+    """Return consecutive positions per segment, padded with -1 on the right: (N, max length)."""
     steps = _steps(length)
     return torch.where(steps < length[:, None], start[:, None] + steps, -1)
 
@@ -275,9 +276,9 @@ def index_of(start: Tensor, length: Tensor) -> Tensor:
 def joined(
     prefix_start: Tensor, prefix_length: Tensor, start: Tensor, length: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Positions of a prefix and what follows it per segment, padded as :func:`index_of` does.
+    """Return the positions of a prefix and the tokens after it per segment, as :func:`index_of`.
 
-    And a mask of those in the prefix, both (N, longest).
+    Also return a mask of those in the prefix; both are (N, longest).
     """
     steps = _steps(prefix_length + length)
     in_prefix = steps < prefix_length[:, None]
@@ -298,9 +299,9 @@ def _suffix_batch(
 
 
 def masked_batch(query: Tensor, before: Tensor, own: Tensor) -> AttentionBatch:
-    """Queries (N, Lq) on their ``own`` keys (N, Lq), causally, and on all ``before`` them (N, Lp).
+    """Make a batch: queries (N, Lq) on ``own`` keys (N, Lq), causally, and all ``before`` (N, Lp).
 
-    Each is padded by itself; a mask marks the visible keys.
+    Each part is padded separately; a mask marks the visible keys.
     """
     steps = torch.arange(query.shape[1], device="cpu")
     causal = (steps[:, None] >= steps).expand(len(query), -1, -1)
@@ -311,6 +312,6 @@ def masked_batch(query: Tensor, before: Tensor, own: Tensor) -> AttentionBatch:
 def _whole_batch(
     start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor, provider: Tensor
 ) -> AttentionBatch:
-    """Prompt and completion without a gap; the prompt's outputs come from ``provider`` only."""
+    """Make a batch of whole rollouts; a prompt's outputs come from its ``provider`` only."""
     key, in_prompt = joined(prefix_start, prefix_length, start, length)
     return AttentionBatch(key.masked_fill(in_prompt & ~provider[:, None], -1), key, None)

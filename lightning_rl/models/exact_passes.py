@@ -1,4 +1,4 @@
-"""Which pass over packs is exact for a model's architecture: found out when the model is loaded."""
+"""Finds, when a model is loaded, the pass over packs that is exact for its architecture."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ MAX_GAP = 1e-3  # nats; rounding reaches 1e-5, a token that sees too much or too
 OTHER_MODEL = "use another model, such as Qwen, Llama, Mistral, Gemma 3 or GPT-2"
 
 Own = Callable[[PreTrainedModel, Tensor, int, dict[str, Tensor]], Tensor]
-"""What a model makes by its own forward of a text (1, T) from a token on, given what it sees."""
+"""Returns the outputs of a model's own forward for a text (1, T), from a token on."""
 
 
 @torch.no_grad()
@@ -33,15 +33,15 @@ def exact_pass(
     own: Own,
     reader: PictureReader | None = None,
 ) -> BodyPass:
-    """Prepare a model for the first of all passes that is exact: packed, or else unpacked.
+    """Prepare a model for the first pass that is exact: packed, or else unpacked; return it.
 
-    ``score`` by a pass (M, ...) of a pack is compared with the model's ``own`` forward, rollout by
-    rollout. Some architectures mix tokens outside of attention (state spaces, convolutions), or
-    compute more between body and output head than the policy knows of. A few tokens show it; where
-    a ``reader`` is given, with pictures among them, which only packs can have.
+    The scores (M, ...) of a small pack are compared with the model's ``own`` forward, rollout by
+    rollout: some architectures mix tokens outside of attention (state spaces, convolutions), or
+    compute something between body and output head that the policy does not. With a ``reader`` the
+    pack has pictures, which only packed passes support.
 
     Raises:
-        ConfigError: if none is exact.
+        ConfigError: if no pass is exact.
     """
     if any(parameter.is_meta for parameter in lm.parameters()):
         return PACKED if reader is not None else _expected(lm)  # a strategy fills it in later
@@ -72,25 +72,25 @@ def exact_pass(
             return tried
         faults.append(f"its scores are {gap:.3g} away, bound {bound:g}")
     raise ConfigError(
-        f"{type(lm).__name__} scores rollouts of a pack otherwise than alone, packed or not "
-        f"({'; '.join(dict.fromkeys(faults))}); {OTHER_MODEL}"
+        f"{type(lm).__name__} scores rollouts of a pack differently from single ones, packed or "
+        f"not ({'; '.join(dict.fromkeys(faults))}); {OTHER_MODEL}"
     )
 
 
 def own_logprobs(lm: PreTrainedModel, ids: Tensor, start: int, shown: dict[str, Tensor]) -> Tensor:
-    """Those of the tokens from ``start`` on."""
+    """Return the logprobs of the tokens from ``start`` on, by the model's own forward."""
     logits = lm(input_ids=ids, use_cache=False, **shown).logits[0, start - 1 : -1]
     return logits.float().log_softmax(-1).gather(-1, ids[0, start:, None]).squeeze(-1)
 
 
 def own_states(body: PreTrainedModel, ids: Tensor, start: int, shown: dict[str, Tensor]) -> Tensor:
-    """The last states that predict them."""
+    """Return the last hidden states that predict the tokens from ``start`` on."""
     states: Tensor = body(input_ids=ids, use_cache=False, **shown).last_hidden_state
     return states[0, start - 1 : -1]
 
 
 def exact_pass_of_body(body: PreTrainedModel, reader: PictureReader | None) -> BodyPass:
-    """The same of a critic's body; of one that reads pictures it is packed, as the policy's is."""
+    """Return the exact pass of a critic's body; packed if it reads pictures, like the policy's."""
 
     def states(body_pass: BodyPass, pack: TensorDict) -> Tensor:
         layout = build_layout(pack)
@@ -100,7 +100,7 @@ def exact_pass_of_body(body: PreTrainedModel, reader: PictureReader | None) -> B
 
 
 def agreed(own: BodyPass) -> BodyPass:
-    """Rank 0's choice, which alone may have weights to find out by; all ranks call it."""
+    """Return rank 0's choice, as only rank 0 may have weights to test; all ranks call it."""
     known = (*OF_ANY_ATTENTION, WITHOUT_CHOICE)
     number = torch.tensor(known.index(own), device="cpu")
     take_from_rank_zero(number)
@@ -108,13 +108,13 @@ def agreed(own: BodyPass) -> BodyPass:
 
 
 def _passes(lm: PreTrainedModel) -> tuple[BodyPass, ...]:
-    """Those that the model can be prepared for."""
+    """Return the passes that the model can be prepared for."""
     chooses = lm.config._attn_implementation == ATTENTION
     return OF_ANY_ATTENTION if chooses else (WITHOUT_CHOICE,)
 
 
 def _expected(lm: PreTrainedModel) -> BodyPass:
-    """The pass that a model without weights will need, by what its layers are."""
+    """Return the pass that a model without weights will need, judged by its layers."""
     first, *others = _passes(lm)
     carries = getattr(lm, "_is_stateful", False)
     if others and (carries or any(isinstance(part, nn.Conv1d) for part in lm.modules())):
@@ -138,7 +138,7 @@ def _rollout(prompt_ids: list[int], token_ids: list[int]) -> Rollout:
 
 
 def _with_pictures(reader: PictureReader) -> list[Rollout]:
-    """Two that share a picture in their prompts, which one sees a second time, from the side."""
+    """Return two rollouts that share a picture in their prompts; one also sees it rotated."""
     images = [Image.linear_gradient("L").resize((64, 48)).convert("RGB")]
     images.append(images[0].rotate(90, expand=True))
     first, second = (load_picture(image, PictureLimits()) for image in images)

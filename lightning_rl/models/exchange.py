@@ -1,4 +1,4 @@
-"""All-to-all between ranks, with a gradient: each gives every other one a part of what it has."""
+"""All-to-all between ranks, with a gradient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (N, ...) go to the ranks of a group, in order, and theirs come; gradients go back.
+    """Sends rows (N, ...) to the ranks of a group in order, and receives theirs; with gradients.
 
-    ``counts``: how many rows go to each rank, and how many come from each; None: equal parts. The
-    ranks of the group call it together, also those that have no rows.
+    ``counts``: the number of rows to send to and receive from each rank; None: equal parts. All
+    ranks of the group call it together, even those without rows.
     """
 
     @staticmethod
@@ -31,7 +31,7 @@ class AllToAll(torch.autograd.Function):
 def exchanged(
     rows: Tensor, group: Any, counts: tuple[Sequence[int], Sequence[int]] | None = None
 ) -> Tensor:
-    """As :class:`AllToAll`, without a gradient."""
+    """Exchange rows like :class:`AllToAll`, without a gradient."""
     sent, received = (None, None) if counts is None else map(list, counts)
     length = len(rows) if received is None else sum(received)
     result = rows.new_empty(length, *rows.shape[1:])

@@ -1,13 +1,13 @@
-"""One mixture's experts over several ranks: expert parallelism.
+"""Expert parallelism: a mixture's experts on several ranks.
 
-Each of n ranks has 1/n of every layer's experts, and of all else what it would have without. An
-all-to-all takes each token's state to the ranks that have its experts, and another brings home what
-they compute, where the gates weigh it (Lepikhin et al. 2020, GShard, arXiv 2006.16668). Experts
-compute as transformers has them. A token's outputs add up in the order of its choices, so the sum
-does not depend on who has which expert.
+Each of n ranks holds 1/n of every layer's experts; nothing else changes. One all-to-all sends each
+token's state to the ranks of its experts, and another returns the outputs, which the gates weight
+(Lepikhin et al. 2020, GShard, arXiv 2006.16668). Experts compute as in transformers. A token's
+outputs are added in the order of its choices, so the sum does not depend on the placement of
+experts.
 
 Parameters are DTensors, as in :mod:`lightning_rl.models.tensor`, so that FSDP2 shards each rank's
-experts further, over those ranks that have the same ones.
+experts further, over the ranks that have the same ones.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from lightning_rl.models.tensor import TensorRanks, local, parameters_as
 
 
 def experts_of(module: nn.Module) -> list[Any]:
-    """All stacks of experts in a module: transformers' modules with parameters (E, ...)."""
+    """Return all stacks of experts in a module: transformers' modules with parameters (E, ...)."""
     return [part for part in module.modules() if _is_stack(part)]
 
 
@@ -37,27 +37,27 @@ def _is_stack(part: Any) -> bool:
 
 
 def require_experts(lm: PreTrainedModel, size: int) -> None:
-    """Check that as many ranks can have a model's experts together.
+    """Check that ``size`` ranks can share a model's experts.
 
     Raises:
-        ConfigError: if it has none, or what is made of it cannot be split.
+        ConfigError: if it has none, or a feature of the model prevents it.
     """
     hindrance = None
     if not experts_of(lm):
-        hindrance = f"{type(lm).__name__} has no experts that processes could have together"
+        hindrance = f"{type(lm).__name__} has no experts to spread over processes"
     elif hasattr(lm.config, "vision_config"):
         hindrance = f"a model that sees pictures ({lm.config.model_type}) is not split yet"
     elif any(module._compiled_call_impl is not None for module in lm.modules()):
-        hindrance = "compile is not proven for layers whose tokens travel"
+        hindrance = "compile is not tested with expert parallelism"
     if hindrance is not None:
         raise ConfigError(f"expert={size}: {hindrance}; leave it out, or set expert: 1")
 
 
 def spread(module: nn.Module, ranks: TensorRanks) -> list[nn.Module]:
-    """Leave this rank its part of each stack of experts, in place; returns the stacks.
+    """Keep only this rank's part of each stack of experts, in place; return the stacks.
 
     Raises:
-        ConfigError: if as many ranks cannot have them together.
+        ConfigError: if the number of ranks does not divide the experts.
     """
     stacks = experts_of(module)
     for experts in stacks:
@@ -77,16 +77,16 @@ def spread(module: nn.Module, ranks: TensorRanks) -> list[nn.Module]:
 
 
 def hosts_in(module: nn.Module) -> list[Any]:
-    """Stacks of which this rank has a part."""
+    """Return the stacks of which this rank has a part."""
     return [part for part in module.modules() if isinstance(part, _Hosting)]
 
 
 class _Journey(NamedTuple):
-    """How states of S tokens travel, a copy for each of their K choices.
+    """The routes of S tokens' states, with a copy for each of their K choices.
 
-    ``order`` (S K,): the places of a token's choices, those of the first expert first. ``experts``
-    (R,): by which of this rank's experts the R states are computed that come. ``counts``: how many
-    go to each rank, and come from each.
+    ``order`` (S K,): indices of the choices, sorted by expert. ``experts`` (R,): this rank's expert
+    for each of the R states that it receives. ``counts``: the numbers of states to send to and
+    receive from each rank.
     """
 
     order: Tensor
@@ -95,7 +95,7 @@ class _Journey(NamedTuple):
 
 
 def _planned(chosen: Tensor, own: int, ranks: TensorRanks) -> _Journey:
-    """For experts (S K,) that were chosen, of which each rank has ``own``."""
+    """Plan the routes to the chosen experts (S K,), of which each rank has ``own``."""
     order = chosen.argsort(stable=True)
     if ranks.mesh is None:  # one that stands for all: as many come as go
         return _Journey(order, chosen[order] % own, None)
@@ -109,18 +109,18 @@ def _planned(chosen: Tensor, own: int, ranks: TensorRanks) -> _Journey:
 
 
 class _Hosting:
-    """A stack of some experts, which compute for all ranks' tokens that chose them.
+    """A stack with some of the experts, which compute for all ranks' tokens that chose them.
 
-    Losses are weighted to be averaged over all ranks of the run. FSDP2 averages over world / n of
-    them, those with the same experts, and what these computed for n ranks' tokens adds up: so it
-    gets 1/n of each gradient.
+    Losses are weighted to be averaged over all ranks of the run. FSDP2 averages over the world / n
+    ranks with the same experts, whose gradients are sums over n ranks' tokens: so each gradient is
+    divided by n.
     """
 
     ranks: TensorRanks
     num_experts: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Outputs (S, D) of S states by K experts each, of all of the layer's, and their gates."""
+        """Return outputs (S, D) of S states by K of the layer's experts each, weighted by gates."""
         choices = top_k_index.shape[1]
         with torch.no_grad():
             journey = _planned(top_k_index.flatten(), self.num_experts, self.ranks)
@@ -135,7 +135,7 @@ class _Hosting:
         return weighted.sum(1).to(hidden_states.dtype)
 
     def _computed(self, states: Tensor, experts: Tensor) -> Tensor:
-        """What own experts (R,) make of states (R, D)."""
+        """Return the outputs of this rank's experts (R,) for states (R, D)."""
         # Of a rank that has no guest all parameters get a gradient, too: FSDP2 sums those of all.
         none = not len(states)
         if none:
@@ -154,7 +154,7 @@ class _Hosting:
 
 
 class _Averaged(torch.autograd.Function):
-    """A parameter whose gradient is divided by how many ranks' tokens it is of."""
+    """Divides a parameter's gradient by the number of ranks whose tokens it sums over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:

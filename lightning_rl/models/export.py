@@ -1,4 +1,4 @@
-"""A policy for the rest of the world: the directory that transformers, peft and vLLM load."""
+"""Exports a policy as a directory that transformers, peft and vLLM load."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _METADATA = {"format": "pt"}
 
 
 class Exported(Protocol):
-    """What is asked of a policy."""
+    """The interface of a policy that can be exported."""
 
     model: str
     lm: PreTrainedModel
@@ -39,16 +39,16 @@ class Exported(Protocol):
     def sharded(self) -> bool: ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Under their Hugging Face names, a LoRA merged; with all ranks."""
+        """Yield weights under their Hugging Face names, with a LoRA merged; all ranks call it."""
 
 
 @dataclass(frozen=True)
 class StoredDtypes:
-    """What a model's files hold its weights in, which training keeps in float32.
+    """The dtypes of the weights in a model's files, which training keeps in float32.
 
     Args:
-        usual: of most weights; None: it is not known.
-        others: of weights that differ from it, by their names in the files.
+        usual: dtype of most weights; None: unknown.
+        others: dtypes of the other weights, by their names in the files.
     """
 
     usual: torch.dtype | None
@@ -56,7 +56,7 @@ class StoredDtypes:
 
     @classmethod
     def of(cls, model: str, loading: Loading, weights: bool = True) -> "StoredDtypes":
-        """Read what ``config.json`` says, and with ``weights`` their files' headers."""
+        """Read ``config.json``, and with ``weights`` the headers of the weight files."""
         config = load_config(model, loading)
         usual = config.dtype or config.get_text_config().dtype
         folder = Path(model, loading.model_kwargs.get("subfolder", ""))
@@ -66,7 +66,7 @@ class StoredDtypes:
         return cls(usual, {name: dtype for name, dtype in held.items() if dtype != usual})
 
     def cast(self, name: str, weight: Tensor) -> Tensor:
-        """The weight on the host, with as many bits as in the files if it has more."""
+        """Return the weight on the host, in the files' dtype if that has fewer bits."""
         dtype = self.others.get(name, self.usual)
         if dtype is None or not weight.is_floating_point() or weight.itemsize <= dtype.itemsize:
             return weight.cpu()
@@ -79,10 +79,10 @@ class ModelExport:
     Make it on all ranks, since sharded weights are gathered by all; write it on rank 0.
 
     Args:
-        policy: what is exported. Later changes of its weights do not matter if they are copied.
-        merge_adapters: write one full model, in which a LoRA is merged. False: of a LoRA its
-            adapters alone, in peft's format.
-        copied: keep the weights in host memory of their own, so that training may go on.
+        policy: the policy to export. If its weights are copied, later changes do not matter.
+        merge_adapters: write one full model, with a LoRA merged. False: write a LoRA's adapters
+            alone, in peft's format.
+        copied: copy the weights to host memory, so that training may continue.
 
     Raises:
         ConfigError: for a LoRA that cannot be written without its base.
@@ -95,7 +95,7 @@ class ModelExport:
         self._weights = in_host_memory(weights) if copied else weights
 
     def write(self, directory: str | Path) -> None:
-        """Write weights, configuration, tokenizer and code of the model's own."""
+        """Write weights, configuration, tokenizer and the model's own code."""
         policy, place = self._policy, Path(directory)
         place.mkdir(parents=True, exist_ok=True)
         if self._alone:
@@ -106,7 +106,7 @@ class ModelExport:
         policy.loading.copy_code(policy.model, place)
 
     def _gathered(self) -> dict[str, Tensor]:
-        """The weights on the host, on rank 0; on others none."""
+        """Return the weights on the host, on rank 0; nothing on other ranks."""
         policy = self._policy
         if self._alone:
             assert policy.lora is not None
@@ -153,6 +153,6 @@ class ModelExport:
 
 
 def _apart(weight: Tensor) -> Tensor:
-    """The weight in memory that is only its own: an expert's may be part of a stack."""
+    """Return the weight in memory of its own: an expert's may be a view of a stack."""
     whole = weight.untyped_storage().nbytes() == weight.nbytes
     return weight.contiguous() if whole else weight.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""What a model's ``generation_config.json`` says, and what is written in its place."""
+"""Reads a model's ``generation_config.json``, and repairs it for export."""
 
 import json
 import math
@@ -16,19 +16,19 @@ from lightning_rl.errors import ConfigError
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
 )  # fmt: skip
-"""What is read only where ``do_sample`` is true."""
+"""Settings that count only if ``do_sample`` is true."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def repaired(given: GenerationConfig, model: str) -> GenerationConfig:
-    """One that transformers agrees to write, with a warning of what changed; ``given`` if it does.
+    """Return a configuration that transformers can write; warn of changes.
 
-    Many models bring one that it reads, and refuses to write: a temperature, say, without
-    ``do_sample``.
+    Many models have one that transformers reads but refuses to write, for example with a
+    temperature but without ``do_sample``. One that it can write is returned unchanged.
 
     Args:
-        given: as it was read.
-        model: its name, for the warning.
+        given: the configuration as read.
+        model: the model's name, for the warning.
     """
     if (fault := _fault(given)) is None:
         return given
@@ -59,15 +59,15 @@ def _fault(config: GenerationConfig) -> str | None:
 def stated_ends(
     model: str, config: PretrainedConfig, of_files: Mapping[str, Any] | None = None
 ) -> set[int]:
-    """The tokens that ``config.json`` or ``generation_config.json`` calls ends.
+    """Return the end tokens of ``config.json`` and ``generation_config.json``.
 
     Args:
-        model: its directory or name.
-        config: what the first of the two says.
-        of_files: where the second is, as ``from_pretrained`` is told it.
+        model: the model's directory or name.
+        config: the content of ``config.json``.
+        of_files: arguments of ``from_pretrained`` that locate files.
 
     Raises:
-        ConfigError: if the latter is damaged.
+        ConfigError: if ``generation_config.json`` is damaged.
     """
     of_config = GenerationConfig.from_model_config(config).eos_token_id
     stated = {*_listed(of_config), *written_ends(model, of_files)}
@@ -77,7 +77,7 @@ def stated_ends(
 
 
 def written_ends(model: str, of_files: Mapping[str, Any] | None = None) -> list[int]:
-    """The tokens that ``generation_config.json`` calls ends; none if there is no such file.
+    """Return the end tokens of ``generation_config.json``; none if there is no such file.
 
     Raises:
         ConfigError: if it is damaged.
@@ -96,7 +96,7 @@ def written_ends(model: str, of_files: Mapping[str, Any] | None = None) -> list[
     try:
         return _listed(json.loads(Path(file).read_bytes()).get("eos_token_id"))
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} is damaged, no JSON ({error}); fetch it again") from error
+        raise ConfigError(f"{file} is not valid JSON ({error}); download it again") from error
 
 
 def _listed(ends: int | Sequence[int] | None) -> list[int]:

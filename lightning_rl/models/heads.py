@@ -55,7 +55,7 @@ def _chunk_sums(
     by: SampledBy,
     vocabulary: Vocabulary,
 ) -> Sums:
-    """Compute the sums of which a chunk's logprobs and entropies, both (m,), are made."""
+    """Compute the sums from which a chunk's logprobs and entropies, both (m,), follow."""
     scaled = sampled_logits(states, matrix, offset, targets, by)[0]
     top = scaled.amax(-1, keepdim=True)
     exps = (scaled - top).exp_()
@@ -75,7 +75,7 @@ def _chunk_slopes(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """The gradient (m, V) of a chunk's logits, in the dtype of its states.
+    """Return the gradient (m, V) of a chunk's logits, in the dtype of its states.
 
     ``lse``, ``entropy`` and the gradients are (m, 1).
     """
@@ -102,8 +102,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     Backward recomputes each chunk's logits: with p = softmax(z / τ) and H its entropy,
     d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the slope of the
     model's own map of logits and of penalties.
-    Products are computed in ``dtype``, to which weights are cast once a pass; autocast, which would
-    repeat it for each chunk, is off meanwhile.
+    Products are computed in ``dtype``, to which weights are cast once per pass; autocast, which
+    would cast them again for each chunk, is off meanwhile.
     """
 
     @staticmethod
@@ -174,7 +174,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``; where dtypes allow, without a second tensor of that size."""
+    """Compute ``total += left @ right``, without a second tensor of that size if dtypes allow."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     else:  # chunks are added up in the weight's own dtype
@@ -182,7 +182,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _compiled(function: Callable[..., Any], matrix: Tensor) -> Callable[..., Any]:
-    """A chunk's computation as few kernels, which read its logits once or twice."""
+    """Compile a chunk's computation to few kernels, which read its logits once or twice."""
     torch._dynamo.mark_static(matrix)  # only the number of tokens changes from chunk to chunk
     return _compile(function)
 
@@ -199,7 +199,7 @@ def _no_autocast(like: Tensor) -> AbstractContextManager[Any]:
 
 
 def chunk_elements(device: torch.device) -> int:
-    """How many logits are computed at a time on a device."""
+    """Return the number of logits computed at a time on a device."""
     return CUDA_CHUNK_ELEMENTS if device.type == "cuda" else CHUNK_ELEMENTS
 
 
@@ -211,7 +211,7 @@ def _chunks(states: Tensor, vocabulary: int, compiled: bool) -> list[slice]:
 
 
 def _logits_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
-    """The dtype of the products: float32 if set, else autocast's or the states' own."""
+    """Return the dtype of the products: float32 if ``fp32``, else autocast's or the states'."""
     if fp32:
         return torch.float32
     device = hidden.device.type
@@ -235,16 +235,16 @@ def token_logprobs(
     compiled: bool = False,
     logit_map: LogitMap | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of ``targets`` and entropies, float32, both (M,), of the distribution sampled from.
+    """Return logprobs of ``targets``, and entropies of the sampling distribution; float32, (M,).
 
     ``hidden`` (M, D) are the states that predict the targets (M,). ``temperature`` (M,): greedy
-    sampling (0) is scored at 1, since its own distribution has no gradient. ``top_k`` (0: all) and
-    ``top_p`` (1: all) and ``min_p`` (0: all), all (M,), cut the distribution as the engine did;
-    where ``no_end`` (M,) is True, ``ends`` could not be sampled (``min_tokens``). With ``fp32``
-    logits are computed in float32, whatever dtype the states have. ``vocabulary`` says which part
-    of the logits this rank computes. With ``compiled``, ``torch.compile`` makes few kernels of what
-    is computed of a chunk of logits, where no setting but the temperature is in use.
-    ``logit_map`` is what the model makes of its head's products; None: they are its logits.
+    sampling (0) is scored at 1, since its own distribution has no gradient. ``top_k`` (0: all),
+    ``top_p`` (1: all) and ``min_p`` (0: all), each (M,), truncate the distribution as the engine
+    did; where ``no_end`` (M,) is True, ``ends`` could not be sampled (``min_tokens``). With
+    ``fp32``, logits are computed in float32, whatever dtype the states have. ``vocabulary`` is the
+    part of the logits that this rank computes. With ``compiled``, ``torch.compile`` fuses the
+    computation of a chunk, if no setting but the temperature is in use. ``logit_map`` turns the
+    head's products into logits; None: they are the logits.
     """
     by = sampled_by(targets, temperature, top_k, top_p, no_end, ends, min_p, penalties, logit_map)
     by, dtype = vocabulary.settings(by), _logits_dtype(hidden, fp32)
@@ -254,27 +254,26 @@ def token_logprobs(
 
 
 class ValueHead(nn.Module, ABC):
-    """Predicts the return from each position; built once the policy's body is known."""
+    """Predicts the return from each position; built when the policy's body is known."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body: PreTrainedModel | None = None
-        """What reads tokens, and pictures among them, for it alone; None: the policy's does."""
+        """The head's own transformer body; None: it uses the policy's hidden states."""
 
     @abstractmethod
     def configure(self, body: PreTrainedModel) -> None:
         """Create the parameters, given the policy's transformer body."""
 
     def split(self, ranks: TensorRanks) -> None:
-        """Share its weights with ranks that share the policy's; unless it says otherwise, each has
-        all of them."""
+        """Prepare the weights for tensor parallelism; by default each rank keeps all of them."""
         replicate(self, ranks)
 
     @abstractmethod
     def forward(self, hidden: Tensor, layout: PackLayout) -> Tensor:
-        """Values (M,) of the states that predict the live tokens.
+        """Return values (M,) of the states that predict the live tokens.
 
-        ``hidden`` (S, D) are the last states of its ``body``, or of the policy's.
+        ``hidden`` (S, D) are the last states of this head's ``body``, or of the policy's.
         """
 
 
@@ -282,11 +281,15 @@ _SCORED = {
     "ForSequenceClassification": AutoModelForSequenceClassification,
     "ForTokenClassification": AutoModelForTokenClassification,
 }
-"""Ends of the architectures of reward models and critics, and what loads them with their heads."""
+"""Suffixes of architectures of reward models and critics, and the classes that load them."""
 
 
 def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
-    """The body of a model, and a map to one value: its own ``score`` head, or one of zeros."""
+    """Load a model's body, and a map to one value: its own ``score`` head, or zeros.
+
+    Raises:
+        ConfigError: if the model cannot be loaded.
+    """
     if without_weights():
         body = skeleton(AutoConfig.from_pretrained(model), PLAIN, ATTENTION, AutoModel).train()
         return body, _zero_linear(body)
@@ -322,7 +325,7 @@ def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
 
 
 def _zero_linear(body: PreTrainedModel) -> nn.Linear:
-    """A linear map to one value that predicts 0 at first: no bias before any evidence."""
+    """Return a linear map to one value, initialised to predict 0."""
     # Of the body's dtype, whatever torch's default is where the head is made.
     linear = nn.Linear(body.config.get_text_config().hidden_size, 1, dtype=body.dtype)
     nn.init.zeros_(linear.weight)
@@ -353,12 +356,12 @@ class SharedValueHead(ValueHead):
 
 @configurable(model=model_of)
 class SeparateValueHead(ValueHead):
-    """A critic with its own body, which reads what the policy's does.
+    """A critic with its own body, which reads the same tokens as the policy's.
 
     Args:
-        model: directory or hub name to start it from, with the same tokenizer; None: a copy of the
-            policy's. A reward model's ``score`` head of one label is taken over, so values begin
-            at what it predicts; any other begins at 0.
+        model: directory or hub name of the initial model, with the same tokenizer; None: a copy of
+            the policy's. A reward model's ``score`` head of one label is used, so values begin at
+            its predictions; without one they begin at 0.
     """
 
     def __init__(self, model: str | None = None) -> None:
@@ -369,8 +372,7 @@ class SeparateValueHead(ValueHead):
         if self.model is None and quantized_layers(body):
             raise ConfigError(
                 "SeparateValueHead would train a copy of a policy whose weights "
-                "lora.quantization freezes in few bits; name a model to start it from, or use "
-                "SharedValueHead"
+                "lora.quantization packs and freezes; set its model, or use SharedValueHead"
             )
         if self.model is None:
             self.body, self.linear = copy.deepcopy(body), _zero_linear(body)

@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers in host memory, between a layer's forward and its backward pass."""
+"""Offloads inputs of recomputed layers to host memory between forward and backward pass."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class HostInputs:
-    """Another checkpoint function, whose inputs wait in host memory.
+    """A checkpoint function that keeps its inputs in host memory.
 
-    A layer's input leaves while the layer computes, and is fetched while the layer after it is in
-    its turn of backward. On CUDA a stream of its own copies, from and to pinned memory, so that at
-    most two inputs are on the device at a time: one that is computed with, one that is on its way.
-    On a CPU copies are made all the same, at once.
+    A layer's input is copied to the host while the layer computes, and fetched during the backward
+    pass of the next layer. On CUDA a separate stream copies from and to pinned memory, so that at
+    most two inputs are on the device at a time: one in use, and one being copied. On a CPU the
+    copies are made too, at once.
 
     Args:
-        checkpoint: calls a function with its arguments and keeps nothing but these, as
-            ``torch.utils.checkpoint.checkpoint`` does without re-entrance: through the hooks that
-            torch has for tensors that autograd saves.
+        checkpoint: calls a function and keeps only its arguments, as
+            ``torch.utils.checkpoint.checkpoint`` does without re-entrance, through torch's hooks
+            for saved tensors.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
@@ -53,8 +53,8 @@ class HostInput:
 
     Args:
         tensor: on any device.
-        before: what was sent before it, and will be needed after it. Any other order is right,
-            too, but waits for copies.
+        before: the input offloaded before this one, to be needed after it. Any other order also
+            works, but waits for copies.
     """
 
     def __init__(self, tensor: Tensor, before: ref[HostInput] | None) -> None:
@@ -72,7 +72,7 @@ class HostInput:
         self._copied: Any = copied
 
     def received(self) -> Tensor:
-        """The tensor on its device; the one before it sets out."""
+        """Return the tensor on its device, and begin to fetch the one before it."""
         self._leave()
         self.fetch()
         self._wait()
@@ -83,7 +83,7 @@ class HostInput:
         return back
 
     def fetch(self) -> None:
-        """Begin to copy it to the device."""
+        """Begin to copy the tensor to the device."""
         if self._back is not None:
             return
         # Of the stream that computes, to which it goes back, and which may still be using it.
@@ -101,7 +101,7 @@ class HostInput:
             self._leaving = None
 
     def _wait(self) -> None:
-        """Let what is computed from now on come after the copy."""
+        """Make later computations on the device wait for the copy."""
         if self._copied is not None:
             self._copied.wait(torch.cuda.current_stream(self.device))
 
@@ -112,14 +112,14 @@ class HostInput:
 
 
 def host_memory(tensor: Tensor) -> Tensor:
-    """Room for a tensor in host memory; pinned, where a GPU copies to it by itself."""
+    """Allocate host memory for a tensor; pinned if the tensor is on a GPU."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 
 class _Beside:
-    """What is copied in this block has to come after all that the device computes so far.
+    """Makes copies in this block wait for everything that the device computes so far.
 
-    The event that it gives is over when the copies are; None where there are no streams.
+    It yields an event that completes with the copies; None without streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,5 +143,5 @@ def _beside(device: torch.device) -> Any:
 
 @cache
 def _copying(device: torch.device) -> torch.cuda.Stream:
-    """One for all copies: those to the host and back would only wait for each other on two."""
+    """Return the stream of all copies: with two, both directions would wait for each other."""
     return torch.cuda.Stream(device)

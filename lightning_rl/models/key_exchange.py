@@ -1,4 +1,4 @@
-"""Ranks that have the same heads and share their queries: each gathers the keys and values of all.
+"""Ranks with the same heads that share their queries: each gathers all keys and values.
 
 For more ranks than a model has heads. That keys and values are all-gathered, as in Llama 3's
 context parallelism (arXiv 2407.21783 section 3.3.2), takes the place of a ring in which blocks of
@@ -24,7 +24,7 @@ from lightning_rl.models.attention import TokenExchange
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The way of a layer's keys and values to the ranks of all places, and of their gradients back.
+    """Sends a layer's keys and values to the ranks of all places, and their gradients back.
 
     Args:
         group: of the ranks.
@@ -38,35 +38,35 @@ class KeyExchange:
 
     @torch.compiler.disable  # ranks exchange tokens
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """Own queries (a, H, D), and keys and values (g room, Hkv, D) of all places."""
+        """Return own queries (a, H, D), and keys and values (g room, Hkv, D) of all places."""
         # In one message.
         found = _Gathered.apply(torch.cat([k, v], 1), self.group)
         return q[: self.asking], *found.split([k.shape[1], v.shape[1]], 1)
 
     @torch.compiler.disable  # ranks exchange tokens
     def gather_heads(self, output: Tensor) -> Tensor:
-        """Outputs (a, H, D) to (room, H, D), for that is what a place has."""
+        """Pad outputs (a, H, D) to a place's (room, H, D)."""
         return F.pad(output, (0, 0, 0, 0, 0, self.room - self.asking))
 
 
 @dataclass(frozen=True)
 class InTurn:
-    """One exchange, and of what it gives another."""
+    """Two exchanges, one after the other."""
 
     first: TokenExchange
     then: TokenExchange
 
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """The first's, exchanged by the second."""
+        """Apply the first exchange, then the second."""
         return self.then.gather_tokens(*self.first.gather_tokens(q, k, v))
 
     def gather_heads(self, output: Tensor) -> Tensor:
-        """All the way back."""
+        """Undo the second exchange, then the first."""
         return self.first.gather_heads(self.then.gather_heads(output))
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows (r, ...) of g ranks, (g r, ...); each is given the sum of the gradients of its own."""
+    """Gathers rows (r, ...) of g ranks as (g r, ...); each rank gets the sum of its gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
@@ -79,7 +79,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered(rows: Tensor, group: Any) -> Tensor:
-    """The rows (r, ...) of all g ranks, one rank's after another's, (g r, ...)."""
+    """Return the rows (r, ...) of all g ranks, concatenated in rank order, (g r, ...)."""
     rows = rows.contiguous()
     found = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
     dist.all_gather_into_tensor(found, rows, group=group)
@@ -87,9 +87,9 @@ def gathered(rows: Tensor, group: Any) -> Tensor:
 
 
 def summed(rows: Tensor, group: Any) -> Tensor:
-    """What g ranks have for the rows of each, (g r, ...), added up for this one's, (r, ...).
+    """Sum g ranks' rows (g r, ...), and return this rank's part, (r, ...).
 
-    It sends what a reduce-scatter does, which in 16 bits would round at each of its additions.
+    It sends as much as a reduce-scatter, which in 16 bits would round at each addition.
     """
     rows = rows.contiguous()
     received = torch.empty_like(rows)

@@ -11,23 +11,23 @@ from lightning_rl.models.attention_batches import Segments, joined, places_of
 
 @dataclass(frozen=True)
 class Lines:
-    """N rollouts of at most L tokens, each behind its prompt and padded on the right.
+    """N rollouts of at most L tokens, each after its prompt and padded on the right.
 
-    ``source`` (N, L): which of the S tokens of a pack's row each is; what pads a line is its first
-    token, and nothing before it sees it. ``place`` (S,): where among the N x L tokens each of the
-    row's is; those of a shared prompt are in the line of the first that has it.
+    ``source`` (N, L): the index of each token in a pack's row of S tokens; padding repeats a line's
+    first token, and no token before it sees it. ``place`` (S,): the index of each of the row's
+    tokens among the N x L; tokens of a shared prompt are in the line of its first rollout.
     """
 
     source: Tensor
     place: Tensor
 
     def to(self, device: torch.device) -> "Lines":
-        """On another device."""
+        """Copy to another device."""
         return Lines(*(x.to(device, non_blocking=True) for x in (self.source, self.place)))
 
 
 def lines_of(segments: Segments) -> Lines:
-    """Lines of a pack's segments, on the CPU: a prompt is in those of all its rollouts."""
+    """Return the lines of a pack's segments, on the CPU; a prompt is repeated in each line."""
     prompt, count = segments.prompt, segments.prompts
     number = torch.arange(len(prompt), device="cpu")
     first = torch.full((count,), len(prompt), dtype=torch.long, device="cpu")

@@ -1,4 +1,4 @@
-"""What a model makes of its output head's products: it scales them, caps them, or does neither."""
+"""Maps from an output head's products to logits: scaling, capping, or neither."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class LogitMap:
     cap: float | None = None
 
     def apply(self, products: Tensor) -> Tensor:
-        """Make logits (m, V) of products in place; returns the slope, d logits / d products."""
+        """Turn products into logits (m, V) in place; return the slope, d logits / d products."""
         if self.cap is None:
             products.mul_(self.scale)
             return products.new_full((1, 1), self.scale)
@@ -28,7 +28,7 @@ class LogitMap:
 
 
 def logit_map_of(config: PretrainedConfig) -> LogitMap | None:
-    """That of a model with this configuration; None: its logits are the products."""
+    """Return the map of a model with this configuration; None: its logits are the products."""
     text = config.get_text_config()
     scale = 1.0
     for name in _FACTORS:

@@ -25,19 +25,19 @@ class LoRA:
     """Low-rank adapters on linear layers; everything else is frozen (Hu et al. 2021).
 
     Args:
-        rank: of the update B A.
+        rank: rank of the update B A.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the layers, or ``all-linear`` (but experts and what is named as
-            their layers); a text is a regular expression of their full names.
-        options: further arguments of ``peft.LoraConfig``: ``use_rslora``, ``use_dora``,
-            ``modules_to_save``, ``rank_pattern`` and others. What cannot be merged into the weights
-            that engines get is refused.
+        target_modules: names of the layers, or ``all-linear`` (except experts and layers named
+            like theirs); a string is a regular expression of their full names.
+        options: other arguments of ``peft.LoraConfig``: ``use_rslora``, ``use_dora``,
+            ``modules_to_save``, ``rank_pattern`` and so on. Options that cannot be merged into the
+            weights for engines are refused.
         quantization: keep the weights of all linear layers but the output layer in few bits
-            (QLoRA), adapted or not: ``NF4`` or ``Int8``. Engines get what they unpack to, so they
-            sample from the very weights that the trainer computes with. None: as they are.
+            (QLoRA), adapted or not: ``NF4`` or ``Int8``. Engines get the unpacked weights, so they
+            sample from exactly the weights that the trainer computes with. None: not quantised.
 
     Raises:
-        ConfigError: if ``rank`` is below 1, ``alpha`` not finite, or for an option that is refused.
+        ConfigError: if ``rank`` is below 1, ``alpha`` is not finite, or an option is refused.
     """
 
     rank: int = 16
@@ -53,10 +53,10 @@ class LoRA:
 
     @classmethod
     def from_peft(cls, config: Any) -> "LoRA":
-        """From a ``peft.LoraConfig``.
+        """Make a LoRA from a ``peft.LoraConfig``.
 
         Raises:
-            ConfigError: for another method than LoRA, or options that are refused.
+            ConfigError: for a method other than LoRA, or an option that is refused.
         """
         if getattr(config, "peft_type", None) != "LORA":
             raise ConfigError(
@@ -79,12 +79,12 @@ class LoRA:
 
     @property
     def trains_base(self) -> bool:
-        """True if weights of the model itself are trained beside the adapters."""
+        """Whether weights of the model itself are trained besides the adapters."""
         options = self.options
         return bool(options.get("modules_to_save")) or options.get("bias", "none") != "none"
 
     def require_frozen_base(self) -> None:
-        """Refuse a use of the model without its adapters as the model at the start.
+        """Refuse to use the model without its adapters as the initial model.
 
         Raises:
             ConfigError: if some of its own weights are trained too.
@@ -96,10 +96,10 @@ class LoRA:
             )
 
     def require_adapters_alone(self) -> None:
-        """Refuse to push adapters alone if anything else changed, or a merge is more than a sum.
+        """Refuse to push adapters alone if anything else is trained, or a merge is not a sum.
 
         Raises:
-            ConfigError: naming the option.
+            ConfigError: if so; names the option.
         """
         if self.trains_base or self.options.get("use_dora"):
             raise ConfigError(
@@ -108,15 +108,15 @@ class LoRA:
             )
 
     def require_adapters_hold_all(self) -> None:
-        """Refuse to export adapters alone where weights of the model itself are trained too.
+        """Refuse to export adapters alone if weights of the model itself are trained too.
 
         Raises:
-            ConfigError: naming the option.
+            ConfigError: if so; names the option.
         """
         if self.trains_base:
             raise ConfigError(
-                "an export of the adapters alone would leave out what lora.options train beside "
-                f"them ({self._extras()}); set HFExport's merge_adapters: true"
+                "an export of the adapters alone would omit weights that lora.options also train "
+                f"({self._extras()}); set HFExport's merge_adapters: true"
             )
 
     def _extras(self) -> str:
@@ -126,7 +126,7 @@ class LoRA:
     def attach(self, lm: PreTrainedModel, linear: list[str] | None = None) -> None:
         """Add the adapters to ``lm``, in place; B starts at zero, so nothing changes yet.
 
-        ``linear`` are the full names of the layers that ``all-linear`` means; None: all there are.
+        ``linear`` are the full names of the layers that ``all-linear`` means; None: all of them.
 
         Raises:
             ConfigError: if peft is missing, or no layer has one of the names.
@@ -155,8 +155,8 @@ class LoRA:
         experts = [name for name, module in layers.items() if hasattr(module, "parameter_name")]
         if experts:  # peft takes gate_proj, up_proj and down_proj for theirs
             raise ConfigError(
-                f"lora.target_modules={self.target_modules} adapts {experts[0]!r}, but experts and "
-                "their routers are trained whole or not at all; name layers of attention, such as "
+                f"lora.target_modules={self.target_modules} adapts {experts[0]!r}, but adapters of "
+                "experts and their routers are not supported; name layers of attention, such as "
                 "q_proj and v_proj"
             )
         adapted = {id(module) for module in layers.values()}
@@ -171,7 +171,7 @@ class LoRA:
         self._unfreeze(lm)
 
     def _unfreeze(self, lm: PreTrainedModel) -> None:
-        """Train ``modules_to_save`` in place: peft would keep a second copy, which engines lack."""
+        """Train ``modules_to_save`` in place: peft would train a copy, which engines never get."""
         for wanted in self.options.get("modules_to_save") or ():
             found = [m for n, m in lm.named_modules() if f".{n}".endswith(f".{wanted}")]
             if not found:
@@ -182,22 +182,22 @@ class LoRA:
                 if quantized_layers(module):
                     raise ConfigError(
                         f"lora.options.modules_to_save has {wanted!r}, whose weights "
-                        f"lora.quantization={type(self.quantization).__name__} freezes in few "
-                        "bits; leave out one of the two"
+                        f"lora.quantization={type(self.quantization).__name__} packs and freezes; "
+                        "leave out one of the two"
                     )
                 module.requires_grad_(True)
 
 
 def as_lora(given: Any) -> Any:
-    """Our LoRA for a ``peft.LoraConfig``; anything else unchanged."""
+    """Convert a ``peft.LoraConfig`` to our LoRA; return anything else unchanged."""
     return LoRA.from_peft(given) if hasattr(given, "peft_type") else given
 
 
 def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Factors of each adapted layer: ``X.lora_A`` (rank, in) and ``X.lora_B`` (out, rank).
+    """Yield factors of each adapted layer: ``X.lora_A`` (rank, in) and ``X.lora_B`` (out, rank).
 
-    The weight that acts is ``X.weight + lora_B @ lora_A``: the scale is in B, and layers that keep
-    their weight transposed (embeddings, GPT-2's) get factors that fit it.
+    The effective weight is ``X.weight + lora_B @ lora_A``: the scale is in B, and layers with a
+    transposed weight (embeddings, GPT-2's) get factors that fit it.
     """
     state = lm.state_dict()  # not the modules: it brings sharded weights into their sharded state
     for name, module in adapted_layers(lm).items():
@@ -211,7 +211,7 @@ def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Weights under the names of the model without LoRA, as they were before it."""
+    """Yield the base weights, under the names of the model without LoRA."""
     for name, weight in unpacked_state(lm):
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), weight.detach()
@@ -219,7 +219,7 @@ def base_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def merged_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Weights under the names of the model without LoRA, one merged layer at a time."""
+    """Yield merged weights under the names of the model without LoRA, one layer at a time."""
     adapted = adapted_layers(lm)
     for name, weight in base_weights(lm):
         owner, _, leaf = name.rpartition(".")
@@ -229,9 +229,9 @@ def merged_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def divide_frozen(lm: PreTrainedModel) -> tuple[dict[str, nn.Parameter], set[str]]:
-    """Parameters that are neither trained nor adapted, and the names of all other weights.
+    """Return parameters that are neither trained nor adapted, and the names of all other weights.
 
-    Names are those of the model without LoRA. Buffers, and what is kept in few bits, are others.
+    Names are those of the model without LoRA. Buffers and quantised weights count as others.
     """
     state, adapted = lm.state_dict(keep_vars=True), adapted_layers(lm)
     frozen, others = dict[str, nn.Parameter](), set[str]()
@@ -248,28 +248,28 @@ def divide_frozen(lm: PreTrainedModel) -> tuple[dict[str, nn.Parameter], set[str
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """A layer's weight with its adapter merged."""
+    """Return a layer's weight with its adapter merged."""
     variant = layer.lora_variant.get(ADAPTER)
     if variant is None:
         delta = layer.get_delta_weight(ADAPTER).to(weight.dtype)
         return weight + (delta if isinstance(weight, DTensor) else full_tensor(delta))
     if isinstance(layer.lora_A[ADAPTER].weight, DTensor):
         raise ConfigError(
-            "lora.options.use_dora cannot be merged where weights are sharded; leave it out, or "
-            "use DDP"
+            "lora.options.use_dora cannot be merged if weights are sharded; leave it out, or use "
+            "DDP"
         )
     merged: Tensor = variant.merge_safe(layer, ADAPTER, weight.clone())
     return merged
 
 
 def adapted_layers(lm: PreTrainedModel) -> dict[str, Any]:
-    """Layers with an adapter, by their original names."""
+    """Return the layers with an adapter, by their original names."""
     modules = lm.named_modules()
     return {name: module for name, module in modules if hasattr(module, "get_delta_weight")}
 
 
 def switch_adapters(lm: PreTrainedModel, on: bool) -> None:
-    """Compute with the adapters from now on, or without them."""
+    """Switch the adapters on or off."""
     for layer in adapted_layers(lm).values():
         layer.enable_adapters(on)
 
@@ -307,7 +307,7 @@ def require_mergeable(options: Mapping[str, Any]) -> None:
     """Check options for ``peft.LoraConfig``.
 
     Raises:
-        ConfigError: naming the first that cannot be used, and why.
+        ConfigError: if an option cannot be used; names the first, and why.
     """
     for name, value in options.items():
         place = f"lora.options.{name}={value!r}"
@@ -331,7 +331,7 @@ def require_mergeable(options: Mapping[str, Any]) -> None:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Options that a ``peft.LoraConfig`` sets beside rank, alpha and layers."""
+    """Return the options that a ``peft.LoraConfig`` sets besides rank, alpha and layers."""
     options = {}
     for f in fields(config):
         if f.name in _OUR_NAMES or f.name in _NO_SETTINGS:

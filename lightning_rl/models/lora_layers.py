@@ -1,4 +1,4 @@
-"""What a LoRA needs of an engine that keeps it beside its base, known before the model is read."""
+"""Requirements of a LoRA that an engine keeps unmerged, known before the model is read."""
 
 import torch
 from torch import nn
@@ -10,20 +10,20 @@ from lightning_rl.vision.training import Vision, in_tower
 
 
 def largest_rank(lora: LoRA) -> int:
-    """That of the layer with the largest, by peft's ``rank_pattern`` too."""
+    """Return the largest rank of any layer, including peft's ``rank_pattern``."""
     return max(lora.rank, *lora.options.get("rank_pattern", {}).values(), 1)
 
 
 def merged_only(
     lora: LoRA, model: str, loading: Loading, vision: Vision | None = None
 ) -> str | None:
-    """Why an engine can only merge a LoRA of a model; None: it may keep it apart.
+    """Tell why an engine can only merge a model's LoRA; None if it may keep it unmerged.
 
     Args:
-        lora: as it is trained.
+        lora: the LoRA to be trained.
         model: directory or hub name of its base.
-        loading: how that is read; here, without its weights.
-        vision: what is trained of its tower, if it has one.
+        loading: how the base is read; here, without its weights.
+        vision: which parts of its vision tower are trained, if it has one.
     """
     if lora.options.get("use_dora"):
         return "use_dora scales the merged weights, so DoRA is no sum of base and adapter"

@@ -1,4 +1,4 @@
-"""Smaller packs for one that does not fit into memory."""
+"""Splits packs that do not fit into memory."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -28,14 +28,15 @@ def each_pack(
     ranks: PackRanks | None = None,
     filling: Filling = SHARED,
 ) -> Iterator[tuple[Tensor, T]]:
-    """``call`` on packs of the rollouts ``rows`` (r,) of a batch: the rows of each, and what came.
+    """Call ``call`` on packs of the rollouts ``rows`` (r,); yield each pack's rows and the result.
 
-    A pack that does not fit into memory, and all after it, are cut into smaller ones. ``together``:
-    all ranks call as often as any has to, since they gather sharded weights. With ``ranks``, which
-    compute each other's packs, a pack may have ``max_tokens`` for each that has some of its tokens.
+    If a pack does not fit into memory, it and all later ones are split into smaller packs.
+    ``together``: all ranks make as many calls as the one with the most, since they gather sharded
+    weights. With ``ranks`` that compute each other's packs, a pack may have ``max_tokens`` for each
+    rank that shares its tokens.
 
     Raises:
-        PackMemoryError: if that does not help, or other ranks cannot take part.
+        PackMemoryError: if a pack cannot be split, or other ranks cannot take part.
     """
     batch, rows = with_host(batch), rows.cpu()
     budget = max_tokens * (1 if ranks is None else ranks.shares)
@@ -59,7 +60,7 @@ def each_pack(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Recognise torch's out-of-memory errors: a class on GPUs, only a message on CPUs."""
+    """Tell whether an error is torch's out of memory: a class on GPUs, only a message on CPUs."""
     texts = ("out of memory", "allocate memory", "not enough memory")
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
 
@@ -70,12 +71,12 @@ def smaller_budget(
     ranks: PackRanks | None = None,
     filling: Filling = SHARED,
 ) -> int:
-    """Half the forward tokens of a pack that failed: for ``split_packs``, to try again.
+    """Return half the forward tokens of a failed pack, as the budget of the next attempt.
 
     Raises:
-        RuntimeError: the same one, if it is about something else.
-        PackMemoryError: if the pack cannot be cut, for it is one rollout. With several ranks too:
-            the others are in the middle of their own packs.
+        RuntimeError: ``error`` itself, unless it is an out-of-memory error.
+        PackMemoryError: if the pack is a single rollout, or there are several ranks, since the
+            others are computing their own packs.
     """
     if not is_out_of_memory(error):
         raise error
@@ -92,7 +93,7 @@ def smaller_budget(
             f"model.max_tokens_per_pack to {tokens // 2 // size} or less ({what})"
         ) from error
     _log.warning(
-        "out of memory with %d tokens in a pack; it is done again in packs of at most %d. "
+        "out of memory with %d tokens in a pack; retrying with packs of at most %d. "
         "Lower model.max_tokens_per_pack to that to save the time",
         tokens,
         tokens // 2,
@@ -101,5 +102,5 @@ def smaller_budget(
 
 
 def forward_tokens(pack: TensorDict, filling: Filling = SHARED) -> int:
-    """Tokens that the model computes for a pack: a prompt that rollouts share counts once."""
+    """Return the tokens that the model computes for a pack; a shared prompt counts once."""
     return filling.tokens(pack["rollouts"])

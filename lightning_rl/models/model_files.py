@@ -1,4 +1,4 @@
-"""A model's files: whether they are sound, and what an engine that gets weights pushed needs."""
+"""A model's files: checks, and a skeleton for engines that get weights pushed."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
 
 
 def require_sound_model(model: str, random_init: bool = False, loading: Loading = PLAIN) -> None:
-    """Find out whether a model can be loaded, without keeping its weights in memory.
+    """Check that a model can be loaded, without keeping its weights in memory.
 
     Raises:
-        ConfigError: naming the file, and what is wrong with it.
+        ConfigError: if not; names the file, and what is wrong with it.
     """
     require_local(model)
     folder = Path(model, loading.model_kwargs.get("subfolder", ""))
@@ -51,10 +51,10 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
 
 
 def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
-    """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed.
+    """Write a model's configuration and tokenizer without weights, for an engine to push to.
 
-    Its ``generation_config.json`` has the tokens that end a turn and nothing else, because requests
-    bring all settings of sampling.
+    Its ``generation_config.json`` holds only the end tokens, because requests bring all sampling
+    settings.
     """
     tokenizer = load_tokenizer(model, loading)
     save_tokenizer(tokenizer, directory)

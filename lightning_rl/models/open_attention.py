@@ -1,4 +1,4 @@
-"""Attention whose scores are kept, to be changed: capped, or beside sinks, which kernels cannot."""
+"""Attention with explicit scores, to apply caps or sinks, which fused kernels do not support."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class OpenScores(NamedTuple):
-    """What a layer makes of its scores s before they become weights.
+    """A layer's change of its scores s before the softmax.
 
     With a ``cap`` they are ``cap tanh(s / cap)`` (Gemma Team 2024, arXiv 2408.00118, section 2).
     ``sinks`` (H,) are scores of a key without a value, one for each head, that every query sees
@@ -20,7 +20,7 @@ class OpenScores(NamedTuple):
 
     @classmethod
     def of(cls, cap: float | None, sinks: Tensor | None) -> "OpenScores | None":
-        """None if they stay as they are."""
+        """Return the change of scores; None if there is neither a cap nor sinks."""
         return None if cap is None and sinks is None else cls(cap, sinks)
 
     def attend(
@@ -32,9 +32,9 @@ class OpenScores(NamedTuple):
         scale: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Attention of q (N, H, Lq, D) on k and v (N, Hkv, Lk, D): (N, H, Lq, D).
+        """Compute attention of q (N, H, Lq, D) on k and v (N, Hkv, Lk, D): (N, H, Lq, D).
 
-        ``mask`` is as SDPA takes it; None: the last query sees all keys, each before it one fewer.
+        ``mask`` is as for SDPA; None: causal, with the last query seeing all keys.
         """
         heads, queries, keys = key.shape[1], query.shape[2], key.shape[2]
         # Query heads that share keys become queries of one head, so keys need no copies.

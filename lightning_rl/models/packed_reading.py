@@ -1,4 +1,4 @@
-"""Reading a model's files and packing each weight as it comes: a large model is never whole."""
+"""Packs each weight while a model's files are read, so the unpacked model is never in memory."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ _NAME = "lightning_rl"
 
 @register_quantization_config(_NAME)
 class PackedReading(QuantizationConfigMixin):
-    """``quantization_config`` of a ``from_pretrained`` whose linear layers are to be packed.
+    """``quantization_config`` for a ``from_pretrained`` that packs linear layers.
 
-    What is of another shape than the model's, or no finite number, is left as it is, so that it is
-    refused as in a model that is read whole.
+    A weight that has a wrong shape, or is not finite, is not packed, so that it is refused as in a
+    model that is not packed.
 
     Args:
         quantization: the form of the weights.
-        device: where they are packed, and stay.
+        device: where they are packed and kept.
     """
 
     def __init__(self, quantization: Quantization, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class PackedReading(QuantizationConfigMixin):
 
 @register_quantizer(_NAME)
 class _Quantizer(HfQuantizer):
-    """What ``from_pretrained`` asks, in the order of the methods."""
+    """The hooks that ``from_pretrained`` calls, in the order of the methods."""
 
     quantization_config: PackedReading
 
@@ -72,7 +72,7 @@ class _Quantizer(HfQuantizer):
 
 
 class _Pack(ConversionOps):
-    """Takes weights of linear layers out of what is read, and puts packed layers into the model."""
+    """Takes the weights of linear layers while they are read, and puts packed layers in place."""
 
     def __init__(self, quantizer: _Quantizer) -> None:
         self.form, self.linear = quantizer.quantization_config, quantizer.linear

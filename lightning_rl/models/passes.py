@@ -1,4 +1,4 @@
-"""How a model's body computes a pack: at once, or where that would not be exact, line by line."""
+"""Forward passes of a model's body over a pack: packed, or line by line if that is inexact."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ class BodyPass(ABC):
 
     packed: ClassVar[bool]
     filling: ClassVar[Filling]
-    """What fills a pack that is computed so."""
+    """Counts the tokens that this pass computes for a pack."""
 
     @abstractmethod
     def prepare(self, lm: PreTrainedModel) -> None:
-        """Have the model's layers attend as this pass needs them to."""
+        """Set the attention of the model's layers as this pass needs it."""
 
     @abstractmethod
     def lines(self, layout: PackLayout) -> Lines | None:
-        """Where a layout's tokens are among those that layers compute; None: they are the same."""
+        """Return the lines in which layers compute a layout's tokens; None: its own row."""
 
     @abstractmethod
     def states(self, lm: PreTrainedModel, layout: PackLayout) -> Tensor:
-        """The body's last states (S, D), in the layout's order."""
+        """Return the body's last hidden states (S, D), in the layout's order."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,12 @@ class PackedPass(BodyPass):
 
 @dataclass(frozen=True)
 class UnpackedPass(BodyPass):
-    """Each rollout in a line of its own behind its prompt, by the model's own forward.
+    """Each rollout in its own line after its prompt, by the model's own forward.
 
-    Nothing tells the model where lines end, for what pads them is behind all that is read.
+    The model needs no padding mask, because padding follows all tokens that are read.
 
     Args:
-        attention: transformers' name of what computes attention; None: the only one that the model
-            has.
+        attention: transformers' name of the attention; None: the only one of the model.
     """
 
     attention: str | None
@@ -93,19 +92,19 @@ class UnpackedPass(BodyPass):
 def require_packed(
     lm: PreTrainedModel, body_pass: BodyPass, setting: str, value: int, instead: int
 ) -> None:
-    """Refuse a setting that only packs can go with.
+    """Refuse a setting that works only with packs.
 
     Raises:
-        ConfigError: naming it, and what to set instead.
+        ConfigError: if the model is computed unpacked; names the setting, and what to set instead.
     """
     if not body_pass.packed:
         raise ConfigError(
-            f"{setting}={value}: {type(lm).__name__} cannot be computed in packs, and runs "
-            f"unpacked, for which this is not proven; set {setting}: {instead}"
+            f"{setting}={value}: {type(lm).__name__} cannot be computed in packs, and "
+            f"this is not supported without them; set {setting}: {instead}"
         )
 
 
 PACKED = PackedPass()
 WITHOUT_CHOICE = UnpackedPass(None)
 OF_ANY_ATTENTION: tuple[BodyPass, ...] = (PACKED, UnpackedPass(ROWS), UnpackedPass("eager"))
-"""Of models that leave attention to transformers' interface; the first that is exact is taken."""
+"""Passes of models that use transformers' attention interface; the first exact one is used."""

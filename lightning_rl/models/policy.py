@@ -61,18 +61,18 @@ class Policy(nn.Module):
 
     Args:
         model: a directory (or hub name) that ``AutoModelForCausalLM.from_pretrained`` loads.
-        value_head: critic on top, for PPO; None without.
+        value_head: critic, for PPO; None: without.
         random_init: take only the configuration of ``model`` and start from random weights.
         gradient_checkpointing: recompute activations in backward: less memory, about a third
             more compute. True: ``Recompute()``.
         lora: train adapters only; None: all weights.
-        vision: what is trained of the part of an image-text model that sees; None: nothing.
+        vision: which parts of an image-text model's vision tower are trained; None: none.
         compile_layers: let ``torch.compile`` make the model's layers and its output faster;
             needs a C++ compiler, on CUDA Triton. None: on CUDA, where that is proven
             (:func:`lightning_rl.models.preparation.compiles_by_default`).
         cast_lm_head_to_fp32: compute logits in float32 whatever ``Trainer(precision=...)`` is.
         loading: how the model's files are read.
-        lm: what was read of them already, and becomes this policy's; None: it is still to be read.
+        lm: the model if it has been read already; None: it is read here.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Policy(nn.Module):
         quantization = None if lora is None else lora.quantization
         if compile_layers and quantization is not None:
             raise ConfigError(
-                "compile_layers: packed weights (lora.quantization) are unpacked by kernels that "
-                "are not proven under torch.compile; leave out one of the two"
+                "compile_layers: quantised weights (lora.quantization) are unpacked by kernels "
+                "that are not tested with torch.compile; leave out one of the two"
             )
         self.lm = load_lm(model, random_init, loading, quantization) if lm is None else lm
         self.lora = lora
         self.sequence: PackRanks | None = None
-        """Ranks that compute packs together with this one; None: it computes its own."""
+        """Ranks that compute packs together with this one; None: it computes its own alone."""
         self.tensor: TensorRanks | None = None
-        """Ranks that have its matrices together with this one; None: it has all of them."""
+        """Ranks that share the matrices with this one; None: it has all of them."""
         self.vocabulary: Vocabulary = WHOLE
         self.logit_map = logit_map_of(self.lm.config)
         self.compiled = False
@@ -135,7 +135,7 @@ class Policy(nn.Module):
             lora.attach(self.lm, self._adapted())
         self.routing = routing_of(self.lm)
         self.replays = False
-        """Whether tokens go to the ``routed_experts`` of their packs, where these are known."""
+        """Whether the ``routed_experts`` of packs are replayed, where they are known."""
         critic = self._critic
         self.critic_pass = PACKED if critic is None else exact_pass_of_body(critic, self.reader)
         self.body_pass = exact_pass(self.lm, self._logprobs_by, own_logprobs, self.reader)
@@ -157,7 +157,7 @@ class Policy(nn.Module):
         self.compiled = True
 
     def split(self, ranks: TensorRanks) -> None:
-        """Keep this rank's part of the matrices only (:mod:`lightning_rl.models.tensor`).
+        """Keep only this rank's part of the matrices (:mod:`lightning_rl.models.tensor`).
 
         Raises:
             ConfigError: if the ranks cannot share them.
@@ -187,7 +187,7 @@ class Policy(nn.Module):
         self.sequence = PackRanks(self.lm.config, ranks, self.tensor)
 
     def agree_on_passes(self) -> None:
-        """Compute packs as rank 0 does, which has found out how; all ranks call it together."""
+        """Use rank 0's choice of passes over packs; all ranks call it together."""
         self.body_pass, self.critic_pass = agreed(self.body_pass), agreed(self.critic_pass)
         self.body_pass.prepare(self.lm)
         if (critic := self._critic) is not None:
@@ -195,16 +195,16 @@ class Policy(nn.Module):
 
     @property
     def filling(self) -> Filling:
-        """What fills a pack, be it for the model or for a critic's own body."""
+        """Counts the tokens of a pack, for the model and a critic's own body."""
         return self.body_pass.filling if self.critic_pass.packed else self.critic_pass.filling
 
     @property
     def _critic(self) -> PreTrainedModel | None:
-        """The body of a critic that has its own."""
+        """The critic's own body, if it has one."""
         return None if self.value_head is None else self.value_head.body
 
     def _logprobs_by(self, body_pass: BodyPass, pack: TensorDict) -> Tensor:
-        """Those of a pack, computed so."""
+        """Return a pack's logprobs, computed by this pass."""
         self.body_pass = body_pass
         return self(pack).logprobs
 
@@ -216,7 +216,7 @@ class Policy(nn.Module):
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
 
-        Where weights are sharded, or packs computed by several ranks, these call it together.
+        If weights are sharded, or several ranks compute packs together, all ranks must call it.
         """
         pack = with_host(self.with_sight(pack))
         if self.sequence is not None:
@@ -258,14 +258,14 @@ class Policy(nn.Module):
     def _states(
         self, pack: TensorDict, layout: PackLayout, lm: PreTrainedModel, body_pass: BodyPass
     ) -> Tensor:
-        """The last states (S, D) of a model's body, of a pack's layout."""
+        """Return the last hidden states (S, D) of a model's body for a pack."""
         if self.reader is not None and ("picture" in pack["tokens"] or world_size() > 1):
             layout.prepare(lm)
             return scored_states(self.reader, lm, pack, layout)
         return body_pass.states(lm, layout)
 
     def with_sight(self, batch: TensorDict) -> TensorDict:
-        """Let a batch know what its tokens see, and return it; one without pictures stays.
+        """Add columns for what a batch's tokens see, if it has pictures; return the batch.
 
         Raises:
             ConfigError: for pictures, if the model reads none.
@@ -275,25 +275,25 @@ class Policy(nn.Module):
             return batch
         if self.reader is None:
             raise ConfigError(
-                f"model={self.model!r} ({type(self.lm).__name__}) reads no pictures, and there are "
-                f"some in what it is trained on; use one of {supported()}"
+                f"model={self.model!r} ({type(self.lm).__name__}) reads no pictures, but the "
+                f"training data has some; use one of {supported()}"
             )
         return with_sight(batch, self.reader)
 
     def _seeing(self, vision: Vision | None) -> Vision | None:
-        """What is trained of the part that sees, of which the rest is frozen."""
+        """Freeze the untrained parts of the vision tower; return which parts are trained."""
         if self.reader is not None:
             vision = vision or Vision()
             vision.freeze(type(self.reader.family), self.lm)
         elif vision is not None:
             raise ConfigError(
-                f"model={self.model!r} ({type(self.lm).__name__}) has no part that sees: leave out "
+                f"model={self.model!r} ({type(self.lm).__name__}) has no vision tower: leave out "
                 f"vision, or use one of {supported()}"
             )
         return vision
 
     def _adapted(self) -> list[str] | None:
-        """The layers that a LoRA on all linear layers adapts; None: all that there are."""
+        """Return the layers that a LoRA on all linear layers adapts; None: all linear layers."""
         if self.vision is None or self.reader is None:
             return None
         return self.vision.adapted(type(self.reader.family), self.lm)
@@ -310,11 +310,11 @@ class Policy(nn.Module):
         """Add the logprobs of a batch as ``name`` (T,), and ``values`` (T,) of a critic.
 
         ``rows`` (r,), ascending, are the rollouts to score; the others get 0. None: all. A pack
-        that does not fit into memory is scored in smaller ones. With ``record_routing`` the experts
-        that tokens were sent to become ``routed_experts`` (T, L, K), -1 where there are none.
+        that does not fit into memory is split. With ``record_routing``, the experts chosen for each
+        token become ``routed_experts`` (T, L, K), -1 where there are none.
 
         Raises:
-            PackMemoryError: if that does not help, or other ranks cannot take part.
+            PackMemoryError: if a pack cannot be split, or other ranks cannot take part.
         """
         hosted = with_host(self.with_sight(batch))
         tokens, length = batch["tokens"], host_of(hosted)["rollouts", "length"]
@@ -341,13 +341,14 @@ class Policy(nn.Module):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold shards of its weights, and gather them together."""
+        """Whether ranks hold shards of the weights, which they gather together."""
         return any(isinstance(parameter, DTensor) for parameter in self.lm.parameters())
 
     def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:
-        """Parameters to optimize: the LM, and the critic in its own group at ``value_lr``.
+        """Return the parameters to optimize: the LM, and the critic in its own group.
 
-        None: at the same learning rate. What sees has its own group where it has a rate.
+        ``value_lr`` is the critic's learning rate; None: the LM's. The vision tower has its own
+        group if it has a learning rate.
         """
         trained = [p for p in self.lm.parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [{"params": trained}]
@@ -378,11 +379,11 @@ class Policy(nn.Module):
         yield from FileNames(self.lm).each(whole)
 
     def frozen_weights(self) -> tuple[dict[str, nn.Parameter], set[str]]:
-        """The LM's parameters that are neither trained nor adapted, and the names of all others."""
+        """Return the LM's parameters that are neither trained nor adapted, and all other names."""
         return divide_frozen(self.lm)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The LoRA alone: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
+        """Yield the LoRA alone: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
 
         :meth:`named_weights` has ``X.weight + lora_B @ lora_A``, where :meth:`named_base_weights`
         has ``X.weight``.
@@ -392,14 +393,14 @@ class Policy(nn.Module):
         """
         if self.lora is None:
             raise ConfigError(
-                "adapters by themselves need a LoRA policy; set lora, or leave out adapters_only "
+                "pushing adapters alone needs a LoRA policy; set lora, or leave out adapters_only "
                 "(with VLLMAdapters, use PolicyEngines)"
             )
         self.lora.require_adapters_alone()
         return adapter_weights(self.lm)
 
     def named_base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The LM's weights without the LoRA, which never change, under their Hugging Face names."""
+        """Yield the LM's weights without the LoRA, under their Hugging Face names."""
         whole = ((name, full_tensor(weight)) for name, weight in base_weights(self.lm))
         yield from FileNames(self.lm).each(whole)
 

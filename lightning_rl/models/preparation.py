@@ -1,4 +1,4 @@
-"""What is changed of a transformers model before it is trained."""
+"""Changes to a transformers model before training."""
 
 from functools import cache
 from types import MethodType
@@ -17,9 +17,9 @@ EXPERTS = "lightning_rl_experts"
 
 
 def disable_dropout(lm: PreTrainedModel) -> None:
-    """Dropout would make the trainer's logprobs differ from the engine's on the same weights.
+    """Disable dropout, which would make the trainer's logprobs differ from the engine's.
 
-    So would routers that add noise in training, or draw experts at random within it (PhiMoE's).
+    Also disable noise and random choices of experts in routers (PhiMoE's).
     """
     for module in list(lm.modules()):
         if isinstance(module, nn.Dropout):
@@ -34,9 +34,9 @@ def disable_dropout(lm: PreTrainedModel) -> None:
 
 
 def _stay_in_evaluation(module: nn.Module) -> None:
-    """Let it compute as in evaluation, whatever mode its model is in.
+    """Keep a module in evaluation mode, whatever mode its model is in.
 
-    The number itself stays: PhiMoE's router weighs its experts by it in evaluation, too.
+    The noise parameter does not change: PhiMoE's router uses it in evaluation, too.
     """
     module.eval()
     module.train = MethodType(_unchanged, module)  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def compiles_by_default(lm: PreTrainedModel, recompute: Recompute | None, packed: bool) -> bool:
-    """Whether ``torch.compile`` is used unless a run says otherwise.
+    """Tell whether ``torch.compile`` is used by default.
 
     On CUDA, where elementwise work would take most of an update: for layers of text alone without
     experts, which have their weights in 16 bits or more (not ``packed``), on one process or DDP,
@@ -67,7 +67,7 @@ def compiles_by_default(lm: PreTrainedModel, recompute: Recompute | None, packed
 
 @cache
 def _compiler_works(device: torch.device) -> bool:
-    """Try it: it needs Triton, and this a C compiler and Python's headers."""
+    """Try ``torch.compile``: it needs Triton, which needs a C compiler and Python's headers."""
     try:
         torch.compile(torch.sin)(torch.zeros(8, device=device))
     except (ImportError, RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Reading pretrained models: from files, or as given; with their weights, or as skeletons."""
+"""Loads pretrained models from files or objects, with their weights or as skeletons."""
 
 import logging
 import shutil
@@ -57,7 +57,7 @@ REFUSED = {
 
 
 _OF_FILES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only")
-"""Arguments that say where files are, which tokenizers and processors want to know too."""
+"""Arguments that locate files, which tokenizers and processors need too."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Loading:
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """For models and their configurations."""
+        """Arguments for models and their configurations."""
         return {"trust_remote_code": self.trust_remote_code, **self.model_kwargs}
 
     @property
     def of_files(self) -> dict[str, Any]:
-        """For tokenizers and processors."""
+        """Arguments for tokenizers and processors."""
         given = {name: v for name, v in self.model_kwargs.items() if name in _OF_FILES}
         return {"trust_remote_code": self.trust_remote_code, **given}
 
@@ -103,15 +103,15 @@ PLAIN = Loading()
 
 
 def has_code_of_its_own(error: Exception) -> bool:
-    """True if this is transformers' refusal to run code that comes with a model."""
+    """Tell whether this is transformers' refusal to run code that comes with a model."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
 def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
-    """The configuration of a model directory or hub name.
+    """Load the configuration of a model directory or hub name.
 
     Raises:
-        ConfigError: if there is none, it needs code that is not trusted, or names a kernel's.
+        ConfigError: if there is none, it needs code that is not trusted, or names a hub kernel.
     """
     require_local(model)
     try:
@@ -128,17 +128,17 @@ def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
 
 
 def lm_class(config: PretrainedConfig) -> Any:
-    """The auto class of a configuration's model: a causal LM, maybe one that reads pictures too.
+    """Return the auto class of a configuration's model: a causal LM, with or without pictures.
 
     Raises:
-        ConfigError: for one that reads pictures, but not in a way that is known here.
+        ConfigError: if the model reads pictures in a way that is not supported.
     """
     if family_of(config) is not None:
         return AutoModelForImageTextToText
     kind = AutoModelForImageTextToText._model_mapping.get(type(config), None)
     if kind is not None and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ConfigError(
-            f"{kind.__name__} reads pictures in a way that is not known here; use one of "
+            f"{kind.__name__} reads pictures in a way that is not supported; use one of "
             f"{supported()}"
         )
     return AutoModelForCausalLM
@@ -147,16 +147,16 @@ def lm_class(config: PretrainedConfig) -> Any:
 def load_lm(
     model: str, random_init: bool, loading: Loading, quantization: Quantization | None = None
 ) -> PreTrainedModel:
-    """The causal LM of a model directory or hub name; on the meta device its shapes only.
+    """Load the causal LM of a model directory or hub name; on the meta device only its shapes.
 
     Args:
-        model: its directory or name.
-        random_init: take random weights instead of its own.
+        model: the model's directory or name.
+        random_init: use random weights instead of the model's own.
         loading: how its files are read.
-        quantization: the form of its linear layers; None: as they are.
+        quantization: the form of its linear layers; None: not quantised.
 
     Raises:
-        ConfigError: naming what is missing or damaged, or what packed scoring cannot compute.
+        ConfigError: if files are missing or damaged, or packed scoring does not support the model.
     """
     require_local(model)
     verbosity = transformers_logging.get_verbosity()
@@ -187,7 +187,7 @@ def load_lm(
 
 
 def keep_own_attention(lm: PreTrainedModel) -> None:
-    """Let masks be made as its layers need them, if these do not ask which attention is set."""
+    """Let the model make masks for its own attention if its layers ignore which one is set."""
     if lm.config._attn_implementation == ATTENTION and not lm._can_set_attn_implementation():
         lm.config._attn_implementation = "eager"
 
@@ -199,7 +199,7 @@ def _made(
     quantization: Quantization | None,
     attention_name: str | None,
 ) -> PreTrainedModel:
-    """The model, which attends by this; None: by what it has."""
+    """Load the model with this attention; None: with its own."""
     if without_weights():
         return skeleton(load_config(model, loading), loading, attention_name)
     if random_init:
@@ -209,9 +209,9 @@ def _made(
 
 
 def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
-    """A model with its own modules that shares the parameters of another.
+    """Return a copy of a model's modules that shares its parameters.
 
-    What is added to one, such as adapters, is not in the other.
+    Modules added to one, such as adapters, are not in the other.
     """
     return deepcopy(lm, {id(parameter): parameter for parameter in lm.parameters()})
 
@@ -224,7 +224,7 @@ def _read_lm(
         if getattr(load_config(model, loading), "quantization_config", None):
             raise ConfigError(
                 f"model={model!r} is quantised already, and lora.quantization would round it a "
-                "second time; give the model that it was made from"
+                "second time; use the model that it was made from"
             )
         packed = PackedReading(quantization, torch.get_default_device())
     # transformers needs accelerate to load to another device than the CPU.
@@ -247,7 +247,11 @@ def _read_lm(
 
 
 def require_local(model: str) -> None:
-    """Refuse a missing directory at once; the hub would be asked for it repeatedly."""
+    """Refuse a missing directory at once, before the hub is asked for it repeatedly.
+
+    Raises:
+        ConfigError: if ``model`` is a path without a directory.
+    """
     parts = Path(model).parts
     # A hub name is `name` or `owner/name`; anything else, or in a directory that exists, is a path.
     in_directory = len(parts) == 2 and Path(parts[0]).is_dir()
@@ -275,7 +279,7 @@ def not_found(model: str, what: str, error: Exception) -> str:
 
 
 class GivenModel(str):
-    """A copy's directory, removed with the last object that refers to it."""
+    """The directory of a model's copy, removed with the last reference to this object."""
 
     directory: TemporaryDirectory[str]
 
@@ -284,10 +288,10 @@ class GivenModel(str):
 
 
 def model_of(value: Any) -> Any:
-    """A directory for a model object, or a pair of model and tokenizer; a name unchanged.
+    """Write a model object, or a pair of model and tokenizer, to a directory; return a name as is.
 
     Trainer, engine, reference and export each load what they need from there. The object itself is
-    not trained. Without a tokenizer the one of the model's ``name_or_path`` is taken.
+    not trained. Without a tokenizer, that of the model's ``name_or_path`` is used.
 
     Raises:
         ConfigError: if a copy would not be the same model, or there is no tokenizer.
@@ -309,16 +313,20 @@ def model_of(value: Any) -> Any:
 
 
 def _require_plain(lm: nn.Module) -> None:
-    """Refuse what ``from_pretrained`` would not give back."""
+    """Refuse a model that ``from_pretrained`` would not load as the same.
+
+    Raises:
+        ConfigError: if so.
+    """
     kind = type(lm).__name__
     if not isinstance(lm, PreTrainedModel):
         raise ConfigError(
             f"model: expected a directory, a hub name or a transformers PreTrainedModel, got "
-            f"{kind}; of a peft model give merge_and_unload(), or train adapters by lora=LoRA()"
+            f"{kind}; for a peft model pass merge_and_unload(), or train adapters by lora=LoRA()"
         )
     if hasattr(lm, "peft_config"):
         raise ConfigError(
-            f"model: this {kind} carries an adapter; give the model without, and lora=LoRA() to "
+            f"model: this {kind} has an adapter; pass the model without it, and lora=LoRA() to "
             "train one"
         )
     auto = lm_class(lm.config)
@@ -345,7 +353,7 @@ def _tokenizer_of(lm: PreTrainedModel) -> Any:
 
 
 def without_weights() -> bool:
-    """True if models are now built with shapes only (``with torch.device("meta"):``)."""
+    """Tell whether models are built with shapes only (``with torch.device("meta"):``)."""
     return torch.get_default_device().type == "meta"
 
 
@@ -355,7 +363,7 @@ def skeleton(
     attention_name: str | None,
     kind: type[AutoModel] | None = None,
 ) -> PreTrainedModel:
-    """The model that ``from_pretrained`` would give, in float32, without reading its weights."""
+    """Return the model of ``from_pretrained`` in float32, without reading its weights."""
     made: PreTrainedModel = (kind or lm_class(config)).from_config(
         config,
         attn_implementation=attention_name and attention(config, attention_name),

@@ -1,7 +1,7 @@
-"""Few bits for weights that are never trained: the frozen base of a LoRA (QLoRA).
+"""Quantisation of weights that are never trained: the frozen base of a LoRA (QLoRA).
 
-A trainer and an engine agree to the bit if both compute with the same numbers. So weights are only
-kept in few bits: whoever computes unpacks them first, and an engine is sent what they unpack to.
+Trainer and engine agree to the bit if both compute with the same numbers. So weights are only
+stored in few bits: they are unpacked for computing, and engines are sent the unpacked weights.
 """
 
 from abc import ABC, abstractmethod
@@ -21,19 +21,19 @@ Parts = Mapping[str, Tensor]
 
 
 class Quantization(ABC):
-    """A form in which frozen weights take few bits.
+    """A format that stores frozen weights in few bits.
 
-    Parts are integers, float32 numbers their bits in int32: whoever casts a model to another dtype
-    (``precision: bf16-true``) casts what is a float, and a rounded scale would be other weights.
+    Parts are integers, with the bits of float32 numbers in int32: casting a model to another dtype
+    (``precision: bf16-true``) casts all floats, and rounded scales would change the weights.
     """
 
     @abstractmethod
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        """Parts, none of them a scalar, that stand for a float32 weight (out, in)."""
+        """Return the parts, none of them a scalar, that represent a float32 weight (out, in)."""
 
     @abstractmethod
     def unpack(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The weight (out, in) that parts stand for: computed in float32, then rounded once."""
+        """Return the weight (out, in) of these parts: computed in float32, then rounded once."""
 
 
 @configurable
@@ -104,7 +104,7 @@ class NF4(Quantization):
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024)
 _SCALES = 256
-"""Scales that share one."""
+"""Number of scales that share one scale."""
 
 
 @configurable
@@ -112,7 +112,7 @@ _SCALES = 256
 class Int8(Quantization):
     """8-bit integers, a scale for each output: the weights of LLM.int8() (Dettmers et al. 2022).
 
-    8 bits per weight, and 32 per row. Unlike there, what a layer computes with is not rounded.
+    8 bits per weight, and 32 per row. Unlike in LLM.int8(), activations are not rounded.
     """
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
@@ -127,7 +127,7 @@ class Int8(Quantization):
 
 @cache
 def bitsandbytes() -> Any:
-    """Its functions; they are imported late, since that takes seconds."""
+    """Return the functions of bitsandbytes, imported late because that takes seconds."""
     from bitsandbytes import functional
 
     return functional

@@ -14,16 +14,16 @@ from lightning_rl.models.sharding import full_tensor
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with the weight of another one, rounded to what few bits can say, and frozen.
+    """A linear layer whose weight is another layer's, quantised and frozen.
 
-    ``weight`` is unpacked whenever it is asked for, in the dtype to which the layer was cast last,
-    and never kept: a backward pass unpacks it again. To the bit, the layer computes what a plain
-    one with that weight does.
+    ``weight`` is unpacked at each access, in the dtype to which the layer was last cast, and never
+    kept: a backward pass unpacks it again. The layer computes exactly the same bits as a plain one
+    with that weight.
 
     Args:
-        linear: has the weight, and the bias, which stays as it is.
-        quantization: the form of the weight.
-        weight: (out, in), in the place of the linear layer's.
+        linear: has the weight, and the bias, which is not quantised.
+        quantization: the format of the weight.
+        weight: (out, in), used instead of the linear layer's.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """(out, in); a new tensor each time."""
+        """The unpacked weight (out, in); a new tensor at each access."""
         return self.unpacked(self.parts, self._dtype)
 
     @property
     def parts(self) -> dict[str, nn.Parameter]:
-        """What the weight is kept as, by name; under FSDP2 sharded but while the layer computes."""
+        """The parts of the weight, by name; under FSDP2 sharded except while the layer computes."""
         return {name: getattr(self, name) for name in self._parts}
 
     def unpacked(self, parts: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """The weight (out, in) that these parts stand for; in the layer's dtype by default."""
+        """Return the weight (out, in) of these parts; in the layer's dtype by default."""
         shape = torch.Size((self.out_features, self.in_features))
         with torch.no_grad():
             return self.quantization.unpack(parts, shape, dtype or self._dtype)
@@ -67,7 +67,7 @@ class QuantizedLinear(nn.Linear):
         return product
 
     def weight_for(self, x: Tensor) -> Tensor:
-        """In the dtype in which an input is multiplied, autocast or not."""
+        """Return the weight in the dtype of the product with an input, under autocast or not."""
         device = x.device.type
         cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if cast else x.dtype
@@ -94,13 +94,13 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(lm: PreTrainedModel, quantization: Quantization) -> None:
-    """Keep all linear layers of the model in few bits, but its output layer, in place.
+    """Quantise all linear layers of the model except its output layer, in place.
 
-    One layer after the other, so that no second model is in memory; each is packed on torch's
-    default device, and stays there.
+    Layers are packed one by one on torch's default device, and stay there, so there is no second
+    model in memory.
 
     Raises:
-        ConfigError: if it has none.
+        ConfigError: if the model has no linear layers.
     """
     found = linear_layers(lm)
     if not found:
@@ -115,7 +115,7 @@ def quantize(lm: PreTrainedModel, quantization: Quantization) -> None:
 
 
 def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Linear]:
-    """All but the output layer, by name."""
+    """Return all linear layers except the output layer, by name."""
     head = lm.get_output_embeddings()
     return {
         name: module
@@ -125,18 +125,18 @@ def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def put_quantized(lm: nn.Module, name: str, layer: QuantizedLinear) -> None:
-    """Put a layer in the place of the one of that name."""
+    """Replace the layer of that name."""
     owner, _, leaf = name.rpartition(".")
     setattr(lm.get_submodule(owner), leaf, layer)
 
 
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
-    """Layers in few bits, by name."""
+    """Return the quantised layers, by name."""
     return {name: m for name, m in module.named_modules() if isinstance(m, QuantizedLinear)}
 
 
 def weights_in(module: nn.Module) -> dict[nn.Parameter, int]:
-    """How many weights each parameter stands for: all of a packed one by the first of its parts."""
+    """Return the number of weights per parameter; a packed layer's count for its first part."""
     found = {parameter: parameter.numel() for parameter in module.parameters()}
     for layer in quantized_layers(module).values():
         first, *others = layer.parts.values()
@@ -145,9 +145,9 @@ def weights_in(module: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def unpacked_state(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """``lm.state_dict()`` with the weight of a layer in the place of its parts.
+    """Yield ``lm.state_dict()`` with unpacked weights instead of parts.
 
-    Sharded parts are gathered, so that all ranks have to go through this together.
+    Sharded parts are gathered, so all ranks have to exhaust this iterator together.
     """
     layers, state = quantized_layers(lm), lm.state_dict()
     for name, tensor in state.items():

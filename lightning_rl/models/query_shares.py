@@ -1,4 +1,4 @@
-"""Which of a pack's tokens each of several places has, where all have the same heads.
+"""Deals a pack's tokens to several places that have the same heads.
 
 Causal attention costs a query as many products as it sees keys, so that the end of a rollout costs
 most. Each place gets as many tokens as the others, and about as much of that work: of a long
@@ -43,11 +43,11 @@ class Piece(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many they are."""
+        """Number of tokens."""
         return self.end - self.begin
 
     def work(self, before: Sequence[int]) -> int:
-        """Keys that its queries see, ``before`` each segment and in it, added up."""
+        """Return the number of keys that all queries see, ``before`` the segment and in it."""
         inside = (self.end * (self.end + 1) - self.begin * (self.begin + 1)) // 2
         return self.tokens * before[self.segment] + inside
 
@@ -55,9 +55,9 @@ class Piece(NamedTuple):
 def deal(
     lengths: Sequence[int], before: Sequence[int], places: int, room: int
 ) -> list[list[Piece]]:
-    """The pieces of each place, of segments of such lengths with so many tokens ``before`` them.
+    """Return each place's pieces of segments with these lengths and numbers of tokens ``before``.
 
-    A place has ``room`` for so many tokens, and all together for all.
+    A place has room for ``room`` tokens, and all together have room for all.
     """
     dealt: list[list[Piece]] = [[] for _ in range(places)]
     left, work = [room] * places, [0] * places
@@ -98,7 +98,7 @@ def deal(
 
 
 def most_keys(segments: Segments, places: int) -> int:
-    """Keys that a place's kernel reads at most: of each piece those that it sees."""
+    """Return the largest number of keys that a place's kernel reads, over all its pieces."""
     _, before = segments.before
     lengths, prefixes = segments.length.tolist(), before.tolist()
     dealt = deal(lengths, prefixes, places, -(-sum(lengths) // places))
@@ -106,11 +106,11 @@ def most_keys(segments: Segments, places: int) -> int:
 
 
 class PlacedQueries(Pieces):
-    """What the queries of one place see."""
+    """The tokens that the queries of one place see."""
 
     @classmethod
     def of(cls, segments: Segments, pieces: Sequence[Piece], rows: Tensor) -> "PlacedQueries":
-        """Of these pieces of segments; without any, a query sees the first token."""
+        """Make these from pieces of segments; without any, one query sees the first token."""
         pieces = pieces or [Piece(int(segments.length.nonzero()[0]), 0, 1)]
         segment, begin, end = torch.tensor(pieces, device="cpu").unbind(1)
         prefix_start, prefix_length = (x[segment] for x in segments.before)
@@ -143,7 +143,7 @@ class PlacedQueries(Pieces):
 
 
 def tokens_of(segments: Segments, pieces: Sequence[Piece]) -> Tensor:
-    """The places of some pieces' tokens in the pack's row, one behind the other."""
+    """Return the indices of some pieces' tokens in the pack's row, piece after piece."""
     given = torch.tensor(pieces, dtype=torch.long, device="cpu").reshape(-1, 3)
     segment, begin, end = given.unbind(1)
     return ranges(segments.start[segment] + begin, end - begin)

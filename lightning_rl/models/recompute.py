@@ -1,4 +1,4 @@
-"""What is computed again in backward, so that it need not be kept till then."""
+"""Recomputation in the backward pass (gradient checkpointing), to save memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,19 +23,19 @@ from lightning_rl.models.host_inputs import HostInputs
 @configurable
 @dataclass(frozen=True)
 class Recompute:
-    """Layers keep their inputs until backward, and compute all else there again.
+    """Layers keep only their inputs, and recompute everything else in the backward pass.
 
-    Gradients stay the same, with ``mlp_tokens`` but for rounding.
+    Gradients do not change, except for rounding with ``mlp_tokens``.
 
     Args:
-        every: of so many layers one is recomputed; the others keep what they compute.
-        keep: what recomputed layers keep beside their inputs: ``attention`` for the outputs of
-            fused attention kernels, which for long rollouts are most of what would be computed
-            again. Each takes as much memory as the attention's queries.
-        inputs: where layers' inputs wait: on the ``device``, or in ``host`` memory, pinned on
-            CUDA. They are copied while others are computed with.
-        mlp_tokens: compute a layer's MLP for so many tokens at a time, which is all that it then
-            keeps in backward; it is computed once more for that. None: for all tokens of a pack.
+        every: recompute one of every ``every`` layers; the others keep their activations.
+        keep: what recomputed layers keep besides their inputs: ``attention`` for the outputs of
+            fused attention kernels, which dominate the recomputation of long rollouts. Each takes
+            as much memory as the attention's queries.
+        inputs: where layers' inputs are stored: on the ``device``, or in ``host`` memory, pinned
+            on CUDA. Copies overlap with computation.
+        mlp_tokens: compute a layer's MLP for so many tokens at a time, so that backward holds
+            activations only of these; the MLP is computed once more. None: for all tokens at once.
 
     Raises:
         ConfigError: if ``every`` or ``mlp_tokens`` is below 1.
@@ -56,17 +56,17 @@ class Recompute:
         )
 
     def apply(self, lm: PreTrainedModel) -> None:
-        """Let the layers of a model do so, in place; in training mode.
+        """Set up recomputation in a model's layers, in place; it acts in training mode.
 
         Raises:
-            ConfigError: if its layers cannot.
+            ConfigError: if the layers do not support these settings.
         """
         lm.gradient_checkpointing_enable({"use_reentrant": False})
         layers = layers_of(lm)
         if not layers and self != Recompute():
             raise ConfigError(
-                f"gradient_checkpointing: {type(lm).__name__} has layers of its own kind, which "
-                "can be recomputed as a whole only; set it to true"
+                f"gradient_checkpointing: {type(lm).__name__} has custom layers, which can only be "
+                "recomputed as a whole; set it to true"
             )
         again = self._checkpoint()
         for left, layer in zip(range(len(layers), 0, -1), layers, strict=True):
@@ -86,12 +86,12 @@ class Recompute:
 
 
 def as_recompute(given: bool | Recompute) -> Recompute | None:
-    """True as what it stands for, False as None."""
+    """Convert True to ``Recompute()`` and False to None."""
     return (Recompute() if given else None) if isinstance(given, bool) else given
 
 
 def layers_of(module: nn.Module) -> list[GradientCheckpointingLayer]:
-    """All layers that can be recomputed."""
+    """Return all layers that can be recomputed."""
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
@@ -102,11 +102,11 @@ FUSED_ATTENTION = {
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
 }
-"""Kernels whose outputs are few beside what they compute: scores are not among them."""
+"""Attention kernels whose outputs are small: they do not return scores."""
 
 
 def keeps_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """For ``create_selective_checkpoint_contexts``: what fused attention returns is kept."""
+    """Keep outputs of fused attention, as a policy of ``create_selective_checkpoint_contexts``."""
     kept = operation.name() in FUSED_ATTENTION
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -115,14 +115,14 @@ def keeps_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
 
 
 class TiledMLP:
-    """An MLP's forward pass for some tokens at a time, each of which is recomputed in backward.
+    """An MLP's forward pass in tiles of some tokens, each of which is recomputed in backward.
 
     Tokens do not see each other there, so the outputs are the same; a weight's gradient is summed
     in parts. The tiles of sequences are DeepSpeed's (Bekman et al. 2025, arXiv 2506.13996).
 
     Args:
-        forward: of the MLP: of states (..., S, D).
-        tokens: of a tile.
+        forward: the MLP's forward of states (..., S, D).
+        tokens: number of tokens in a tile.
     """
 
     def __init__(self, forward: Callable[[Tensor], Tensor], tokens: int) -> None:
@@ -140,28 +140,28 @@ class TiledMLP:
 
 
 def tile_mlps(lm: PreTrainedModel, tokens: int) -> None:
-    """Let a model's dense MLPs compute so many tokens at a time, in place.
+    """Make a model's dense MLPs compute ``tokens`` tokens at a time, in place.
 
     Raises:
-        ConfigError: if it has none.
+        ConfigError: if the model has no dense MLP.
     """
     mlps = [mlp for layer in layers_of(lm) if (mlp := _dense_mlp(layer)) is not None]
     if not mlps:
         raise ConfigError(
             f"gradient_checkpointing.mlp_tokens={tokens}: no layer of {type(lm).__name__} has a "
-            "dense MLP, whose tokens could be computed apart; leave it out"
+            "dense MLP to compute in tiles; leave it out"
         )
     for mlp in mlps:
         mlp.forward = TiledMLP(mlp.forward, tokens)
 
 
 def tiled_mlps(module: nn.Module) -> list[nn.Module]:
-    """MLPs that compute some tokens at a time."""
+    """Return the MLPs that compute in tiles."""
     return [m for m in module.modules() if isinstance(m.forward, TiledMLP)]
 
 
 def _dense_mlp(layer: nn.Module) -> nn.Module | None:
-    """The MLP of a layer, if all of its weights are those of linear layers."""
+    """Return a layer's MLP, if it has one whose weights all belong to linear layers."""
     mlp = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
     if not isinstance(mlp, nn.Module):
         return None

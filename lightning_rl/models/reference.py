@@ -1,4 +1,4 @@
-"""References to keep the policy near: a frozen copy, a renewed one, a LoRA's base."""
+"""Reference policies: a frozen copy, a periodically renewed one, or a LoRA's base."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,15 +15,15 @@ from lightning_rl.models.pretrained import Loading, model_of
 
 
 class Reference(nn.Module, ABC):
-    """Lends a policy that scores ``ref_logprobs``."""
+    """Provides the policy that scores ``ref_logprobs``."""
 
     @abstractmethod
     def configure(self, policy: Policy) -> None:
-        """Prepare, given the initial policy."""
+        """Prepare the reference, given the initial policy."""
 
     @abstractmethod
     def scoring(self, policy: Policy) -> AbstractContextManager[Policy]:
-        """A context that yields the reference policy."""
+        """Return a context that yields the reference policy."""
 
     def on_iteration_end(self, policy: Policy, iteration: int) -> None:
         """Called after each iteration, whose number counts from 1."""
@@ -31,7 +31,7 @@ class Reference(nn.Module, ABC):
 
 @configurable(model=model_of)
 class FrozenReference(Reference):
-    """A copy of the policy as it starts, or another checkpoint; never changes.
+    """A copy of the initial policy, or another checkpoint; never changes.
 
     Args:
         model: directory or hub name of another model with the same tokenizer; None: the policy's
@@ -52,7 +52,7 @@ class FrozenReference(Reference):
             if policy.reader is not None and not policy.reader.reads_as(self.policy.reader):
                 raise ConfigError(
                     f"reference model={self.model!r} does not read pictures as the policy's "
-                    f"{policy.model!r} does; take one of the same family and image processor"
+                    f"{policy.model!r} does; use one of the same family and image processor"
                 )
         else:
             value_head, policy.value_head = policy.value_head, None  # not part of a reference
@@ -70,7 +70,7 @@ class FrozenReference(Reference):
 
 @configurable
 class PeriodicReference(FrozenReference):
-    """A frozen copy that is renewed from the policy every so many iterations.
+    """A frozen copy that is renewed from the policy every ``every_n_iterations`` iterations.
 
     Raises:
         ConfigError: if ``every_n_iterations`` is less than 1.

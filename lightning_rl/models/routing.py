@@ -1,4 +1,4 @@
-"""Routing: hears which experts the routers of a mixture choose, or has them choose given ones."""
+"""Routing: records which experts the routers of a mixture choose, or replays given choices."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +15,10 @@ from lightning_rl.models.lines import Lines
 
 
 class Weighing(NamedTuple):
-    """What routers make of logits (S, E), in float32.
+    """Functions that routers apply to logits (S, E), in float32.
 
-    ``probs`` (S, E), of all experts, which sum to one; ``gates`` (S, K), of the chosen ones (S, K).
+    ``probs`` gives all experts' probabilities (S, E), which sum to one; ``gates`` the weights
+    (S, K) of the chosen experts (S, K).
     """
 
     probs: Callable[[Tensor], Tensor]
@@ -25,7 +26,7 @@ class Weighing(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What L routers with E experts made of the S tokens of a pass, of which each chose K.
+    """Statistics of L routers with E experts that each chose K of them for a pass's S tokens.
 
     ``probs`` (L, E): means of their probabilities, with a gradient if it is wanted; of routers that
     score by a sigmoid each expert's share of the scores (DeepSeek-AI 2024, arXiv 2412.19437, eq.
@@ -43,14 +44,14 @@ class Heard(NamedTuple):
 
 
 class Routing:
-    """The routers of a model, by the numbers of their layers, in order.
+    """The routers of a model, by layer number, in order.
 
-    Each forward pass goes between :meth:`begin` and :meth:`heard`. What is replayed stays until the
-    next pass begins, since a backward pass may compute this one again.
+    Each forward pass runs between :meth:`begin` and :meth:`heard`. Replayed choices stay until the
+    next pass begins, since a backward pass may recompute this one.
     """
 
     balanced = False
-    """True if a loss takes the gradient of ``probs``."""
+    """Whether a loss needs the gradient of ``probs``."""
 
     def __init__(self, routers: dict[int, nn.Module], weighing: Weighing) -> None:
         self._weighing, self._layers = weighing, list(routers)
@@ -62,13 +63,13 @@ class Routing:
             router.register_forward_hook(partial(self._choose, layer))
 
     def begin(self, replayed: Tensor | None = None, lines: Lines | None = None) -> None:
-        """A pass over S tokens begins, with these experts (S, L, K); None: the routers' own.
+        """Begin a pass over S tokens with these experts (S, L, K); None: the routers choose.
 
-        Experts may also be of all layers of the model, as vLLM has them. ``lines`` say which tokens
-        routers see, and where the S are among them; None: these.
+        Experts may also cover all layers of the model, as in vLLM. ``lines`` say which tokens the
+        routers see, and where the S tokens are among them; None: the S tokens themselves.
 
         Raises:
-            ConfigError: if they are of another number of layers.
+            ConfigError: if the experts are for another number of layers.
         """
         if replayed is not None and replayed.shape[1] != len(self._layers):
             if replayed.shape[1] <= self._layers[-1]:
@@ -83,11 +84,11 @@ class Routing:
         self._replayed, self._listening, self._passed = replayed, True, []
 
     def chosen(self) -> Tensor:
-        """The experts (S, L, K), int16, of the pass that is over."""
+        """Return the experts (S, L, K), int16, chosen in the finished pass."""
         return torch.stack([chosen for _, chosen, _ in self._end()], 1).short()
 
     def heard(self) -> Heard:
-        """What the routers made of the pass that is over."""
+        """Return the routers' statistics of the finished pass."""
         passed = self._end()
         experts = torch.stack([chosen for _, chosen, _ in passed], 1)
         with torch.set_grad_enabled(self.balanced and torch.is_grad_enabled()):
@@ -109,7 +110,7 @@ class Routing:
         )
 
     def _end(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each layer: logits, the experts that tokens were sent to, those of the router."""
+        """End a pass; return each layer's logits, the experts used, and the router's own choice."""
         passed, self._passed, self._listening = self._passed, [], False
         if self._lines is None:
             return passed
@@ -130,10 +131,10 @@ class Routing:
 
 
 def routing_of(lm: PreTrainedModel) -> Routing | None:
-    """The routers of a model; None if it has none, or such as weigh experts in another way.
+    """Return the routers of a model; None if it has none, or their weighting is not supported.
 
-    Known are those that give logits, weights and experts, the weights being softmax's
-    probabilities or sigmoids, or their shares among the chosen ones, maybe scaled.
+    Supported are routers that return logits, weights and experts, with weights that are softmax
+    probabilities or sigmoids, or their shares among the chosen ones, possibly scaled.
     """
     routers = _routers(lm)
     kinds = {type(router) for router in routers.values()}
@@ -142,10 +143,10 @@ def routing_of(lm: PreTrainedModel) -> Routing | None:
 
 
 def require_routing(lm: PreTrainedModel) -> Routing:
-    """The routers of a model.
+    """Return the routers of a model.
 
     Raises:
-        ConfigError: if there are none, or they are not known.
+        ConfigError: if it has none, or they are not supported.
     """
     found = routing_of(lm)
     if found is None:
@@ -157,7 +158,7 @@ def require_routing(lm: PreTrainedModel) -> Routing:
 
 
 def _routers(lm: PreTrainedModel) -> dict[int, nn.Module]:
-    """Routers by the numbers of their layers, which are in their names."""
+    """Return the routers by layer number, taken from their names."""
     recorded = getattr(lm.base_model, "_can_record_outputs", None) or {}
     kind = getattr(recorded.get("router_logits"), "target_class", None)
     if kind is None or kind is nn.Linear:  # which gives logits alone: what is chosen is not heard
@@ -168,7 +169,7 @@ def _routers(lm: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def _weighing_of(kind: Callable[[Any], nn.Module], config: Any) -> Weighing | None:
-    """How such routers weigh what they choose, found out on one with random weights."""
+    """Find how routers of this kind weight experts, by testing one with random weights."""
     with torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
         router = kind(config).float()
         for parameter in router.parameters():
@@ -195,7 +196,7 @@ def _weighing_of(kind: Callable[[Any], nn.Module], config: Any) -> Weighing | No
 
 
 _SCALES = ("routed_scaling_factor", "router_scaling_factor")
-"""What transformers' routers call the factor of their weights."""
+"""Names in transformers' configurations for the factor of routers' weights."""
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ def _affinities(logits: Tensor) -> Tensor:
 def _gates(
     scores: Callable[[Tensor], Tensor], shared: bool, scale: float, logits: Tensor, chosen: Tensor
 ) -> Tensor:
-    """In the order of operations of transformers: equal choices have equal weights, to the bit."""
+    """Return weights of the chosen experts, bit-equal to transformers' for the same choices."""
     weights = scores(logits).gather(-1, chosen)
     if shared:
         weights = weights / weights.sum(-1, keepdim=True)

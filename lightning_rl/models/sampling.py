@@ -1,4 +1,4 @@
-"""The distribution that a token was sampled from, to score it under the same one."""
+"""The distribution that a token was sampled from, to score the token under it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,10 +13,11 @@ from lightning_rl.models.logit_map import LogitMap
 
 @dataclass(frozen=True)
 class Penalties:
-    """How engines changed the logits that M tokens were sampled from.
+    """Penalties that engines applied to the logits from which M tokens were sampled.
 
-    Token i came after ``input_ids[begin[i]:end[i]]``, of which its own turn has written what begins
-    at ``turn[i]``; before that is the engine's prompt. ``input_ids`` (T,); all others (M,).
+    Token i follows ``input_ids[begin[i]:end[i]]``, in which the tokens from ``turn[i]`` on were
+    written in its own turn; those before are the engine's prompt. ``input_ids`` is (T,), all others
+    (M,).
     """
 
     input_ids: Tensor
@@ -28,7 +29,7 @@ class Penalties:
     frequency: Tensor
 
     def rows(self, part: slice) -> "Penalties":
-        """Those of a subset of the M tokens."""
+        """Return the penalties of a subset of the M tokens."""
         names = ("begin", "turn", "end", "repetition", "presence", "frequency")
         return replace(self, **{name: getattr(self, name)[part] for name in names})
 
@@ -50,7 +51,7 @@ class Penalties:
         return slope
 
     def _seen(self, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Which tokens (M, V) precede each, and how often its turn wrote each."""
+        """Return which tokens (M, V) precede each token, and how often its turn wrote them."""
         width = max(1, int((self.end - self.begin).max()))
         places = self.begin[:, None] + torch.arange(width, device=self.begin.device)
         before = places < self.end[:, None]
@@ -65,7 +66,7 @@ class Penalties:
 
 
 def penalties_of(pack: TensorDict, live: Tensor) -> Penalties | None:
-    """For the tokens ``live`` (M,) of a pack; None if none was sampled under any."""
+    """Return the penalties of a pack's tokens ``live`` (M,); None if there are none."""
     if "turn_start" not in pack["tokens"]:
         return None
     rows, tokens, length = token_rows(pack)[live], pack["tokens"], pack["rollouts", "length"]
@@ -83,14 +84,14 @@ def penalties_of(pack: TensorDict, live: Tensor) -> Penalties | None:
 
 
 CUT = -1e9
-"""The logit of what could not be sampled: finite, because 0 x inf is nan in an entropy."""
+"""The logit of tokens that could not be sampled: finite, as 0 x inf is nan in an entropy."""
 
 
 @dataclass(frozen=True)
 class SampledBy:
-    """How M tokens were sampled: columns (M, 1), None where no token has such a setting.
+    """Sampling settings of M tokens: columns (M, 1), None if no token has that setting.
 
-    ``no_end`` marks where the ``ends`` (E,) could not be sampled. ``logit_map`` is the model's own;
+    ``no_end`` is True where the ``ends`` (E,) could not be sampled. ``logit_map`` is the model's;
     None: its logits are the products of its output head.
     """
 
@@ -105,12 +106,12 @@ class SampledBy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but a temperature decided how tokens were sampled from logits."""
+        """Whether no setting but the temperature is in use."""
         settings = (self.top_k, self.top_p, self.min_p, self.no_end, self.penalties)
         return all(setting is None for setting in settings)
 
     def rows(self, part: slice) -> "SampledBy":
-        """That of a subset of the M tokens."""
+        """Return the settings of a subset of the M tokens."""
         cut = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _WHOLE}
         penalties = None if self.penalties is None else self.penalties.rows(part)
         cut = {name: None if column is None else column[part] for name, column in cut.items()}
@@ -121,7 +122,7 @@ _WHOLE = ("ends", "penalties", "logit_map")
 
 
 def settings_in_use(rollouts: TensorDict) -> tuple[bool, bool]:
-    """Of ``rollouts`` on the CPU: whether any had a top-k or top-p that cuts, and a min-p."""
+    """Tell whether any of ``rollouts``, on the CPU, used top-k or top-p, and whether any min-p."""
     cuts = (rollouts["top_k"] > 0) | (rollouts["top_p"] < 1)
     samples = rollouts["temperature"] > 0  # engines cut nothing where they take the likeliest
     min_p = rollouts.get("min_p", None)
@@ -139,7 +140,7 @@ def sampled_by(
     penalties: Penalties | None = None,
     logit_map: LogitMap | None = None,
 ) -> SampledBy:
-    """For ``sampled_logits``, of the targets (M,): settings that cut nothing are left out."""
+    """Return the settings of the targets (M,) for ``sampled_logits``, without ineffective ones."""
     # Engines cut nothing where they take the likeliest.
     samples = temperature > 0
     if top_k is not None and top_p is not None:
@@ -167,7 +168,7 @@ def sampled_by(
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Unchanged, or 16-bit ones in float32."""
+    """Convert 16-bit values to float32; return others unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -198,7 +199,7 @@ def sampled_logits(
 
 
 def _cut(scaled: Tensor, by: SampledBy) -> Tensor | None:
-    """Where (m, V) min-p, then top-k and top-p among the rest, exclude a token."""
+    """Return where (m, V) min-p, then top-k and top-p among the rest, exclude a token."""
     unlikely = None
     if by.min_p is not None:
         probs = scaled.softmax(-1)
@@ -211,7 +212,7 @@ def _cut(scaled: Tensor, by: SampledBy) -> Tensor | None:
 
 
 def _outside(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Where (m, V) top-k, then top-p among the rest, exclude a token; both given as (m, 1)."""
+    """Return where (m, V) top-k, then top-p among the rest, exclude a token; both are (m, 1)."""
     ordered, order = scaled.sort(-1)
     vocabulary = scaled.shape[1]
     # Engines keep what ties with the k-th, which in bfloat16 is common.

@@ -57,7 +57,7 @@ class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins 
 
 
 Scorer = Callable[[TensorDict, PackLayout], Scores]
-"""Scores those loss tokens of a pack that a layout names."""
+"""Scores the loss tokens of a pack that a layout names."""
 
 
 class PackRanks:
@@ -74,9 +74,9 @@ class PackRanks:
     All ranks of the run make theirs at the same time.
 
     Args:
-        config: of the model.
-        sequence: how many ranks have the tokens of a pack.
-        tensor: ranks that have the matrices; None: each has all of them.
+        config: the model's configuration.
+        sequence: number of ranks that share the tokens of a pack.
+        tensor: ranks that share the matrices; None: each has all of them.
 
     Raises:
         ConfigError: if they do not divide the number of ranks.
@@ -102,7 +102,7 @@ class PackRanks:
         self.sharing = self._sharing(head_ranks(sequence, *head_counts(config, self.copies)))
 
     def _every(self, step: int, count: int) -> Any:
-        """The group of ``count`` shares that this one's is among, each ``step`` after another."""
+        """Return the group of ``count`` shares, ``step`` apart, that includes this rank's."""
         if count == 1:
             return None  # this one alone
         block = step * count * self.copies
@@ -115,7 +115,7 @@ class PackRanks:
         return found
 
     def _sharing(self, heads: int) -> Sharing:
-        """So many neighbouring shares have the heads together, and as many as remain queries."""
+        """Return the sharing in which ``heads`` neighbours share heads, and the rest queries."""
         places = self.shares // heads
         group = self.holders if places == 1 else self._every(1, heads)
         exchange = None if heads == 1 else partial(HeadExchange, group, heads)
@@ -144,7 +144,7 @@ class PackRanks:
         return Scores(live, logprobs, entropy, values)
 
     def _packs(self, pack: TensorDict, has_loss: bool) -> list[tuple[int, TensorDict]]:
-        """Those with loss tokens, on the CPU, and their owners; if all have none, the first."""
+        """Return packs with loss tokens, on the CPU, and their owners; else the first."""
         ours = _columns(pack) if has_loss else None
         packs: list[TensorDict | None] = [None] * self.size
         dist.all_gather_object(packs, ours, group=self.group)
@@ -158,7 +158,7 @@ class PackRanks:
     def _together(
         self, pack: TensorDict, owner: int, score: Scorer
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logprobs, entropies and values (M,) of one pack, for its owner; for others (0,)."""
+        """Score one pack: return logprobs, entropies and values (M,) for its owner, else (0,)."""
         layout = build_layout(pack)
         dealt = self.sharing.deal(layout.segments)
         device, share = layout.tokens.device, len(dealt.order) // self.shares
@@ -195,7 +195,7 @@ _SCORED = ("input_ids", "loss_mask", "no_end", "turn_start", "routed_experts")
 
 
 def _columns(pack: TensorDict) -> TensorDict:
-    """What scoring reads of a pack, on the CPU."""
+    """Return the columns of a pack that scoring reads, on the CPU."""
     tokens = pack["tokens"]
     names = [n for n in _SCORED if n in tokens]
     parts = {"tokens": tokens.select(*names, *sight_in(tokens)).cpu(), **_table(pack)}
@@ -203,12 +203,12 @@ def _columns(pack: TensorDict) -> TensorDict:
 
 
 def _table(pack: TensorDict) -> dict[str, Any]:
-    """That of its pictures, if it has any."""
+    """Return the table of a pack's pictures, if it has any."""
     return {PICTURES: as_column(pack[PICTURES])} if PICTURES in pack else {}
 
 
 def _on(device: torch.device, pack: TensorDict) -> TensorDict:
-    """A pack on a device; what decides its layout stays on the CPU, too."""
+    """Copy a pack to a device, keeping a copy on the CPU for its layout."""
     if device.type == "cpu":
         return pack
     parts = {name: pack[name].to(device) for name in ("tokens", "rollouts")}
@@ -216,10 +216,10 @@ def _on(device: torch.device, pack: TensorDict) -> TensorDict:
 
 
 def require_heads(size: int, query: int, key: int) -> None:
-    """Check that ranks can share a layer's heads, as those that its model's configuration names.
+    """Check that ranks can share a layer's heads, which may differ from the configuration's.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: if they cannot.
     """
     if query % size or (key % size and size % key):
         raise ConfigError(
@@ -230,9 +230,9 @@ def require_heads(size: int, query: int, key: int) -> None:
 
 
 class HeadExchange:
-    """The way of a layer's heads between ranks that have S tokens together, each a share of s.
+    """Exchanges a layer's heads between ranks that share S tokens, s each.
 
-    Shares are equally long; of the last ones tokens may lack, which are filled up.
+    Shares have equal length; the last ones are padded.
     """
 
     def __init__(self, group: Any, size: int, tokens: int) -> None:
@@ -240,7 +240,7 @@ class HeadExchange:
 
     @torch.compiler.disable  # ranks exchange tokens
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values (s, H, D) of own tokens to (S, H / n, D) of own heads."""
+        """Exchange q, k and v (s, H, D) of own tokens for (S, H / n, D) of own heads."""
         size = self.size
         require_heads(size, q.shape[1], k.shape[1])
         copied = (x.repeat_interleave(max(1, size // x.shape[1]), 1) for x in (q, k, v))
@@ -252,7 +252,7 @@ class HeadExchange:
 
     @torch.compiler.disable  # ranks exchange tokens
     def gather_heads(self, output: Tensor) -> Tensor:
-        """Outputs (S, H / n, D) of own heads to (s, H, D) of own tokens."""
+        """Exchange outputs (S, H / n, D) of own heads for (s, H, D) of own tokens."""
         share = -(-self.tokens // self.size)
         filled = F.pad(output, (0, 0, 0, 0, 0, share * self.size - self.tokens))
         received = AllToAll.apply(filled.unflatten(0, (self.size, share)), self.group, None)
@@ -260,7 +260,7 @@ class HeadExchange:
 
 
 class _ToOwner(torch.autograd.Function):
-    """Columns of a pack's M loss tokens, to its owner: each rank gives those that it computed.
+    """Sends columns of a pack's M loss tokens to its owner: each rank those that it computed.
 
     ``holder`` (M,) says which rank computes which. Gradients go from the owner to all ranks; a
     column without one has none anywhere.
@@ -306,16 +306,16 @@ class _ToOwner(torch.autograd.Function):
 def turns(
     packs: Sequence[T], ranks: PackRanks | None, together: bool, least: int = 0
 ) -> Iterator[T | None]:
-    """Own packs as they are due; None where this rank lends its device, or only keeps step.
+    """Yield this rank's packs in turn; None when it computes another rank's pack, or an empty one.
 
-    Of ranks that compute packs together one has its turn at a time, so that no device holds the
-    activations of more than one.
+    Of ranks that compute packs together, one has its turn at a time, so that no device holds the
+    activations of more than one pack.
 
     Args:
-        packs: of this rank.
-        ranks: with which it computes them; None: alone.
-        together: all ranks of the run go through as many.
-        least: rounds.
+        packs: this rank's packs.
+        ranks: the ranks that compute packs together; None: this one computes alone.
+        together: whether all ranks of the run take equally many rounds.
+        least: minimum number of rounds.
     """
     rounds = max(len(packs), least)
     if together:

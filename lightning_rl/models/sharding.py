@@ -33,9 +33,9 @@ from lightning_rl.run.dist import every_rank, rank, take_from_rank_zero
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
     """Dtypes to gather weights and sum gradients in, by Lightning's ``precision``.
 
-    Weights that compute in bfloat16 travel so too, though those that are trained are float32.
-    Inputs stay as they are: among them are masks, logprobs and rewards, which 16 bits would round,
-    and layers get what the layers before them computed.
+    Weights used in bfloat16 are also gathered in it, though the trained ones are float32. Inputs
+    are not cast: among them are masks, logprobs and rewards, which 16 bits would round, and layers
+    get the outputs of earlier layers.
     """
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
@@ -46,7 +46,7 @@ def mixed_precision(precision: str) -> MixedPrecisionPolicy:
 
 @contextmanager
 def read_by_rank_zero() -> Iterator[None]:
-    """Models built in this block have their weights on rank 0, and elsewhere only their shapes.
+    """Build models in this block with weights on rank 0 only, and shapes elsewhere.
 
     A failure on rank 0, the only one that reads files, fails on all ranks.
     """
@@ -55,10 +55,10 @@ def read_by_rank_zero() -> Iterator[None]:
 
 
 class Shardable(Protocol):
-    """A module that ranks can have together."""
+    """A module that ranks can share."""
 
     def split(self, ranks: TensorRanks) -> None:
-        """Keep this rank's part of its matrices only, as DTensors."""
+        """Keep only this rank's part of the matrices, as DTensors."""
 
 
 def shard(
@@ -112,10 +112,10 @@ def shard(
 
 
 def shared_dim(same: DeviceMesh, parameter: nn.Parameter) -> Shard:
-    """What ranks that have the same experts share: whole ones, or rows of each, if too few.
+    """Return the dimension in which ranks shard the same experts: experts, or rows if too few.
 
     Raises:
-        ConfigError: if so many ranks do not divide these either.
+        ConfigError: if the ranks do not divide the rows either.
     """
     part, size = local(parameter), same.size()
     if len(part) % size == 0:
@@ -129,10 +129,10 @@ def shared_dim(same: DeviceMesh, parameter: nn.Parameter) -> Shard:
 
 
 def refuse_mesh(module: LightningModule) -> None:
-    """For modules that do not shard their model.
+    """Refuse model-parallel strategies, for modules that do not shard their model.
 
     Raises:
-        ConfigError: under a ``ModelParallelStrategy``, which leaves it to the module.
+        ConfigError: under a ``ModelParallelStrategy``, which leaves sharding to the module.
     """
     if module.device_mesh is not None:
         raise ConfigError(
@@ -143,7 +143,7 @@ def refuse_mesh(module: LightningModule) -> None:
 
 
 def _keep_shapes(module: nn.Module) -> None:
-    """Leave shapes alone, so that no rank shards what it would then overwrite; ties stay."""
+    """Keep only shapes, since weights are overwritten after sharding; tied weights stay tied."""
     known: dict[Tensor, Any] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -159,7 +159,7 @@ def _keep_shapes(module: nn.Module) -> None:
 def _scatter(
     module: nn.Module, tensors: dict[str, Tensor], device: torch.device, cpu_offload: bool
 ) -> None:
-    """Scatter rank 0's tensors, and forget each when it is done."""
+    """Scatter rank 0's tensors, and free each when it is done."""
     module.to_empty(device="cpu" if cpu_offload else device)
 
     def on_device(name: str) -> Tensor:
@@ -184,21 +184,21 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _reshard_after_scoring(module: nn.Module, inputs: object, output: object) -> None:
-    """Between passes ``parameters()`` are the shards, which are trained, synced and saved.
+    """Reshard after scoring, so that ``parameters()`` are shards to train, sync and save.
 
-    FSDP leaves the outermost ones gathered for a backward pass, also where none follows.
+    FSDP keeps the outermost module gathered for a backward pass, even if none follows.
     """
     if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
         module.reshard()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor in full, gathered by all ranks together; any other unchanged."""
+    """Return a sharded tensor in full, gathered by all ranks together; any other unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shape_of(tensor: Tensor) -> Tensor:
-    """A sharded tensor, or any other, in full, but without its numbers: on the ``meta`` device."""
+    """Return a tensor's full shape without data, on the ``meta`` device."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -255,7 +255,7 @@ class ShardedStrategy(ModelParallelStrategy):
         self.tensor = tensor
         self.expert = expert
         self.expert_mesh: DeviceMesh | None = None
-        """All processes, by ``expert_shards`` and ``expert``; None: experts are as all else."""
+        """All processes, by ``expert_shards`` and ``expert``; None: without expert parallelism."""
 
     def setup_environment(self) -> None:
         world = self.num_nodes * self.num_processes
@@ -278,7 +278,7 @@ class ShardedStrategy(ModelParallelStrategy):
             )
 
     def model_to_device(self) -> None:
-        """All but the shards that stay on the host."""
+        """Move the model to its device, except shards that stay on the host."""
         if not self.cpu_offload:
             super().model_to_device()
             return

@@ -1,4 +1,4 @@
-"""How ranks share a pack's tokens: as they come, where all attend for all, or dealt by work.
+"""Ways in which ranks share a pack's tokens: in order, or dealt by work.
 
 Ranks share attention's heads, and where there are fewer heads than ranks its queries, too.
 """
@@ -19,7 +19,7 @@ from lightning_rl.models.query_shares import PlacedQueries, deal, tokens_of
 
 
 def head_counts(config: PretrainedConfig, parts: int = 1) -> tuple[int, int]:
-    """A layer's query heads and key heads, in each of so many parts of a model's matrices."""
+    """Return a layer's query and key heads, in each of ``parts`` parts of a model's matrices."""
     text = config.get_text_config()
     query: int = text.num_attention_heads
     key: int = getattr(text, "num_key_value_heads", None) or query
@@ -27,10 +27,10 @@ def head_counts(config: PretrainedConfig, parts: int = 1) -> tuple[int, int]:
 
 
 def head_ranks(ranks: int, query: int, key: int) -> int:
-    """How many of so many ranks share a model's heads; the others share queries.
+    """Return how many of the ranks share a model's heads; the remaining factor shares queries.
 
-    The most that divide the ranks and the query heads, and divide or are divided by the key heads:
-    these are copied where there are fewer.
+    It is the largest number that divides the ranks and the query heads, and divides or is divided
+    by the key heads, which are copied if there are fewer.
     """
     return next(
         size
@@ -40,10 +40,10 @@ def head_ranks(ranks: int, query: int, key: int) -> int:
 
 
 class Dealt(NamedTuple):
-    """How n ranks have a pack's row of S tokens, each a share of s.
+    """The distribution of a pack's row of S tokens over n ranks, s each.
 
-    ``order`` (n s,), on the CPU: the tokens of one rank after another, as their places in the row;
-    -1: none. ``seen`` is what this rank's queries see, None: all are its queries.
+    ``order`` (n s,), on the CPU: the tokens of each rank in turn, as indices into the row; -1 for
+    padding. ``seen`` is what this rank's queries see; None: all tokens are its queries.
     """
 
     order: Tensor
@@ -55,18 +55,18 @@ class Sharing(Protocol):
     """A way in which ranks share a pack's tokens."""
 
     def deal(self, segments: Segments) -> Dealt:
-        """The tokens of a pack's segments; all ranks call it with the same."""
+        """Deal the tokens of a pack's segments; all ranks call it with the same segments."""
 
 
 @dataclass(frozen=True)
 class HeadSharing:
-    """Each of n ranks has the tokens that follow those of the one before it.
+    """Each of n ranks has the tokens that follow those of the previous rank.
 
-    Attention is computed for all of them, so that it does not matter which they are.
+    Every rank computes attention for all tokens, so it does not matter which ones it has.
 
     Args:
-        ranks: n.
-        exchange: of their heads, for so many tokens; None: the only rank has all of them.
+        ranks: the number n of ranks.
+        exchange: makes the exchange of heads for a number of tokens; None: there is only one rank.
     """
 
     ranks: int
@@ -85,11 +85,12 @@ class QuerySharing:
     """Ranks are in g places of u: those of a place share heads, and places the queries.
 
     Args:
-        place: this rank's.
-        others: the ranks of all places that have the same heads as this one, in their order.
-        places: g.
-        ranks: of a place, u.
-        exchange: of a place's heads, for so many tokens; None: its only rank has all of them.
+        place: this rank's place.
+        others: the ranks of all places that have the same heads as this one, in order.
+        places: the number g of places.
+        ranks: the number u of ranks of a place.
+        exchange: makes the exchange of a place's heads for a number of tokens; None: a place has
+            only one rank.
     """
 
     place: int

@@ -1,7 +1,7 @@
-"""Attention of short segments on a CPU: two batched products, whose scores are few enough to keep.
+"""Attention of short segments on a CPU, by two batched products with explicit scores.
 
-A fused kernel computes scores twice, to keep none, and pays for each head of each segment anew.
-Where segments have tens of tokens that is most of its time.
+A fused kernel computes scores twice, to store none, and has an overhead per head and segment, which
+dominates if segments have only tens of tokens.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ from torch import Tensor
 from lightning_rl.models.attention_batches import AttentionBatch
 
 MOST_SCORES = 3000
-"""Of a segment's key head, for all query heads that share it; with more, SDPA is as fast."""
+"""Maximum scores of a segment and key head, over the query heads that share it; beyond, SDPA is as
+fast."""
 MOST_KEYS = 64
-"""Of a segment. What is kept for the backward pass grows with them, a number per query head."""
+"""Maximum keys of a segment. Memory kept for backward grows with them, for each query head."""
 
 
 def is_short(batch: AttentionBatch, query: Tensor, repeats: int) -> bool:
-    """Whether this is the faster way; ``repeats`` query heads share a key head.
+    """Tell whether this is faster than SDPA; ``repeats`` query heads share a key head.
 
-    In 16 bits it is not taken: scores would be rounded, which a fused kernel has in float32.
+    It is not used in 16 bits, which would round scores that a fused kernel holds in float32.
     """
     queries, keys = batch.query.shape[1], batch.key.shape[1]
     wide = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
@@ -36,9 +37,9 @@ def is_short(batch: AttentionBatch, query: Tensor, repeats: int) -> bool:
 def attend_short(
     batch: AttentionBatch, q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> Tensor:
-    """Attention of q (S, Hq, D) on k and v (S, H, D), of a batch's N Lq queries: (N Lq, Hq, D).
+    """Compute attention (N Lq, Hq, D) of a batch's queries in q (S, Hq, D) on k and v (S, H, D).
 
-    Values may have another width than keys.
+    Values may have a different width from keys.
     """
     heads = k.shape[1]
     made_for = q.shape[1] // heads, heads, q.dtype

@@ -27,14 +27,14 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def require_sound(model: str, weights: bool = True) -> None:
     """Check the files of a model directory; a hub name is checked when it is loaded.
 
-    The weights are read once; then they are in the page cache, for when they are loaded.
+    Reading the weights also brings them into the page cache, for loading.
 
     Args:
         model: directory or hub name.
-        weights: False for a model that begins with random ones.
+        weights: whether to check weights; False for a model that starts from random ones.
 
     Raises:
-        ConfigError: naming the file, and what is wrong with it.
+        ConfigError: if a file is missing or damaged; names it, and what is wrong with it.
     """
     directory = Path(model)
     if not directory.is_dir():
@@ -42,8 +42,8 @@ def require_sound(model: str, weights: bool = True) -> None:
     _require_config(directory)
     if not any(path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)):
         raise ConfigError(
-            f"{directory} holds no tokenizer (tokenizer.json and tokenizer_config.json); save that "
-            "of the model there"
+            f"{directory} has no tokenizer (tokenizer.json and tokenizer_config.json); save the "
+            "model's tokenizer there"
         )
     # Other formats have to be loaded to find out.
     for path in sorted(directory.glob(_WEIGHTS)) if weights else ():
@@ -51,23 +51,23 @@ def require_sound(model: str, weights: bool = True) -> None:
 
 
 def require_complete(model: str, info: dict[str, Any]) -> None:
-    """Check what ``from_pretrained(..., output_loading_info=True)`` said of a model.
+    """Check the info of ``from_pretrained(..., output_loading_info=True)``.
 
     Raises:
-        ConfigError: if weights are missing, which would be random, or have another shape.
+        ConfigError: if weights are missing (they would be random), or have the wrong shape.
     """
     if mismatched := sorted(info["mismatched_keys"]):
         name, in_file, expected = mismatched[0]
         raise ConfigError(
             f"{_file_of(model, name)}: {name} has the shape {tuple(in_file)}, but config.json asks "
-            f"for {tuple(expected)} ({len(mismatched)} weights differ); one of the two files is of "
-            "another model"
+            f"for {tuple(expected)} ({len(mismatched)} weights differ); one of the two files "
+            "belongs to another model: replace it"
         )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise ConfigError(
             f"{_file_of(model)} lacks {', '.join(missing[:_SHOWN])}{more}, which config.json asks "
-            "for, and which would be random; fetch the whole model again, or correct config.json"
+            "for, and which would be random; download the model again, or correct config.json"
         )
     if left := sorted(info["unexpected_keys"]):
         rank_zero_warn(
@@ -77,7 +77,7 @@ def require_complete(model: str, info: dict[str, Any]) -> None:
 
 
 def held_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights in a directory's safetensors files, from the files' headers."""
+    """Return the shapes of weights in a directory's safetensors files, from their headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(directory.glob(_WEIGHTS)):
         with safe_open(path, framework="pt") as file:
@@ -87,7 +87,7 @@ def held_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def held_dtypes(directory: Path) -> dict[str, torch.dtype]:
-    """Dtypes of the same weights, as far as one can compute with them; {} of a hub name."""
+    """Return the dtypes of the same weights, if torch can compute with them; {} for a hub name."""
     dtypes: dict[str, torch.dtype] = {}
     for path in sorted(directory.glob(_WEIGHTS)):
         with safe_open(path, framework="pt") as file:
@@ -100,8 +100,8 @@ def held_dtypes(directory: Path) -> dict[str, torch.dtype]:
 def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Compare names and shapes in files with the model's, for :func:`require_complete`.
 
-    Of files with other names too, such as those of a base model or a second format, only loading
-    tells what is missing.
+    If files also have other names, such as those of a base model or a second format, only loading
+    shows what is missing.
     """
     expected = {name: tuple(weight.shape) for name, weight in lm.state_dict().items()}
     other = held.keys() - expected.keys()
@@ -119,7 +119,7 @@ def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Check that no weight is NaN, infinite or unusable.
 
     Raises:
-        ConfigError: naming the first tensor that holds one, and its file.
+        ConfigError: if one is; names the first such tensor, and its file.
     """
     for name, weight in weights:
         if not is_usable(weight):
@@ -127,7 +127,7 @@ def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
             raise ConfigError(
                 f"{_file_of(model, name)}: {name} holds {broken} of {weight.numel()} numbers that "
                 f"are NaN or infinite, or beyond {LARGEST_WEIGHT:g}; the training that wrote it "
-                "had failed: use an earlier one"
+                "had diverged: use an earlier checkpoint"
             )
 
 
@@ -135,7 +135,7 @@ def require_embedded(model: str, tokenizer: PreTrainedTokenizerBase, rows: int) 
     """Check that every token has a row in the embedding.
 
     Raises:
-        ConfigError: naming tokens that do not.
+        ConfigError: if not; names tokens without a row.
     """
     vocabulary = tokenizer.get_vocab()
     beyond = [token for token, index in vocabulary.items() if index >= rows]
@@ -153,11 +153,11 @@ def require_embedded(model: str, tokenizer: PreTrainedTokenizerBase, rows: int) 
 
 
 LARGEST_WEIGHT = 1e19
-"""Of a model that computes in float32 or bfloat16: the product of two of these is infinite."""
+"""Largest usable weight in float32 or bfloat16: the product of two such weights is infinite."""
 
 
 def is_usable(weight: Tensor) -> bool:
-    """True if all numbers are finite, and products of them too; in one pass, without a copy."""
+    """Tell whether all numbers and their products are finite, in one pass without a copy."""
     if weight.numel() == 0 or weight.is_meta or not weight.is_floating_point():
         return True
     low, high = torch.aminmax(weight.detach())  # NaN comes through
@@ -169,9 +169,11 @@ def _require_config(directory: Path) -> None:
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigError(f"{directory} holds no config.json, so it is no model") from None
+        raise ConfigError(
+            f"{directory} has no config.json, so it is not a model; correct the path"
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged, no JSON ({error}); fetch it again") from error
+        raise ConfigError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):
         raise ConfigError(
             f"{path} has no model_type, which says what architecture it is (such as 'qwen2'); "
@@ -186,13 +188,13 @@ def _require_readable(path: Path) -> None:
             require_finite(str(path), ((name, file.get_tensor(name)) for name in names))
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            f"{path} ({path.stat().st_size} bytes) is cut short or damaged ({error}); fetch or "
+            f"{path} ({path.stat().st_size} bytes) is truncated or damaged ({error}); download or "
             "copy it again"
         ) from error
 
 
 def _file_of(model: str, name: str | None = None) -> str:
-    """The file of a weight, if known."""
+    """Return the file of a weight, if known."""
     directory = Path(model)
     index = directory / "model.safetensors.index.json"
     if not directory.is_dir():
@@ -211,7 +213,7 @@ ADVICE = (
 
 
 def non_finite(module: nn.Module) -> str | None:
-    """The first unusable parameter on this rank; of sharded ones, its own part."""
+    """Return the first unusable parameter on this rank, looking at its own shards; None if none."""
     for name, parameter in module.named_parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not is_usable(part):
@@ -223,12 +225,12 @@ def require_finite_weights(module: nn.Module, doing: str) -> None:
     """Check all weights, on every rank, in one pass over them.
 
     Args:
-        module: whose parameters.
-        doing: what would be done with them, for the message: "saved as ...".
+        module: the module to check.
+        doing: what would be done with the weights, for the message: "saved as ...".
 
     Raises:
         NonFiniteWeightsError: on all ranks, if any weight of any rank is NaN or infinite, or so
-            large that it is in the first product.
+            large that its products are.
     """
     found = non_finite(module)
     if any_rank(found is not None):

@@ -228,7 +228,7 @@ def test_a_strategy_that_shares_experts_is_planned_or_refused(workplace, capsys)
         gathered.append(float(line.split()[1]))
     assert gathered[1] < 0.6 * gathered[0]
     assert main([*command, "--trainer.strategy.expert", "2"]) == 2
-    assert "has no experts that processes could have together" in capsys.readouterr().err
+    assert "has no experts to spread over processes" in capsys.readouterr().err
 
 
 def test_two_ways_at_once_are_refused(workplace, capsys):

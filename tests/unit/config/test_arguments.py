@@ -325,5 +325,5 @@ def test_a_model_object_that_would_not_come_back_the_same_is_refused(tiny_model)
     with pytest.raises(ConfigError, match="Other is not what AutoModelForCausalLM makes of a Qwen"):
         PolicyModule((Other(lm.config), tokenizer))
     LoRA(rank=2).attach(lm)
-    with pytest.raises(ConfigError, match="carries an adapter"):
+    with pytest.raises(ConfigError, match="has an adapter"):
         PolicyModule(lm)

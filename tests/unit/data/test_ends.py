@@ -44,7 +44,7 @@ def test_the_models_files_name_one_end_or_several(tiny_model, tmp_path):
     (model / "generation_config.json").unlink()
     assert stated_ends(str(model), Qwen2Config(eos_token_id=[2, 5])) == {2, 5}
     (model / "generation_config.json").write_text("[1")
-    with pytest.raises(ConfigError, match=r"generation_config\.json is damaged, no JSON"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not valid JSON"):
         load_tokenizer(str(model))
 
 

@@ -73,7 +73,7 @@ def test_policies_that_are_not_there_are_named(engine):
 def test_a_policy_without_lora_is_refused(tiny_model, engine):
     transport = MemoryTransport()
     transport.connect(engine.of_policy("prover"))
-    with pytest.raises(ConfigError, match=r"need a LoRA policy; .* use PolicyEngines"):
+    with pytest.raises(ConfigError, match=r"needs a LoRA policy; .* use PolicyEngines"):
         push(transport, engine.of_policy("prover"), Policy(str(tiny_model)), 0)
 
 

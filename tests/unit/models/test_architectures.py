@@ -74,10 +74,11 @@ EXACT = {
 }  # fmt: skip
 REFUSED = {
     "a transform before the head": (
-        lambda: hf.BertConfig(**TOKENS | HEADS | WIDTH, is_decoder=True), "otherwise than alone",
+        lambda: hf.BertConfig(**TOKENS | HEADS | WIDTH, is_decoder=True),
+        "differently from single ones",
     ),
     "logits multiplied by what others divide by": (
-        lambda: hf.HyperCLOVAXConfig(**GROUPED, logits_scaling=3.0), "otherwise than alone",
+        lambda: hf.HyperCLOVAXConfig(**GROUPED, logits_scaling=3.0), "differently from single ones",
     ),
 }  # fmt: skip
 

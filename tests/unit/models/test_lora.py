@@ -221,7 +221,7 @@ def test_base_and_adapters_by_themselves_are_the_merged_weights(untied_model, ta
 
 
 def test_a_policy_without_lora_has_no_adapters(tiny_model):
-    with pytest.raises(ConfigError, match="need a LoRA policy; set lora"):
+    with pytest.raises(ConfigError, match="needs a LoRA policy; set lora"):
         Policy(str(tiny_model)).named_adapter_weights()
 
 

@@ -255,7 +255,7 @@ def test_the_export_is_the_quantised_base_and_the_adapters(tiny_model, form, tmp
 
 
 def test_a_critic_cannot_train_a_copy_of_it(tiny_model, form):
-    with pytest.raises(ConfigError, match=r"lora.quantization freezes in few bits; name a model"):
+    with pytest.raises(ConfigError, match=r"lora.quantization packs and freezes; set its model"):
         Policy(str(tiny_model), SeparateValueHead(), lora=lora(form))
     critic = SeparateValueHead(str(tiny_model))
     Policy(str(tiny_model), critic, lora=lora(form))
@@ -263,7 +263,7 @@ def test_a_critic_cannot_train_a_copy_of_it(tiny_model, form):
 
 
 def test_layers_are_not_compiled(tiny_model, form):
-    with pytest.raises(ConfigError, match=r"compile_layers: packed weights .* leave out one"):
+    with pytest.raises(ConfigError, match=r"compile_layers: quantised weights .* leave out one"):
         Policy(str(tiny_model), lora=lora(form), compile_layers=True)
 
 

@@ -68,11 +68,11 @@ def no_json(place: Path) -> None:
 
 
 BROKEN = {
-    "cut short": (cut_short, r"model\.safetensors \(\d+ bytes\) is cut short or damaged"),
-    "garbage": (garbage, r"model\.safetensors \(\d+ bytes\) is cut short or damaged"),
+    "cut short": (cut_short, r"model\.safetensors \(\d+ bytes\) is truncated or damaged"),
+    "garbage": (garbage, r"model\.safetensors \(\d+ bytes\) is truncated or damaged"),
     "no model type": (configured(model_type=None), r"config\.json has no model_type"),
-    "no JSON": (no_json, r"config\.json is damaged, no JSON"),
-    "no configuration": (removed("config.json"), "holds no config.json"),
+    "no JSON": (no_json, r"config\.json is not valid JSON"),
+    "no configuration": (removed("config.json"), "has no config.json"),
     "no weights": (removed("*.safetensors"), r"model='.*broken'.*model\.safetensors"),
     "wrong shapes": (
         configured(hidden_size=128),
@@ -87,7 +87,7 @@ BROKEN = {
         weighted(one_nan),
         r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight holds 1 of 4096 numbers",
     ),
-    "no tokenizer": (removed("token*"), "holds no tokenizer"),
+    "no tokenizer": (removed("token*"), "has no tokenizer"),
     "a tokenizer of another model": (
         more_tokens,
         r"tokenizer\.json knows tokens up to \d+, but the embedding has 16 rows",

@@ -331,7 +331,7 @@ def test_what_reads_no_pictures_says_so(model, tiny_model, tmp_path):
     text = Policy(str(tiny_model))
     with pytest.raises(ConfigError, match="one of Qwen2_5_VL"):
         text(pack_rollouts([answered(replace(prompt, token_ids=[3] * 40), [4])]))
-    with pytest.raises(ConfigError, match="no part that sees"):
+    with pytest.raises(ConfigError, match="no vision tower"):
         Policy(str(tiny_model), vision=Vision())
     engine = engine_of(text, tmp_path)
     with pytest.raises(ConfigError, match="reads no pictures"):
