@@ -547,8 +547,9 @@ class RLDataModule(CollectingDataModule):
         """
         if self.eval_prompts is None:
             raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
+        clock = self._module().clock
         groups = self.evaluation.groups(self.eval_limit)
-        with self._module().clock("eval"), self._ready().yielding():
+        with clock("eval"), self._ready().yielding():
             pipeline = self._made_pipeline(self.eval_tasks)
             rollouts = pipeline.complete_together(groups, self.eval_sampling)
         return rollouts, self.evaluation.all_metrics(rollouts)

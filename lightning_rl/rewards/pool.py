@@ -32,7 +32,8 @@ START_S = 120.0
 """Time limit, in seconds, for a worker to start and import the function's module."""
 GRACE_S = 10.0
 """Seconds after ``timeout_s`` until the worker itself counts as stuck."""
-_KEPT_ENVIRONMENT = {"PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"}
+_KEPT_ENVIRONMENT = {"PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH"}
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @configurable
@@ -148,11 +149,12 @@ class _Worker(PythonChild):
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        environment = dict(os.environ)
+        env = _ONE_THREAD | dict(os.environ)
         if limits.sandbox:
-            environment = {k: v for k, v in environment.items() if k in _KEPT_ENVIRONMENT}
+            # Linux gives no user namespace to a process with several threads, and numpy's linear
+            # algebra has as many as the trainer's variable says.
+            env = {k: v for k, v in env.items() if k in _KEPT_ENVIRONMENT} | _ONE_THREAD
         self.home = tempfile.mkdtemp(prefix="lightning_rl_reward_")
-        env = {"OMP_NUM_THREADS": "1"} | environment
         super().__init__(pool_worker.main, self.home, env=env, stdout=subprocess.DEVNULL)
 
     def load(self, function: bytes) -> str | None:

@@ -447,7 +447,7 @@ def test_held_out_seeds_do_not_depend_on_the_other_sets(tokenizer):
         (lambda: PromptSet("a", ["1="], group_size=0), "group_size=0 must be >= 1"),
         (
             lambda: PromptSet("a", ["1="], rewards=[]),
-            r"prompt set 'a': rewards=\[\] grades nothing",
+            r"prompt set 'a': rewards=\[\] must have at least one",
         ),
         (
             lambda: PromptSet("a", ["1="], reward_weights=[1.0]),

@@ -155,7 +155,7 @@ def test_only_what_is_needed_is_saved():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (rows(1).double(), r"torch.bool \(\) as terminated, and was given torch.float64"),
+        (rows(1).double(), r"torch.bool \(\) as terminated, but was given torch.float64"),
         (TensorDict({"terminated": torch.ones(1).bool()}, [1]), "was given nothing"),
     ],
 )

@@ -190,8 +190,9 @@ def test_a_score_beyond_those_of_tests_is_none(python_tests, monkeypatch):
     assert "returned 1000000.0; a test result is in" in score.reason
 
 
-def test_programs_are_paid_whatever_runs_before_and_beside_them():
+def test_programs_are_paid_whatever_runs_before_and_beside_them(monkeypatch):
     """24 honest ones between 15 attacks on what runs them; two are judged at a time."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # the trainer's
     programs: list[str] = []
     for attack in ATTACKS.values():
         programs += [attack, HONEST]
