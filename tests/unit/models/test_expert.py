@@ -86,7 +86,7 @@ def test_models_whose_tokens_cannot_travel(qwen, change):
     assert experts_of(lm) == []
     if change != "none":
         lm = Policy(str(qwen), compile_layers=change == "compiled").lm
-        message = "expert=2: compile is not proven"
+        message = "expert=2: compile is not tested"
     if change == "sees":
         lm.config.vision_config = SimpleNamespace()
         message = "expert=2: a model that sees pictures"
