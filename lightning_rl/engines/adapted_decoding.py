@@ -17,11 +17,11 @@ from lightning_rl.errors import WeightSyncError
 from lightning_rl.vision.decoding import SeenOnce
 
 Owners = tuple[tuple[int, int], ...]
-"""Whose the columns of a layer are, in order: numbers of writers, and how many each has."""
+"""Owners of a layer's columns, in order: a writer's number, and how many columns it has."""
 
 
 class Adapters:
-    """The adapters of a model's linear layers, and who writes the lines of the batch."""
+    """The adapters of a model's linear layers, and the writer of each line of the batch."""
 
     def __init__(self) -> None:
         self._layers: dict[str, _Layer] = {}
@@ -54,7 +54,7 @@ class Adapters:
             self._layers[name].put(number, factors)
 
     def held(self, writer: Engine) -> dict[str, Tensor]:
-        """The factors that a writer's lines are computed with, by the names of a push."""
+        """Return the factors used for a writer's lines, by the names of a push."""
         number = self._numbers.get(writer, -1)
         found = {}
         for name, layer in self._layers.items():
@@ -63,14 +63,14 @@ class Adapters:
         return found
 
     def begin(self, writers: Iterable[Engine]) -> None:
-        """A batch of N lines begins; who writes them."""
+        """Begin a batch of N lines, given the writer of each."""
         lines = [self._numbers.get(writer, -1) for writer in writers]  # -1: by the base
         if lines != self._lines:
             self._lines = lines
             self._masks.clear()
 
     def mask(self, owners: Owners, like: Tensor) -> Tensor:
-        """(N, 1, K): which of K columns are those of the line's writer."""
+        """Return a mask (N, 1, K) of the columns that belong to each line's writer."""
         if owners not in self._masks:
             columns = [number for number, count in owners for _ in range(count)]
             own = torch.tensor(self._lines)[:, None, None] == torch.tensor(columns)
@@ -103,7 +103,7 @@ class _Layer:
             self._b = torch.cat([b for _, b in self._factors.values()], dim=1)
 
     def factors_of(self, writer: int) -> tuple[Tensor, Tensor] | None:
-        """Those of a writer among all that stand here; None: it has none."""
+        """Return a writer's factors; None if it has none here."""
         start = 0
         for number, count in self._owners:
             if number == writer:
@@ -118,7 +118,7 @@ class _Layer:
 
 
 class AdaptedDecoder(Decoder):
-    """Tells the adapters whose lines a batch has."""
+    """Computes each line of a batch with the adapters of its writer."""
 
     def __init__(
         self,

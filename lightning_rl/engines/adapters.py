@@ -26,7 +26,7 @@ class AdapterEngine(LoRAEngine):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
         self.policies: dict[str, Engine] = {}
-        """What stands for each policy, by its name, if there are several."""
+        """An engine view of each policy, by name, if there are several."""
         self._roles: Mapping[str, str] = {}
 
     def serve(self, roles: Mapping[str, str]) -> None:
@@ -151,18 +151,18 @@ class AdapterEngine(LoRAEngine):
         return adapters, base
 
     def forget_policies(self) -> None:
-        """It holds nothing any more, neither the base nor the policies."""
+        """Forget the base and the adapters of all policies."""
         self.has_base = False
         for view in self.policies.values():
             view.version = -1
 
 
 class _View(Engine):
-    """One policy of an :class:`AdapterEngine`: requests go to it, and weights, by themselves.
+    """One policy of an :class:`AdapterEngine`, with its own requests and weights.
 
     Args:
-        whole: the engine, which is what starts, pauses and closes.
-        name: the policy's.
+        whole: the engine, which starts, pauses and closes for all policies.
+        name: the policy's name.
     """
 
     def __init__(self, whole: AdapterEngine, name: str) -> None:

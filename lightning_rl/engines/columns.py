@@ -1,4 +1,4 @@
-"""What layers know of rows that are written side by side: keys and values, or states."""
+"""KV caches, or states, of the rows that are decoded together."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from lightning_rl.engines.kept_texts import KeptText
 from lightning_rl.errors import ConfigError
 
 LEAST_ROOM = 32
-"""Columns that a cache gets beyond those it needs: each time it runs out of them, all is copied."""
+"""Spare columns of a cache: each time it runs out of them, the whole cache is copied."""
 
 
 class Columns(DynamicLayer):
@@ -34,13 +34,13 @@ class Columns(DynamicLayer):
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> "Columns":
-        """Those of these keys and values."""
+        """Return a layer that holds these keys and values."""
         made = cls()
         made.update(keys, values)
         return made
 
     def _hold(self, parts: list[Tensor], width: int) -> None:
-        """Keep keys and values by column, of which so many are in use."""
+        """Hold keys and values by column, of which ``width`` are in use."""
         self._parts = parts
         self.keys, self.values = (part[:width].permute(1, 2, 0, 3) for part in parts)
 
@@ -63,7 +63,7 @@ class Columns(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: Tensor, first: int) -> None:
-        """Only these rows (n,), from this column on."""
+        """Keep only these rows (n,), from column ``first`` on."""
         width = self.get_seq_length()
         self._hold([part[first:width, rows] for part in self._parts], width - first)
 
@@ -79,10 +79,10 @@ class Columns(DynamicLayer):
 
 
 class States(LinearAttentionLayer):
-    """What a layer carries on of N rows in place of keys and values: one state, however long."""
+    """A layer's states of N rows instead of keys and values: one state, however long the row."""
 
     def keep(self, rows: Tensor, first: int) -> None:
-        """Only these rows (n,)."""
+        """Keep only these rows (n,)."""
         self.reorder_cache(rows)
 
     def join(self, others: LinearAttentionLayer, rows: Tensor) -> None:
@@ -97,7 +97,7 @@ class States(LinearAttentionLayer):
 
 
 class ColumnsAndStates(Columns, LinearAttentionAndFullAttentionLayer):
-    """Of a layer that attends and carries states on, too."""
+    """The cache of a layer with both attention and states."""
 
     def keep(self, rows: Tensor, first: int) -> None:
         super().keep(rows, first)
@@ -120,7 +120,7 @@ def empty_cache(config: PretrainedConfig) -> Cache:
 
 
 def require_cache(lm: PreTrainedModel, kept_tokens: int) -> None:
-    """Refuse a model whose rows cannot be taken apart and put together.
+    """Refuse a model whose rows cannot be split and joined.
 
     Raises:
         ConfigError: if it keeps states elsewhere than in a cache; or in one, and texts are kept.
@@ -141,7 +141,7 @@ def require_cache(lm: PreTrainedModel, kept_tokens: int) -> None:
 
 
 def attends(known: Cache) -> bool:
-    """Whether any layer looks at columns, and so needs to be told which a row has."""
+    """Tell whether any layer attends to columns, and so needs a mask of each row's columns."""
     return any(isinstance(layer, Columns) for layer in known.layers)
 
 
@@ -154,17 +154,17 @@ def _layer_like(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> Any:
 
 
 def _by_column(part: Tensor) -> Tensor:
-    """(N, H, T, D) as (T, N, H, D)."""
+    """Permute (N, H, T, D) to (T, N, H, D)."""
     return part.permute(2, 0, 1, 3)
 
 
 def _aligned(part: Tensor, width: int) -> Tensor:
-    """Columns (T, N, H, D) as the last of so many; those before them are empty."""
+    """Pad columns (T, N, H, D) in front to ``width``."""
     return F.pad(part, (0, 0, 0, 0, 0, 0, width - len(part), 0))
 
 
 def _with_room(part: Tensor, columns: int) -> Tensor:
-    """A copy with so many columns in all; those behind its own hold anything."""
+    """Return a copy with ``columns`` columns; those beyond its own are uninitialised."""
     wider = part.new_empty(columns, *part.shape[1:])
     wider[: len(part)] = part
     return wider

@@ -23,14 +23,14 @@ _ENDS = (".lora_A", ".lora_B")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor is a factor of an adapter (:meth:`Policy.named_adapter_weights`)."""
+    """Tell whether a tensor is an adapter's factor (:meth:`Policy.named_adapter_weights`)."""
     return name.endswith(_ENDS)
 
 
 def divide(
     weights: Iterable[tuple[str, Tensor]],
 ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
-    """Adapters, which come first, and the weights after them; None: adapters are all there is."""
+    """Split a push into adapters, which come first, and the remaining weights; None: no others."""
     stream, adapters = iter(weights), dict[str, Tensor]()
     for name, tensor in stream:
         if not is_adapter(name):
@@ -40,7 +40,7 @@ def divide(
 
 
 def layers_of(adapters: Iterable[str]) -> list[str]:
-    """The layers that factors of these names adapt."""
+    """Return the layers adapted by factors with these names."""
     return sorted({name.rpartition(".")[0] for name in adapters})
 
 
@@ -128,7 +128,7 @@ class LoRAEngine(Engine):
             )
 
     def must_merge(self, rank: int) -> str | None:
-        """Why this engine, as it is set, cannot keep adapters of a rank apart; None: it can."""
+        """Return why this engine cannot keep adapters of this rank unmerged; None if it can."""
         return None
 
     @property
@@ -157,6 +157,6 @@ class LoRAEngine(Engine):
 
 
 def lora_hint(told: str) -> str:
-    """What vLLM said as it did not start; if it cannot adapt the model, with what to do."""
+    """Return vLLM's error at start, with a hint if it does not support LoRA for the model."""
     lacks = "does not support LoRA" in told
     return f"{told} (set engine adapters: merged)" if lacks else told

@@ -22,7 +22,7 @@ from lightning_rl.errors import ConfigError, ReplicaError, require_at_least
 
 _PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 _CALLS_AT_ONCE = 100_000
-"""Calls that an actor takes: all requests wait in vLLM, and none keeps a pause waiting."""
+"""Concurrent calls of an actor: all requests wait in vLLM, so that none delays a pause."""
 _CONNECT_TIMEOUT_S = 10.0
 
 
@@ -164,7 +164,7 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             self._connected_here = True
 
     def _reserve(self) -> dict[str, float]:
-        """Reserve one bundle for each replica; returns it."""
+        """Reserve one bundle of resources for each replica; return the bundle."""
         import ray
 
         has = ray.cluster_resources()
@@ -213,7 +213,7 @@ def _require_node_address(address: str) -> None:
 
 
 def _require_listener(address: str) -> None:
-    """Ask for a connection, because Ray tries one for minutes.
+    """Try a connection first, because Ray retries for minutes.
 
     Raises:
         OSError: if nobody listens.

@@ -43,7 +43,7 @@ class _HostedVLLM(VLLMLocal):
             self._llm.collective_rpc(step, kwargs=dict(arguments))
 
     def set_version(self, version: int) -> int:
-        """End a push; returns the version that is held now."""
+        """End a push; return the version that is now held."""
         with self._exclusive:
             self._llm.collective_rpc("finish_weight_update")
             self._end_update(version)

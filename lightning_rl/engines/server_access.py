@@ -1,4 +1,4 @@
-"""Who may use a vLLM server: whoever has its key, and of training runs one at a time.
+"""Access to a vLLM server: only with its key, and for only one training run at a time.
 
 Two runs that push to the same server would each sample from weights that the other has changed. A
 run therefore claims a server before it uses it, keeps it by asking it for anything (its health,
@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 RUN_HEADER = "X-Lightning-RL-Run"
-"""Names the run that a request is from. Requests without it are nobody's, and pass."""
+"""Header with the run of a request. Requests without it belong to no run, and pass."""
 CLAIM = "/lightning_rl/run"
 """PUT claims the server for ``lease_s`` seconds after each request, DELETE gives it up."""
 TAKEN = 409

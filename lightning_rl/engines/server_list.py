@@ -24,11 +24,11 @@ class ServerList(ABC):
 
     @abstractmethod
     def read(self) -> list[str]:
-        """Their URLs, like ``http://10.0.0.7:8000``. It runs in a thread, and may block.
+        """Return the servers' URLs, like ``http://10.0.0.7:8000``. It runs in a thread; may block.
 
         Raises:
-            ConfigError: if what it found is no list of URLs.
-            OSError: if it could not find out; then the servers stay as they are.
+            ConfigError: if it does not find a list of URLs.
+            OSError: if the list cannot be read; then the servers stay as they are.
         """
 
 
@@ -95,7 +95,7 @@ async def follow(
     replica_at: Callable[[str], Replica],
     every_s: float,
 ) -> None:
-    """Have replicas join and leave as the list says; without end.
+    """Let replicas join and leave as the list says, forever.
 
     Args:
         servers: the list.

@@ -22,19 +22,19 @@ class TextHash:
     power: int = 1
 
     def hashes(self, token_ids: Sequence[int]) -> list[int]:
-        """The hash after each of these further tokens."""
+        """Return the hash after each of these further tokens."""
         sums: list[int] = self._read(token_ids)[0].tolist()
         return sums
 
     def then(self, token_ids: Sequence[int]) -> "TextHash":
-        """Of the text that these tokens make of it."""
+        """Return the hash of the text extended by these tokens."""
         if not token_ids:
             return self
         sums, powers = self._read(token_ids)
         return TextHash(self.length + len(token_ids), int(sums[-1]), int(powers[-1]))
 
     def _read(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """After each token: the hash, and the power that follows."""
+        """Return, after each token, the hash and the next power."""
         tokens = np.frombuffer(array("q", token_ids), np.uint64)
         powers = np.multiply.accumulate(np.r_[np.uint64(self.power), np.full(len(tokens), _BASE)])
         sums = np.cumsum((tokens + np.uint64(1)) * powers[:-1]) + np.uint64(self.hash)

@@ -24,7 +24,7 @@ from lightning_rl.models.stacked import FileNames
 
 
 def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str, torch.Size]:
-    """Shapes of the model's weights under their Hugging Face names."""
+    """Return the shapes of the model's weights under their Hugging Face names."""
     trust = {"trust_remote_code": trust_remote_code}
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
@@ -64,7 +64,7 @@ class InFlightRequest:
     versions: list[int] = field(default_factory=list)
 
     def stamp(self, tokens: int) -> None:
-        """Note that of so many tokens those not stamped yet were written by the present version."""
+        """Record the present version for all of ``tokens`` tokens that have no version yet."""
         self.versions += [self.writer.version] * (tokens - len(self.versions))
 
     def finish(self, output: Any) -> None:
@@ -85,14 +85,14 @@ class InFlightRequest:
 
 
 def tokens_so_far(llm: Any, request_id: str) -> int:
-    """Number of tokens that a request in flight has."""
+    """Return the number of tokens that an in-flight request has."""
     states = llm.output_processor.request_states
     internal = llm.output_processor.external_req_ids.get(request_id, [request_id])[0]
     return len(states[internal].detokenizer.output_token_ids) if internal in states else 0
 
 
 def sampling_params(sampling: Sampling, seed: int) -> Any:
-    """vLLM's, which give the logprob of each sampled token and nothing else."""
+    """Return vLLM's sampling parameters, with the logprob of each sampled token only."""
     from vllm.sampling_params import (
         RequestOutputKind,
         SamplingParams,
@@ -181,10 +181,10 @@ def _end_reload(worker: Any) -> None:
 
 
 def require_all_loaded(model: Any, loaded: set[str]) -> None:
-    """Runs in vLLM's worker: has a push reached all parameters of its model?
+    """Check, in vLLM's worker, that a push has reached all parameters of its model.
 
     Raises:
-        IncompleteWeightsError: naming the first that it has not.
+        IncompleteWeightsError: if not; names the first that is missing.
     """
     loadable = list(_loadable(model)) or [name for name, _ in model.named_parameters()]
     names = (name.replace(".base_layer.", ".") for name in loadable)

@@ -37,7 +37,7 @@ class _Note:
 
 
 class _UnreadError(Exception):
-    """Why a weight cannot be compared."""
+    """A weight cannot be compared, with the reason."""
 
 
 def held_weights(worker: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def watch_conversions(model: Any, dtype: Any) -> None:
 
 
 def _converts(layer: Any) -> bool:
-    """Whether vLLM converts the weight of this layer once it is loaded."""
+    """Tell whether vLLM converts the weight of this layer once it is loaded."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         UnquantizedEmbeddingMethod,
@@ -142,7 +142,7 @@ def _converts(layer: Any) -> bool:
 
 
 def _convert(convert: Any, fused: bool, dtype: Any, layer: Any) -> None:
-    """In the place of a layer's ``process_weights_after_loading``."""
+    """Replace a layer's ``process_weights_after_loading``, recording digests."""
     weight = layer.weight
     done = getattr(layer, "_already_called_process_weights_after_loading", False)
     if done or weight.is_meta or weight.dim() != 2:
@@ -164,7 +164,7 @@ def _own_tensors(layer: Any) -> list[tuple[str, Tensor]]:
 
 
 def _parts(layer: Any, tensor: Tensor, fused: bool) -> list[Tensor]:
-    """What is fused in a tensor of a layer, without what pads it."""
+    """Return the weights fused in a layer's tensor, without padding."""
     if fused:
         return list(tensor.split(layer.output_partition_sizes))
     if (vocabulary := getattr(layer, "org_vocab_size", None)) is not None:
@@ -199,7 +199,7 @@ class _Places:
         return str(mapped)
 
     def fuses(self, path: str) -> bool:
-        """Whether the layer here holds several weights of a push in one."""
+        """Tell whether the layer at ``path`` fuses several weights of a push."""
         name = path.removesuffix(".base_layer").rpartition(".")[2]
         return name in {whole for whole, _ in self._whole.values()}
 
@@ -228,7 +228,7 @@ class _Places:
         return _parts(layer, tensor, fused)[number] if note.readable else None, part
 
     def _layer(self, name: str) -> tuple[Any, str, int, bool]:
-        """The layer that holds a weight, its attribute, which part of that it is, if of several."""
+        """Return a weight's layer, attribute and part, and whether the layer is fused."""
         path, _, leaf = self.mapped(name).rpartition(".")
         part = name.split(".")[-2] if "." in name else ""
         whole, number = self._whole.get(part, ("", 0))

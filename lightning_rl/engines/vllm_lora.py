@@ -83,7 +83,7 @@ class PolicyAdapter:
     # ---------------------------------------------------------------- a push that comes in buckets
 
     def begin(self) -> None:
-        """A push begins."""
+        """Begin a push."""
         self._came.clear()
 
     def take(
@@ -133,7 +133,7 @@ def keep_apart(worker: Any) -> None:
 
 
 def policy_adapter(model: Any) -> PolicyAdapter | None:
-    """That of a worker's model; None: weights come whole."""
+    """Return the adapter of a worker's model; None if weights are pushed merged."""
     return getattr(model, "policy_adapter", None)
 
 
@@ -144,7 +144,7 @@ def put_policy(worker: Any, adapters: Mapping[str, Tensor]) -> None:
 
 
 def use_cpu_adapters(worker: Any) -> None:
-    """Let what costs much on a CPU cost little, or nothing."""
+    """Replace LoRA computations that are slow on CPUs by fast ones, or skip them."""
     if torch.cuda.is_available() or not worker.model_config.enforce_eager:
         return
     from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
@@ -173,7 +173,7 @@ def _linear(manager: Any) -> dict[str, Any]:
 
 
 def _no_change(manager: Any) -> dict[str, Tensor]:
-    """Factors of nothing, for an adapter without any would be none to vLLM."""
+    """Return zero LoRA factors: vLLM ignores an empty adapter."""
     linear = _linear(manager).items()
     name, layer = next(pair for pair in linear if pair[0] not in manager.packed_modules)
     sizes = layer.base_layer.input_size, layer.base_layer.output_size

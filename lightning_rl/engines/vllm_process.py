@@ -94,7 +94,7 @@ Restore = Callable[[], object]
 
 
 def _random_states(device: int | None) -> Iterator[Restore]:
-    """vLLM seeds all of them, those of all GPUs too."""
+    """Restore all random states, also of all GPUs, which vLLM seeds."""
     python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield lambda: random.setstate(python)
     yield lambda: np.random.set_state(of_numpy)
@@ -230,7 +230,7 @@ def _forget_reloads(model: torch.nn.Module) -> None:
 
 
 def collect_garbage() -> None:
-    """Give memory back, once nothing refers to an engine any more: it is full of cycles."""
+    """Free the memory of a dropped engine, which is full of reference cycles."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -249,7 +249,7 @@ class VLLMEngine(LoRAEngine):
         return None
 
     def _lacks_adapters(self) -> str | None:
-        """Why the vLLM that it runs on cannot keep adapters apart, before one is started."""
+        """Return why the installed vLLM cannot keep adapters unmerged; None if it can."""
         return lacks_adapters(read_vllm_version())
 
 

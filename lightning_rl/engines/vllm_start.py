@@ -72,7 +72,7 @@ def lasting(model_dir: Path) -> Path:
 
 
 def _digest(folder: Path) -> str:
-    """Of names and contents."""
+    """Return a digest of the names and contents of a folder's files."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     contents = [(str(f.relative_to(folder)), hashlib.sha256(f.read_bytes())) for f in files]
     whole = "\n".join(f"{content.hexdigest()} {name}" for name, content in contents)
