@@ -18,6 +18,7 @@ from lightning_rl.algos.losses import PolicyLoss
 from lightning_rl.config.hints import class_names
 from lightning_rl.config.names import MODULE_OF, SURFACES, public as public_name
 from lightning_rl.engines.base import Engine
+from lightning_rl.run.openmp import SPINS, WAITING
 from tests.support.chats import CHATS
 from tests.support.families import ARCHITECTURES
 from tests.support.tiny_vision import FAMILIES
@@ -43,6 +44,10 @@ def test_every_recipe_is_in_the_readme():
     assert len(recipes) >= 4
     text = page("README.md")
     assert [name for name in recipes if f"recipes/{name}/README.md" not in text] == []
+
+
+def test_a_script_is_told_to_export_what_the_command_sets():
+    assert f"`export {WAITING}={SPINS}`" in " ".join(page("docs/troubleshooting.md").split())
 
 
 def test_only_public_engines_are_offered():
