@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from lightning_rl.callbacks.samples import Ends, Sample
+from lightning_rl.callbacks.samples import FirstAndLast, Sample
 from lightning_rl.collect.tasks import Task
 from lightning_rl.rollout import Rollout
 
@@ -24,9 +24,9 @@ class Gaming:
         eval_sigmas: by how many accuracy has to.
     """
 
-    def __init__(self, rewards: Ends, reward_sigmas: float, eval_sigmas: float) -> None:
+    def __init__(self, rewards: FirstAndLast, reward_sigmas: float, eval_sigmas: float) -> None:
         self.rewards, self.reward_sigmas, self.eval_sigmas = rewards, reward_sigmas, eval_sigmas
-        self.parts: dict[str, Ends] = {}
+        self.parts: dict[str, FirstAndLast] = {}
         """Mean scores of groups in each part of the reward."""
         self.ranges: dict[str, list[float]] = {}
         """The lowest and the highest score of a rollout in each part."""
@@ -41,7 +41,9 @@ class Gaming:
                 if score is not None:
                     scores[component(rollout.prompt.set, name)][rollout.group_id].append(score)
         for name, groups in scores.items():
-            ends = self.parts.setdefault(name, Ends(self.rewards.window, self.rewards.least))
+            ends = self.parts.setdefault(
+                name, FirstAndLast(self.rewards.window, self.rewards.least)
+            )
             ends.add([sum(group) / len(group) for group in groups.values()])
             seen = [*chain(*groups.values()), *self.ranges.get(name, [])]
             self.ranges[name] = [min(seen), max(seen)]
@@ -102,7 +104,7 @@ class Gaming:
         """Continue where the state was taken."""
         self.parts = {}
         for name, ends in state["parts"].items():
-            self.parts[name] = Ends(self.rewards.window, self.rewards.least)
+            self.parts[name] = FirstAndLast(self.rewards.window, self.rewards.least)
             self.parts[name].load_state_dict(ends)
         self.ranges, self.best = state["ranges"], state["best"]
 

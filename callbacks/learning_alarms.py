@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.gaming import Gaming, component_weights
-from lightning_rl.callbacks.samples import Ends, Sample
+from lightning_rl.callbacks.samples import FirstAndLast, Sample
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.datamodule import RLDataModule
@@ -103,9 +103,9 @@ class LearningAlarms(RLCallback):
             entropy_share=self.entropy_share,
             gap=self.gap,
         )
-        self.rewards = Ends(self.window, LEAST_GROUPS)
+        self.rewards = FirstAndLast(self.window, LEAST_GROUPS)
         """Mean rewards of the first groups, and of the last."""
-        self.entropies, self.gaps = Ends(self.window), Ends(self.window)
+        self.entropies, self.gaps = FirstAndLast(self.window), FirstAndLast(self.window)
         self.range = [math.inf, -math.inf]
         """The lowest and the highest reward of a rollout."""
         self.gaming = Gaming(self.rewards, self.reward_sigmas, self.eval_sigmas)

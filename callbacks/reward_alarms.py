@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.samples import Ends
+from lightning_rl.callbacks.samples import FirstAndLast
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least, require_finite
 from lightning_rl.rollout import Rollout
@@ -50,7 +50,7 @@ class RewardAlarms(RLCallback):
         require_at_least(1, window=self.window, length_ratio=self.length_ratio)
         require_at_least(0, duplicates_rise=self.duplicates_rise)
         require_finite(length_ratio=self.length_ratio, duplicates_rise=self.duplicates_rise)
-        self.lengths, self.duplicates = Ends(self.window), Ends(self.window)
+        self.lengths, self.duplicates = FirstAndLast(self.window), FirstAndLast(self.window)
         """Mean tokens of each iteration's completions, and ``rollout/duplicates_across``."""
         self.on = dict.fromkeys(("length", "duplicates"), False)
 

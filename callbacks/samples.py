@@ -40,7 +40,7 @@ class Sample:
         return self.mean - max(sigmas * error, SMALL_EFFECT * self.spread)
 
 
-class Ends:
+class FirstAndLast:
     """The values of a run's first iterations, and of equally many last ones.
 
     Args:

@@ -13,7 +13,7 @@ from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.stats import rollout_metrics
-from lightning_rl.collect.streamed import Stream, StreamedCollector
+from lightning_rl.collect.streamed import Consumer, StreamedCollector
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.errors import FilterError
@@ -46,7 +46,7 @@ class Collection:
         experts: given an iteration, returns rollouts to imitate beside its own; None: none.
     """
 
-    stream: Stream | None = None
+    stream: Consumer | None = None
     """The part of an update that is done while the batch is still being written."""
 
     def __init__(
@@ -172,7 +172,7 @@ class Collection:
         return groups
 
     def _work_ahead(
-        self, collector: StreamedCollector, iteration: int, count: int, stream: Stream
+        self, collector: StreamedCollector, iteration: int, count: int, stream: Consumer
     ) -> None:
         """Let the stream work on groups that filters keep, until all are complete."""
 

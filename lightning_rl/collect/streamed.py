@@ -11,7 +11,7 @@ from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run.loop import cancel_here, innermost
 
 
-class Stream(Protocol):
+class Consumer(Protocol):
     """Works on complete groups, in the thread that waits for the batch."""
 
     first: frozenset[int]

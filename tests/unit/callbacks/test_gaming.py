@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_rl.callbacks.gaming import Gaming
-from lightning_rl.callbacks.samples import Ends
+from lightning_rl.callbacks.samples import FirstAndLast
 
 GROUPS = 16
 RIGHT, FORM = "right", "form"
@@ -16,7 +16,7 @@ def play(make_rollout):
     """Iterations of 16 groups of one rollout, of which so many are right, and in form."""
 
     def play(iterations, weights, window=1):
-        gaming = Gaming(Ends(window, GROUPS), 4.0, 3.0)
+        gaming = Gaming(FirstAndLast(window, GROUPS), 4.0, 3.0)
         for right, form in iterations:
             rollouts = []
             for group in range(GROUPS):

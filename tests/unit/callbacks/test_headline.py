@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lightning_rl.callbacks.report import RunReport, draw_curves, headline, plot_curves
-from lightning_rl.callbacks.samples import Ends, Sample
+from lightning_rl.callbacks.samples import FirstAndLast, Sample
 from lightning_rl.run.dist import announced
 
 
@@ -122,7 +122,7 @@ def test_the_fall_that_nobody_told_of_is_beyond_chance():
 
 
 def test_ends_do_not_overlap_and_grow_until_they_have_enough():
-    ends = Ends(window=2, least=5)
+    ends = FirstAndLast(window=2, least=5)
     for place in range(4):
         assert not ends.full
         ends.add([place, place])
@@ -133,7 +133,7 @@ def test_ends_do_not_overlap_and_grow_until_they_have_enough():
     assert ends.full
     assert ends.last == [[5, 5], [6, 6], [7, 7]]
     assert ends.iterations == (3, 3)
-    again = Ends(window=2, least=5)
+    again = FirstAndLast(window=2, least=5)
     again.load_state_dict(ends.state_dict())
     assert again.both == ends.both == (Sample.of([0, 0, 1, 1, 2, 2]), Sample.of([5, 5, 6, 6, 7, 7]))
 
@@ -148,7 +148,7 @@ def test_runs_that_stand_still_raise_hardly_an_alarm_and_those_that_fall_do():
 
     def alarm(shares):
         """Whether a run of these success rates, 16 groups each iteration, is told of."""
-        ends = Ends(3, least=16)
+        ends = FirstAndLast(3, least=16)
         for share in shares:
             ends.add([group(share) for _ in range(16)])
             if ends.full:
