@@ -6,6 +6,7 @@ import re
 import sys
 from functools import cache
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 
 gc.disable()  # until all is imported, and all tests are known
@@ -14,6 +15,9 @@ ARROW = TemporaryDirectory()  # what datasets makes of files; not in a home
 os.environ["HF_DATASETS_CACHE"] = ARROW.name
 # Each Trainer asks all installed packages for callbacks, which takes longer than the rest of it.
 metadata.entry_points = cache(metadata.entry_points)
+# vLLM loads it in the middle of a test, where it may miss its own distutils.
+if find_spec("setuptools"):
+    import_module("setuptools")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -67,6 +67,9 @@ COMMANDS = {
         "lightning_rl.cli.check.command",
         "what a configuration amounts to, and a first rollout; writes nothing",
     ),
+    "help": Command(
+        "lightning_rl.cli.help", "show the arguments of a class: lightning-rl help PolicyModule"
+    ),
     "doctor": Command(
         "lightning_rl.cli.check.doctor",
         "versions, engine, devices, threads, and what is wrong with each",

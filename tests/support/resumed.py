@@ -1,5 +1,6 @@
 """Runs that are saved, resumed and compared: the one definition of two runs being equal."""
 
+import random
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import chdir
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
@@ -101,6 +103,8 @@ def run_case(
     place.mkdir(exist_ok=True)
     ckpt_path = options.pop("ckpt_path", None)
     torch.manual_seed(seed)  # adapters and agents begin with drawn weights
+    random.seed(seed)  # a checkpoint keeps all generators
+    np.random.seed(seed)  # noqa: NPY002
     with chdir(place):
         trace, module, data = Trace(), case.module(str(model)), case.data()
         options = {"max_epochs": EPOCHS, "logger": False} | case.trainer | options

@@ -183,9 +183,9 @@ def test_an_update_leaves_everything_as_it_was(update):
     before = torch.cat([x, y]).detach().clone()
     game = Game(smooth(x, y), [[x], [y]], [0.1, 0.2], [[1], [0]])
     first, again = update(game, draw()), update(game, draw())
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    fresh = Game(smooth(x, y), [[x], [y]], [0.1, 0.2], [[1], [0]])
-    assert all(torch.equal(a, b) for a, b in zip(first, update(fresh, draw()), strict=True))
+    fresh = update(Game(smooth(x, y), [[x], [y]], [0.1, 0.2], [[1], [0]]), draw())
+    for found in (again, fresh):  # not to the bit: a product's bits may depend on where it lies
+        torch.testing.assert_close(found, first, rtol=1e-9, atol=1e-12)
     assert torch.equal(torch.cat([x, y]), before)
     assert x.grad is None
     assert y.grad is None

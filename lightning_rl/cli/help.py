@@ -1,0 +1,101 @@
+"""``lightning-rl help``: the arguments of a class, as a configuration or a script gives them."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from inspect import Parameter, getdoc, isclass
+from textwrap import fill
+from typing import Any, NamedTuple
+
+from jsonargparse._parameter_resolvers import get_signature_parameters
+
+from lightning_rl.cli.process import CommandParser, printable
+from lightning_rl.config.names import HOME, added, public
+from lightning_rl.errors import ConfigError
+
+WIDTH = 100
+INDENT = {"initial_indent": "    ", "subsequent_indent": "    "}
+
+
+class Argument(NamedTuple):
+    """An argument of a class; ``default`` is None where it has to be given."""
+
+    name: str
+    type: str
+    default: str | None
+    says: str
+
+
+def arguments_of(cls: type) -> list[Argument]:
+    """The arguments of a class in their order, with those that it passes on to its bases."""
+    return [
+        Argument(
+            parameter.name,
+            _type(parameter.annotation),
+            None if parameter.default is Parameter.empty else _default(parameter.default),
+            " ".join((parameter.doc or "").split()),
+        )
+        for parameter in get_signature_parameters(cls, None)
+    ]
+
+
+def text_of(name: str) -> str:
+    """What a class does, where it is imported from, and its arguments.
+
+    Raises:
+        ConfigError: if no public class has this name.
+    """
+    cls = _class_called(name)
+    home = f"from {HOME[name]} import {name}\n" if name in HOME else ""
+    lines = [(getdoc(cls) or name).split("\n\n")[0], home]
+    for argument in arguments_of(cls):
+        given = "required" if argument.default is None else f"default: {argument.default}"
+        lines.append(f"{argument.name}: {argument.type} ({given})")
+        if argument.says:
+            lines.append(fill(argument.says.replace("``", ""), WIDTH, **INDENT))
+    return "\n".join(lines)
+
+
+def _class_called(name: str) -> type:
+    known = [*HOME, *added()]
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"help: no class of this library is called {name!r}{meant}")
+    found: Any = public(name)
+    if not isclass(found):
+        raise ConfigError(f"help: {name} is no class, and has no arguments to configure")
+    return found
+
+
+_MODULE = re.compile(r"(?:\w+\.)+(?=\w)")
+
+
+def _type(annotation: Any) -> str:
+    if annotation is Parameter.empty:
+        return "Any"
+    plain = isclass(annotation) and not hasattr(annotation, "__args__")
+    text = annotation.__name__ if plain else str(annotation)
+    return _MODULE.sub("", text).replace("NoneType", "None")
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, dict) and "class_path" in value:
+        arguments = ", ".join(f"{k}={_default(v)}" for k, v in value.get("init_args", {}).items())
+        name = value["class_path"].rpartition(".")[2]
+        return f"{name}({arguments})" if arguments else name
+    return repr(value)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = CommandParser("help", "Show the arguments of classes of this library.")
+    parser.add_argument("name", nargs="+", help="a class, such as PolicyModule")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the arguments of each class named."""
+    print(printable("\n\n".join(map(text_of, parse_arguments(arguments).name))))
+    return 0
