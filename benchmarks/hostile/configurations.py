@@ -114,8 +114,8 @@ HUGE = 10**30
 
 CALLS: list[Call] = [
     # ------------------------------------------------------------------------ files as texts
-    file("callbacks that hold themselves", "trainer: {callbacks: &c [*c]}", "stands within what"),
-    file("a merge of itself", "model: &m {<<: *m}", "stands within what"),
+    file("callbacks that hold themselves", "trainer: {callbacks: &c [*c]}", "contains itself"),
+    file("a merge of itself", "model: &m {<<: *m}", "contains itself"),
     file("a merge of a number", "model: {<<: 5}", "c.yaml:1: not valid YAML"),
     file("merges of merges of merges", _bomb_of_merges(12), "more than 100,000 keys"),
     file("mappings 5,000 deep", "{a: " * 5000 + "1" + "}" * 5000, "levels deep"),
@@ -124,7 +124,7 @@ CALLS: list[Call] = [
     file("Latin-1", "# é\nseed_everything: 1\n".encode("latin-1"), "c.yaml: cannot be read"),
     file("a byte order mark", b"\xef\xbb\xbfseed_everything: 1\n", "would start", right=True),
     file("lines of another system", b"seed_everything: 1\r\n", "would start", right=True),
-    file("nothing but a comment", "# nothing\n", "c.yaml: holds nothing"),
+    file("nothing but a comment", "# nothing\n", "c.yaml: the file is empty"),
     file("two documents", "seed_everything: 1\n---\nseed_everything: 2\n", "c.yaml:2: not valid"),
     file("tabs", "trainer:\n\tmax_epochs: 1\n", "c.yaml:2: not valid YAML"),
     file("an anchor that is not there", "seed_everything: *nowhere", "c.yaml:1: not valid YAML"),

@@ -1,1 +1,1 @@
-"""Configurations: constructors and files read alike, and every mistake is named."""
+"""Configurations: constructors and files are read alike, and every mistake is named."""

@@ -1,4 +1,4 @@
-"""Constructors take in Python what a configuration may say, and refuse the rest in its words."""
+"""Constructors accept in Python what a configuration may contain, with the same error messages."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -29,19 +29,19 @@ def configurable(cls: Class, /) -> Class: ...
 @overload
 def configurable(**convert: Converter) -> Callable[[Class], Class]: ...
 def configurable(cls: Any = None, /, **convert: Converter) -> Any:
-    """Class decorator: hold what ``__init__`` is given against its annotations.
+    """Class decorator: check the arguments of ``__init__`` against its annotations.
 
-    What is not of the annotated kind is read as a configuration would have it read: the name of a
-    class, ``{"class_path": ..., "init_args": ...}``, the arguments of a dataclass, the import path
-    of a function. Besides, numpy's numbers become Python's, paths become strings, a class that
-    needs no arguments becomes an instance, and one object a list of it.
+    A value that does not match its annotation is read as in a configuration: the name of a class,
+    ``{"class_path": ..., "init_args": ...}``, the arguments of a dataclass, or the import path of a
+    function. In addition, numpy numbers become Python's, paths become strings, a class that needs
+    no arguments becomes an instance, and a single object becomes a list of it.
 
     Args:
         cls: the class.
-        convert: what to do first with an argument of that name.
+        convert: a function to apply first, per argument name.
 
     Raises:
-        ConfigError: when the class is called, as ``lightning-rl`` would say it.
+        ConfigError: when the class is called, with the message of ``lightning-rl``.
     """
     if cls is None:
         return lambda cls: configurable_class(cls, convert)
@@ -49,7 +49,7 @@ def configurable(cls: Any = None, /, **convert: Converter) -> Any:
 
 
 def configurable_class(cls: Class, convert: Mapping[str, Converter]) -> Class:
-    """:func:`configurable`, with its converters by name."""
+    """Apply :func:`configurable`, with its converters by name."""
     init = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(init)
 
@@ -79,7 +79,7 @@ def configurable_class(cls: Class, convert: Mapping[str, Converter]) -> Class:
 
 @cache
 def _hints(init: Callable[..., None]) -> dict[str, Any]:
-    """Annotations of the named parameters; ``**options`` are for the base class to check."""
+    """Return annotations of named parameters; the base class checks those of ``**options``."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     kinds = {name: p.kind for name, p in inspect.signature(init).parameters.items()}
     hints = get_type_hints(init)
@@ -87,10 +87,10 @@ def _hints(init: Callable[..., None]) -> dict[str, Any]:
 
 
 def _taken(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> Any:
-    """The value as the annotation wants it.
+    """Return the value as the annotation requires it.
 
     Raises:
-        ConfigError: if nothing can be made of it.
+        ConfigError: if it cannot be converted.
     """
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's or torch's number
         value = value.item()
@@ -113,13 +113,13 @@ def _taken(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> A
     if supplied_arguments(hint) and isinstance(value, tuple(classes(hint))):
         raise ConfigError(
             f"{name_of(key)}: expected a class or function that makes one, such as "
-            f"{type(value).__name__}, got one that is made"
+            f"{type(value).__name__}, got an instance"
         )
     return _made(value, hint, default, key)
 
 
 def _made(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> Any:
-    """Make of it what the parser of configurations does."""
+    """Convert a value as the parser of configurations does."""
     from lightning_rl.config.mistakes import check_value, innermost
 
     names.load_all()  # short names mean what has been imported
@@ -133,7 +133,7 @@ def _made(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> An
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Tell whether it is of the annotated kind already; what cannot be told is."""
+    """Return True if the value already matches the annotation, or if that cannot be checked."""
     return any(_fits_branch(value, branch) for branch in branches(hint))
 
 

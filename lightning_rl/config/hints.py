@@ -1,4 +1,4 @@
-"""Type hints: what they let a configuration say; and import paths: what they name."""
+"""Type hints: the values they allow in a configuration; import paths: the objects they name."""
 
 import inspect
 import types
@@ -27,7 +27,7 @@ FUNCTION = "a function (in YAML by its import path)"
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """``; did you mean X?`` for the closest known word, or nothing."""
+    """Return ``; did you mean X?`` for the closest known word, or an empty text."""
     lower = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
     return f"; did you mean {lower[close[0]]}?" if close else ""
@@ -35,19 +35,21 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
 
 @cache
 def parameters(component: Callable[..., Any]) -> dict[str, ParamData]:
-    """All keyword arguments of a class or function, those that reach a base through ** too."""
+    """Return all keyword arguments of a class or function, including those passed to a base by
+    ``**``.
+    """
     return {p.name: p for p in get_signature_parameters(component, logger=False)}
 
 
 def branches(hint: Any) -> list[Any]:
-    """The members of a union; any other hint alone."""
+    """Return the members of a union, or any other hint alone."""
     if get_origin(hint) in (Union, types.UnionType):
         return [inner for member in get_args(hint) for inner in branches(member)]
     return [hint]
 
 
 def classes(hint: Any) -> list[type]:
-    """Classes of which ``class_path`` may name a subclass under this hint."""
+    """Return the classes of which ``class_path`` may name a subclass under this hint."""
     found: list[type] = []
     for branch in branches(hint):
         if get_origin(branch) is Callable and get_args(branch):  # called to make an instance
@@ -72,7 +74,7 @@ def supplied_arguments(hint: Any) -> int:
 
 
 def item_hint(hint: Any) -> Any | None:
-    """The hint of a list's items; None where no list may stand."""
+    """Return the hint of a list's items; None if no list is allowed."""
     for branch in branches(hint):
         origin, arguments = get_origin(branch), get_args(branch)
         if inspect.isclass(origin) and issubclass(origin, Iterable) and len(arguments) == 1:
@@ -81,7 +83,7 @@ def item_hint(hint: Any) -> Any | None:
 
 
 def mapping_hint(hint: Any) -> Any | None:
-    """The hint of a mapping's values; None where no mapping of names may stand."""
+    """Return the hint of a mapping's values; None if no mapping with text keys is allowed."""
     for branch in branches(hint):
         if get_origin(branch) is dict and get_args(branch)[:1] == (str,):
             return get_args(branch)[1]
@@ -89,7 +91,7 @@ def mapping_hint(hint: Any) -> Any | None:
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Tell whether the parser that reads the configuration takes this value."""
+    """Return True if the configuration parser accepts this value."""
     if is_dataclass(hint) and not isinstance(value, Mapping):
         return False  # the parser takes anything then, of which nothing can be made
     try:
@@ -105,13 +107,13 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def parse(hint: Any, value: Any) -> Any:
-    """Make of a value what the parser makes of it under a hint."""
+    """Convert a value as the parser does under a hint."""
     parser = _parser_of(hint)
     return parser.instantiate(parser.parse_object({"value": _with_path(value, hint)})).value
 
 
 def _with_path(value: Any, hint: Any) -> Any:
-    """A short name becomes an import path: the parser refuses one that two classes have."""
+    """Expand a short name to an import path: the parser refuses names that two classes share."""
     name = value.get("class_path") if isinstance(value, Mapping) else value
     if not isinstance(name, str) or "." in name or not (bases := classes(hint)):
         return value
@@ -158,10 +160,11 @@ def _example_of(component: type) -> str:
 
 
 def class_names(bases: list[type]) -> dict[str, type]:
-    """Short names of the classes that ``class_path`` may name, imported so far.
+    """Return the classes that ``class_path`` may name, imported so far, by short name.
 
-    Of several with one name the last, but torch's and ours are never replaced: bitsandbytes has an
-    ``AdamW`` of its own, say, which is there as soon as something imports it.
+    If several share a name, the last one wins, but torch's and ours are never replaced:
+    bitsandbytes, for instance, has its own ``AdamW``, which would appear as soon as something
+    imports it.
     """
     found: dict[str, type] = {}
     for kind in (c for base in bases for c in subclasses(base)):
@@ -172,7 +175,7 @@ def class_names(bases: list[type]) -> dict[str, type]:
 
 
 def subclasses(base: type) -> Iterator[type]:
-    """``base`` and all imported public subclasses that can be built."""
+    """Yield ``base`` and all imported public subclasses that can be instantiated."""
     if not inspect.isabstract(base) and not base.__name__.startswith("_"):
         yield base
     children: list[type] = base.__subclasses__()
@@ -181,7 +184,7 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def named_class(name: str, bases: list[type]) -> Any:
-    """The class (or function) that ``class_path: name`` means.
+    """Return the class (or function) that ``class_path: name`` means.
 
     Raises:
         ConfigError: if there is none, or it is of another kind.
@@ -194,7 +197,7 @@ def named_class(name: str, bases: list[type]) -> Any:
         if name in names.added():
             names.public(name)  # says why it is not known, unless it is of another kind
         elif name in OPTIONAL_CLASSES:
-            raise ConfigError(f"{name} is not there; {lacking(OPTIONAL_CLASSES[name])}")
+            raise ConfigError(f"{name} is not installed; {lacking(OPTIONAL_CLASSES[name])}")
         own = known.keys() & MODULE_OF.keys()
         shown = ", ".join(sorted(own or known)[:15])
         raise ConfigError(
@@ -203,14 +206,14 @@ def named_class(name: str, bases: list[type]) -> Any:
         )
     found = import_object(name)
     if not callable(found):
-        raise ConfigError(f"{name} is no {wanted}, but a {type(found).__name__}")
+        raise ConfigError(f"{name} is not a {wanted} but a {type(found).__name__}")
     if inspect.isclass(found) and not issubclass(found, tuple(bases)):
-        raise ConfigError(f"{name} is no {wanted}, but a {found.__mro__[1].__name__}")
+        raise ConfigError(f"{name} is not a {wanted} but a {found.__mro__[1].__name__}")
     return found
 
 
 def is_class_name(name: str, bases: list[type]) -> bool:
-    """Tell whether :func:`named_class` finds something."""
+    """Return True if :func:`named_class` finds something."""
     try:
         named_class(name, bases)
     except ConfigError:
@@ -219,14 +222,16 @@ def is_class_name(name: str, bases: list[type]) -> bool:
 
 
 def import_object(path: str) -> Any:
-    """The object that a dotted import path names.
+    """Return the object that a dotted import path names.
 
     Raises:
-        ConfigError: saying whether the module or the name in it is missing, and where we looked.
+        ConfigError: says whether the module or the name in it is missing, and where we looked.
     """
     first, *rest = path.split(".")
     if not rest or not all(part.isidentifier() for part in (first, *rest)):
-        raise ConfigError(f"{path!r} is no import path; write module.name, e.g. my_rewards.exact")
+        raise ConfigError(
+            f"{path!r} is not an import path; write module.name, e.g. my_rewards.exact"
+        )
     found, place = _import(first), first
     if found is None:
         raise ConfigError(
@@ -239,7 +244,7 @@ def import_object(path: str) -> Any:
         if not hasattr(found, part):
             file = getattr(found, "__file__", None) or ", ".join(getattr(found, "__path__", []))
             if f"{place}.{part}" in OPTIONAL_CLASSES.values():
-                raise ConfigError(f"{path!r} is not there; {lacking(f'{place}.{part}')}")
+                raise ConfigError(f"{path!r} is not installed; {lacking(f'{place}.{part}')}")
             raise ConfigError(
                 f"{path!r}: {place} has no {part!r}{did_you_mean(part, dir(found))}"
                 + (f" (looked in {file})" if file else "")
@@ -249,7 +254,7 @@ def import_object(path: str) -> Any:
 
 
 def _import(module: str) -> types.ModuleType | None:
-    """The module, or None if there is none of this name."""
+    """Return the module, or None if no module has this name."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
 """Configurations as trees: files and options merged in order, each key with its place.
 
-And as one flat table of keys, of what a run was configured with, and how two such tables differ.
+Also as flat tables of the keys that a run was configured with, and how two such tables differ.
 """
 
 import inspect
@@ -33,24 +33,24 @@ class Sources:
         self._places: dict[Key, str] = {}
 
     def place(self, key: Key) -> str:
-        """Name the place where ``key`` was written, or the closest key above it."""
+        """Return the place where ``key`` was set, or its closest ancestor."""
         while key and key not in self._places:
             key = key[:-1]
         return self._places.get(key, "")
 
     def value(self, name: str) -> Any:
-        """What a key such as ``trainer.strategy`` is set to; None if it is not."""
+        """Return the value of a key such as ``trainer.strategy``; None if it is not set."""
         node: Any = self.tree
         for part in name.split("."):
             node = node.get(part) if isinstance(node, dict) else None
         return node
 
     def add_file(self, path: str) -> None:
-        """Merge a YAML file; its keys win over those before."""
+        """Merge a YAML file; its keys override earlier ones."""
         tree, lines = load_yaml(path)
         if tree is None:
             raise ConfigError(
-                f"--config {path}: holds nothing; write keys into it, or leave it out"
+                f"--config {path}: the file is empty; write keys into it, or leave it out"
             )
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: expected keys (model, data, trainer), got {tree!r:.60}")
@@ -58,7 +58,7 @@ class Sources:
         self._places |= {key: f"{path}:{line}" for key, line in lines.items()}
 
     def add_option(self, option: str, text: str) -> None:
-        """Set one key: ``--data.group_size 16``; append to a list: ``--trainer.callbacks+=X``."""
+        """Set a key, ``--data.group_size 16``, or append to a list, ``--trainer.callbacks+=X``."""
         name, append = option.removeprefix("--").removesuffix("+"), option.endswith("+")
         value = _parse_value(text, option)
         node: Any = self.tree
@@ -92,10 +92,10 @@ class Sources:
 
 
 def read_sources(arguments: Sequence[str]) -> Sources:
-    """Merge what a command line (without its command) says, in its order.
+    """Merge the options of a command line (without its command), in order.
 
     Raises:
-        ConfigError: for a file that is missing or no YAML, or an argument that is no option.
+        ConfigError: for a missing or invalid YAML file, or an argument that is not an option.
     """
     sources = Sources()
     rest = list(arguments)
@@ -103,7 +103,9 @@ def read_sources(arguments: Sequence[str]) -> Sources:
         token = rest.pop(0)
         option, equals, value = token.partition("=")
         if not option.startswith("-"):
-            raise ConfigError(f"{token!r} is no option; write --key value (--data.group_size 16)")
+            raise ConfigError(
+                f"{token!r} is not an option; write --key value (--data.group_size 16)"
+            )
         if option.startswith("--print_config"):
             continue
         if not equals:
@@ -120,10 +122,10 @@ def read_sources(arguments: Sequence[str]) -> Sources:
 
 
 def load_yaml(path: str) -> tuple[Any, dict[Key, int]]:
-    """The content of a YAML file, and the line of every key and list item."""
+    """Return the content of a YAML file, and the line of every key and list item."""
     kind = kind_of_path(Path(path))
     if kind is not None:
-        raise ConfigError(f"--config {path}: is {kind}, not a file; name a file")
+        raise ConfigError(f"--config {path}: is {kind}, not a file; give the path of a file")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -156,7 +158,9 @@ def _record_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int], path:
 
 
 def _parse_value(text: str, option: str) -> Any:
-    """A command-line value: YAML where that is a structure, number or the like, else the text."""
+    """Parse a command-line value as YAML if that gives a structure, number etc., else keep the
+    text.
+    """
     try:
         value = parse_yaml(text, f"option {option}")
     except ConfigError as error:
@@ -167,7 +171,7 @@ def _parse_value(text: str, option: str) -> Any:
 
 
 def _merge(old: Any, new: Any) -> Any:
-    """Deep merge of mappings; anything else, lists too, is replaced."""
+    """Merge mappings recursively; anything else, including lists, is replaced."""
     if isinstance(old, dict) and isinstance(new, str) and "class_path" in old:
         new = {"class_path": new}  # --data.engine TransformersEngine
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
@@ -189,7 +193,7 @@ _DEPTH = 5
 
 
 class Change(NamedTuple):
-    """A key whose value is another one now."""
+    """A key whose value has changed."""
 
     key: str
     then: Any
@@ -200,9 +204,10 @@ class Change(NamedTuple):
 
 
 def flatten(tree: Any, key: str = "") -> Table:
-    """Keys as they are written on a command line: ``{"model.loss": "PPOClip", "model.lr": 1e-3}``.
+    """Flatten to command-line keys: ``{"model.loss": "PPOClip", "model.lr": 1e-3}``.
 
-    A class is the value of its key, its arguments come below; callbacks go by the class's name.
+    A class is the value of its key, and its arguments are below that key; callbacks are keyed by
+    class name.
     """
     if isinstance(tree, Mapping) and "class_path" in tree:
         arguments = tree.get("init_args") or {}
@@ -221,10 +226,12 @@ def flatten(tree: Any, key: str = "") -> Table:
 
 
 def differences(then: Table, now: Table) -> list[Change]:
-    """Keys of both whose values differ, without those below such a key; and callbacks of one only.
+    """Return keys of both whose values differ, without those below such a key; also callbacks of
+    one.
 
-    A key that only one of them has is one of another release. Values that read the same are the
-    same: Lightning keeps ``--trainer.devices 1`` as text, and ``devices: 1`` of a file as a number.
+    Other keys that only one of them has belong to another release. Values with the same text are
+    equal: Lightning keeps ``--trainer.devices 1`` as text, but ``devices: 1`` of a file as a
+    number.
     """
     changes: list[Change] = []
     for key in dict.fromkeys([*then, *now]):
@@ -240,7 +247,7 @@ def differences(then: Table, now: Table) -> list[Change]:
 
 
 def _value(table: Table, key: str) -> Any:
-    """Look a key up; if it has others below it instead, as arguments without a class, those."""
+    """Look a key up; if it only has keys below it, as arguments without a class, return those."""
     if key in table:
         return table[key]
     below = {n.removeprefix(f"{key}."): v for n, v in table.items() if n.startswith(f"{key}.")}
@@ -248,7 +255,7 @@ def _value(table: Table, key: str) -> Any:
 
 
 def described(module: Any, data: Any, trainer: Any) -> Table:
-    """The table of a run that a script put together, as far as its objects tell."""
+    """Return the table of a run that a script assembled, as far as its objects reveal it."""
     tree = {"model": _described(module), "data": _described(data)}
     table = flatten(tree) | {"trainer.precision": str(trainer.precision)}
     for name, policy in getattr(module, "policies", {"": module}).items():
@@ -258,14 +265,16 @@ def described(module: Any, data: Any, trainer: Any) -> Table:
 
 
 def config_files(directory: Path) -> dict[int, Path]:
-    """A run's configurations, by the iteration after which each holds; config.yaml's is 0."""
+    """Return a run's configurations by the iteration from which each holds; config.yaml's is 0."""
     later = directory.glob("config_*.yaml")
     numbers = {p.stem.removeprefix("config_"): p for p in later}
     return {0: directory / "config.yaml"} | {int(n): p for n, p in numbers.items() if n.isdigit()}
 
 
 def _optimizer(module: Any, place: str) -> Table:
-    """Its settings show only when it is made: here of one number."""
+    """Return an optimizer's settings, which are visible only once it is made, here with one
+    parameter.
+    """
     make = getattr(module, "optimizer", None)
     if not callable(make):
         return {}
@@ -306,7 +315,7 @@ def _described(value: Any, depth: int = 0) -> Any:
 
 
 def _held(owner: Any, name: str) -> Any:
-    """Find what a constructor's argument is kept as."""
+    """Find the attribute in which an object keeps a constructor argument."""
     holders = (vars(owner), vars(vars(owner).get("objective", object)))
     for holder in holders:
         for kept in (f"_{name}", name):

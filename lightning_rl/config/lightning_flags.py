@@ -1,7 +1,8 @@
-"""Verdicts on each argument of Lightning's Trainer, and each of its callbacks, for RL.
+"""Verdicts on each argument and callback of Lightning's Trainer, for RL.
 
-One table, ``lightning_flags.yaml``: a run with something that is refused does not start, and
-``docs/api/lightning.md`` shows all of it (``python -m tests.support.lightning_table`` writes it).
+They are in one table, ``lightning_flags.yaml``: a run that uses something refused does not start,
+and ``docs/api/lightning.md`` shows the table (written by ``python -m
+tests.support.lightning_table``).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from lightning_rl.errors import ConfigError
 
 
 class Verdict(Enum):
-    """A verdict on a flag or callback of Lightning's."""
+    """A verdict on one of Lightning's flags or callbacks."""
 
     WORKS = "works"
     PARTLY = "partly"
@@ -30,10 +31,10 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class FlagVerdict:
-    """The verdict on a flag or callback, and what is said about it.
+    """The verdict on a flag or callback, and its explanation.
 
-    ``used`` takes the Trainer, or the callback, and gives the value that is refused or warned of;
-    None if there is none.
+    ``used`` takes the Trainer or the callback, and returns the value that is refused or warned
+    about; None if there is none.
     """
 
     verdict: Verdict
@@ -42,7 +43,7 @@ class FlagVerdict:
 
 
 def _unless(name: str, *harmless: Any) -> Callable[[Trainer], Any]:
-    """The Trainer's attribute, if it is none of these."""
+    """Return the Trainer's attribute unless it has one of these values."""
 
     def used(trainer: Trainer) -> Any:
         value = getattr(trainer, name)
@@ -52,7 +53,7 @@ def _unless(name: str, *harmless: Any) -> Callable[[Trainer], Any]:
 
 
 def _limit(name: str) -> Callable[[Trainer], Any]:
-    """A limit on held-out batches, unless another flag set it."""
+    """Return a limit on held-out batches, unless another flag set it."""
 
     def used(trainer: Trainer) -> Any:
         value = getattr(trainer, name)
@@ -96,7 +97,9 @@ _USED: dict[str, Callable[[Any], Any]] = {
     "model_registry": _unless("_model_registry", None),
     "ModelCheckpoint": lambda callback: callback._every_n_train_steps or None,
 }
-"""Flags and callbacks of which not every use is refused or warned of: see ``FlagVerdict.used``."""
+"""Flags and callbacks that are refused or warned about only for some uses; see
+``FlagVerdict.used``.
+"""
 
 
 _SAID = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -113,42 +116,42 @@ def _entries(part: str) -> dict[str, FlagVerdict]:
 TRAINER = _entries("trainer")
 """Every argument of ``Trainer.__init__``."""
 CALLBACKS = _entries("callbacks")
-"""Every callback that Lightning brings."""
+"""Every callback that Lightning provides."""
 
 
 def refuse_flags(trainer: Trainer) -> None:
-    """Refuse a Trainer with arguments or callbacks that do nothing here, or something else.
+    """Refuse a Trainer with arguments or callbacks that have no effect here, or another one.
 
     Raises:
-        ConfigError: naming the argument, its value, and what to set instead.
+        ConfigError: names the argument, its value, and what to set instead.
     """
     for message in _found(trainer, Verdict.REFUSED, Verdict.PARTLY):
         raise ConfigError(message)
 
 
 def warn_of_flags(trainer: Trainer) -> None:
-    """Warn of what is used without effect."""
+    """Warn about arguments and callbacks that have no effect."""
     for message in _found(trainer, Verdict.WARNED):
         rank_zero_warn(message)
 
 
 def refuse_precision(trainer: Trainer, *allowed: str) -> None:
-    """Refuse a precision that is not one of ours, or ``allowed``; also of supervised training.
+    """Refuse a precision that is neither supported nor in ``allowed``; also in supervised training.
 
     Raises:
-        ConfigError: naming those that work.
+        ConfigError: names the supported ones.
     """
     if trainer.precision not in (*_PRECISIONS, *allowed):
         raise ConfigError(f"trainer.precision={trainer.precision!r}: {TRAINER['precision'].words}")
 
 
 def compute_dtype(trainer: Trainer) -> str:
-    """The dtype in which the trainer multiplies matrices."""
+    """Return the dtype in which the trainer multiplies matrices."""
     return "bfloat16" if trainer.precision.startswith("bf16-") else "float32"
 
 
 def _found(trainer: Trainer, *verdicts: Verdict) -> Iterator[str]:
-    """Yield messages about the flags and callbacks of these verdicts that are used."""
+    """Yield messages about flags and callbacks in use that have one of these verdicts."""
     for name, entry in TRAINER.items():
         if entry.verdict in verdicts and (value := entry.used(trainer)) is not None:
             yield f"trainer.{name}={value!r}: {entry.words}"
@@ -160,14 +163,14 @@ def _found(trainer: Trainer, *verdicts: Verdict) -> Iterator[str]:
 
 
 MOST_DEVICES = 4096
-"""Of one machine. For each a Trainer makes an object, also where there are none."""
+"""Maximum per machine: a Trainer makes an object for each, even if the device does not exist."""
 
 
 def require_few_devices(devices: Any) -> None:
-    """Refuse a number of processes that only exhausts memory, before a Trainer is made.
+    """Refuse a number of processes that would only exhaust memory, before a Trainer is made.
 
     Raises:
-        ConfigError: naming it and the bound.
+        ConfigError: names it and the bound.
     """
     if str(devices).isdecimal() and int(devices) > MOST_DEVICES:
         raise ConfigError(f"trainer.devices={devices} must be <= {MOST_DEVICES}, per machine")

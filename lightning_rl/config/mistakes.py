@@ -1,9 +1,9 @@
-"""Every mistake in a configuration, found before the parser sees it and said in a line or two.
+"""Mistakes in a configuration, found before the parser sees it and reported in a line or two.
 
 jsonargparse reports a wrong value as the failure of every member of every union around it, ignores
-some unknown keys, and takes ``--trainer.max_epoch`` for an abbreviation. So the sources are walked
-along the real signatures first: each key must be a parameter, each ``class_path`` a class, each
-value what the parser takes for its type hint.
+some unknown keys, and takes ``--trainer.max_epoch`` for an abbreviation. So the sources are first
+checked against the real signatures: each key must be a parameter, each ``class_path`` a class, and
+each value acceptable to the parser for its type hint.
 """
 
 import inspect
@@ -39,22 +39,22 @@ from lightning_rl.errors import ConfigError, LightningRLError
 
 _SCALARS = (bool, int, float, str)
 _BITS = 63
-"""Of a number, with which Lightning, torch and engines count."""
+"""Maximum bits of an integer, as Lightning, torch and engines count with int64."""
 
 
 def check_sources(
     sources: Sources, parser: ArgumentParser, complete: bool = True, files: bool = True
 ) -> None:
-    """Walk what the user wrote along the options of a command's parser.
+    """Check what the user wrote against the options of a command's parser.
 
     Args:
         sources: files and options.
-        parser: the command's.
-        complete: a missing required argument is a mistake too.
-        files: a part of the configuration may be the name of a file that holds it.
+        parser: the command's parser.
+        complete: treat a missing required argument as a mistake too.
+        files: allow a file name in place of a part of the configuration.
 
     Raises:
-        ConfigError: naming key, value, place and fix of the first mistake.
+        ConfigError: names key, value, place and fix of the first mistake.
     """
     options = {a.dest: a for a in parser._actions if hasattr(a, "_typehint")}
     try:
@@ -79,14 +79,14 @@ class _Mistake(Exception):
 
 
 class _Walk:
-    """One function per kind of node; each raises ``_Mistake`` at the innermost wrong key."""
+    """One method per kind of node; each raises ``_Mistake`` at the innermost wrong key."""
 
     def __init__(self, complete: bool, files: bool) -> None:
         self._complete = complete
         self._files = files
 
     def options(self, tree: dict[str, Any], options: dict[str, Any], key: Key) -> None:
-        """Top-level keys and groups such as ``trainer``."""
+        """Check top-level keys and groups such as ``trainer``."""
         for name, value in tree.items():
             dest = ".".join(map(str, (*key, name)))
             if dest in options:
@@ -103,7 +103,7 @@ class _Walk:
                 raise _Mistake((*key, name), _no_such_key(name, known, ".".join(map(str, key))))
 
     def value(self, value: Any, hint: Any, default: Any, key: Key) -> None:
-        """Anything that has a type hint."""
+        """Check a value against its type hint."""
         if value is None:
             if default is not None and not {type(None), Any} & set(branches(hint)):
                 raise _Mistake(key, f"expected {describe(hint)}, got null")
@@ -139,16 +139,18 @@ class _Walk:
             raise _Mistake(key, _wrong_value(value, hint, made))
 
     def _stands_for_a_part(self, value: Any, key: Key) -> bool:
-        """Tell whether it is a configuration of its own, which the parser reads."""
+        """Return True if the value is the name of a configuration file, which the parser reads."""
         if not isinstance(value, str) or not os.path.isfile(value):
             return False
         if not self._files:
-            what = f"{value!r} is a configuration of its own, which is not looked into"
+            what = f"{value!r} is a configuration file, which is not read here"
             raise _Mistake(key, f"{what}; give it with --config")
         return True
 
     def instance(self, spec: dict[str, Any], hint: Any, default: Any, key: Key) -> None:
-        """``{class_path, init_args}``, or the arguments of a dataclass or the default's class."""
+        """Check ``{class_path, init_args}``, or the arguments of a dataclass or the default's
+        class.
+        """
         bases = classes(hint)
         name = spec.get("class_path")
         if name is None:
@@ -183,7 +185,7 @@ class _Walk:
         return self.arguments(kept | given, component, hint, (*key, "init_args"), True)
 
     def callable(self, spec: dict[str, Any], key: Key) -> None:
-        """A reward, say, that is an instance of any class."""
+        """Check a callable given as an instance of any class, such as a reward."""
         try:
             component = import_object(str(spec["class_path"]))
         except ConfigError as error:
@@ -194,7 +196,7 @@ class _Walk:
     def arguments(
         self, given: dict[str, Any], component: Any, hint: Any, key: Key, complete: bool
     ) -> None:
-        """Arguments of a class or function against its signature."""
+        """Check arguments of a class or function against its signature."""
         known = dict(list(parameters(component).items())[supplied_arguments(hint) :])
         owner = component.__name__
         for name, value in given.items():
@@ -210,13 +212,13 @@ class _Walk:
 
 
 def _text_forms(hint: Any) -> list[Any]:
-    """Kinds of texts that a hint names, such as ``PromptPath``."""
+    """Return the text types that a hint names, such as ``PromptPath``."""
     kinds = [branch for branch in branches(hint) if inspect.isclass(branch)]
     return [kind for kind in kinds if issubclass(kind, str) and kind is not str]
 
 
 def _implied_class(bases: list[type], default: Any) -> Any | None:
-    """Whose arguments a mapping without ``class_path`` holds: the default's, or a dataclass's."""
+    """Return the class of a mapping without ``class_path``: the default's, or a dataclass."""
     if isinstance(default, dict) and "class_path" in default:
         return import_object(default["class_path"])
     return bases[0] if is_dataclass(bases[0]) and not inspect.isabstract(bases[0]) else None
@@ -235,12 +237,12 @@ def _no_such_key(name: Any, known: Iterable[str], owner: str, others: Iterable[s
     if others := sorted(others):
         text += f"; it is a key of {', '.join(others[:3])}"
     if not known:
-        return f"{text}, which takes none"
+        return f"{text}, which has no keys"
     return f"{text} (allowed: {', '.join(known)})" if len(known) <= 24 else text
 
 
 def _wrong_value(value: Any, hint: Any, made: list[type]) -> str:
-    """Say why nothing under the hint takes it: a name that does not exist, or a wrong type."""
+    """Explain why the hint accepts no such value: a name that does not exist, or a wrong type."""
     try:
         if isinstance(value, str) and FUNCTION in describe(hint) and item_hint(hint) is None:
             import_object(value)
@@ -257,10 +259,10 @@ def _missing(owner: str, hint: Any) -> str:
 
 
 def check_value(value: Any, hint: Any, default: Any, key: Key) -> None:
-    """Hold one value against a type hint, as :func:`check_sources` does with all of them.
+    """Check one value against a type hint, as :func:`check_sources` does for all values.
 
     Raises:
-        ConfigError: naming key, value and fix.
+        ConfigError: names key, value and fix.
     """
     try:
         _Walk(complete=True, files=True).value(value, hint, default, key)
@@ -269,10 +271,10 @@ def check_value(value: Any, hint: Any, default: Any, key: Key) -> None:
 
 
 def check_names(component: Any, args: Sequence[Any], kwargs: Iterable[str]) -> None:
-    """Check that a class knows the names of what it is given, and gets all that it needs.
+    """Check that a class knows the arguments it is given, and gets all that it needs.
 
     Raises:
-        ConfigError: naming the first that is unknown or missing.
+        ConfigError: names the first unknown or missing one.
     """
     owner, known = component.__name__, parameters(component)
     for name in kwargs:
@@ -285,7 +287,7 @@ def check_names(component: Any, args: Sequence[Any], kwargs: Iterable[str]) -> N
 
 
 def innermost(error: BaseException) -> LightningRLError:
-    """Our own error inside whatever wraps it, or else the decisive line of a parser's message."""
+    """Return our own error inside any wrapper, or else the decisive line of a parser's message."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, LightningRLError):

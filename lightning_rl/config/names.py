@@ -1,4 +1,4 @@
-"""Public names: which package shows each, and none loaded before its use."""
+"""Public names: which package exposes each; none is imported before its use."""
 
 import ast
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _LIBRARY = Path(__file__).parents[1]
 
 
 def _shown_by(stub: Path) -> dict[str, str]:
-    """The names that a stub imports, each with the module that it is in."""
+    """Return the names that a stub imports, each with its module."""
     return {
         alias.name: statement.module
         for statement in ast.parse(stub.read_text(encoding="utf-8")).body
@@ -34,36 +34,36 @@ SURFACES = {
         if (folder / "__init__.pyi").is_file()
     },
 }
-"""Package with a list of names for users, its ``__init__.pyi``: each name's module."""
+"""The names that each package with an ``__init__.pyi`` exposes, with their modules."""
 
 MODULE_OF = {name: module for shown in SURFACES.values() for name, module in shown.items()}
-"""Public name: the module that it is in. A configuration may name any of them by that alone."""
+"""Module of each public name. A configuration may use any public name without its module."""
 
 HOME = {name: package for package, shown in reversed(SURFACES.items()) for name in shown}
-"""Public name: the package to import it from; ``lightning_rl`` where that has it."""
+"""Package to import each public name from; ``lightning_rl`` if that has it."""
 
 
 def added() -> dict[str, "EntryPoint"]:
-    """Classes that installed packages add, which a configuration may name in the same way."""
+    """Return the classes added by installed packages, which configurations may name likewise."""
     return packages.added(packages.CLASSES, frozenset(MODULE_OF))
 
 
 def public(name: str) -> Any:
-    """Import what has this public name, or is added by it.
+    """Import the object of a public name, or of a name that an installed package adds.
 
     Raises:
-        ConfigError: if another's package cannot be imported, or calls it otherwise.
+        ConfigError: if another package cannot be imported, or its class has another name.
     """
     if name in MODULE_OF:
         return getattr(import_module(MODULE_OF[name]), name)
     found = packages.load(added()[name])
     if getattr(found, "__name__", None) != name:
-        raise ConfigError(f"{added()[name].value} is added as {name!r}, which is not its name")
+        raise ConfigError(f"{added()[name].value} is registered as {name!r}, which is not its name")
     return found
 
 
 def load_all() -> None:
-    """Import all of them; a configuration may then name subclasses by their short names."""
+    """Import all public names, so that a configuration may name subclasses by their short names."""
     for name in MODULE_OF:
         public(name)
     for name in added():
@@ -72,7 +72,9 @@ def load_all() -> None:
 
 
 def surface(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, which load names when asked."""
+    """Return a package's ``__getattr__``, ``__dir__`` and ``__all__``, which import names on
+    demand.
+    """
     shown = sorted(SURFACES[package])
 
     def load(name: str) -> Any:

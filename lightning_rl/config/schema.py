@@ -1,4 +1,4 @@
-"""Schemas: whether what came over a network or from a disk has the form that it should have."""
+"""Schemas: check that data from a network or a disk has the expected form."""
 
 import json
 from typing import Any, TypeVar
@@ -7,18 +7,18 @@ from lightning_rl.errors import ConfigError
 
 T = TypeVar("T")
 _ADAPTERS: dict[type, Any] = {}
-"""pydantic's validators; to make one takes longer than to use it."""
+"""pydantic's validators, cached since making one takes longer than using it."""
 
 
 class SchemaError(ValueError):
-    """A text is no JSON, or has not the form that was expected; says where, in one line."""
+    """A text is not valid JSON, or not of the expected form; says where, in one line."""
 
 
 def require_pydantic(who: str) -> None:
-    """Check that schemas can be held against anything.
+    """Check that pydantic is installed.
 
     Raises:
-        ConfigError: naming who needs pydantic, and how it is installed.
+        ConfigError: names who needs pydantic, and how to install it.
     """
     try:
         import pydantic  # noqa: F401
@@ -30,10 +30,10 @@ def require_pydantic(who: str) -> None:
 
 
 def parsed(kind: type[T], text: str) -> T:
-    """What a JSON text says, as a (data)class says it; fields that the class has not are ignored.
+    """Parse a JSON text into a (data)class; fields that the class lacks are ignored.
 
     Raises:
-        SchemaError: naming the first field that is missing, or of another type.
+        SchemaError: names the first field that is missing or of another type.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -47,15 +47,15 @@ def parsed(kind: type[T], text: str) -> T:
         checked: T = _ADAPTERS[kind].validate_python(value)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        where = ".".join(map(str, fault["loc"])) or "all of it"
+        where = ".".join(map(str, fault["loc"])) or "the whole text"
         raise SchemaError(f"{where}: {fault['msg'][:1].lower()}{fault['msg'][1:]}") from error
     return checked
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """A text of somebody else's, fit for a message: a line, not too long, nothing but characters.
+    """Make a foreign text fit for a message: one line of limited length, printable characters only.
 
-    A terminal obeys escapes, and a log takes a line break for a new entry.
+    Terminals obey escapes, and a line break would start a new log entry.
     """
     words = " ".join(str(text)[: 10 * limit].split())
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)

@@ -1,4 +1,4 @@
-"""YAML that somebody else wrote: read without hanging, and refused in one line."""
+"""Untrusted YAML: read without hanging, and refused with one line."""
 
 import re
 from copy import deepcopy
@@ -9,14 +9,14 @@ import yaml  # type: ignore[import-untyped]
 from lightning_rl.errors import ConfigError
 
 DEEPEST = 100
-"""Levels of a configuration; those of a real one are a dozen."""
+"""Maximum depth of a configuration; real ones have a dozen levels."""
 MOST_NODES = 100_000
-"""Keys and values, each alias counted as what it stands for: a few lines of aliases of aliases
-stand for billions."""
+"""Maximum number of keys and values, aliases expanded: a few nested aliases can expand to billions.
+"""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts in quotes that jsonargparse, unlike YAML 1.1, reads as numbers: ``1e5``."""
+    """Quotes texts that jsonargparse, unlike YAML 1.1, would read as numbers: ``1e5``."""
 
 
 _Dumper.add_implicit_resolver(
@@ -27,21 +27,21 @@ _Dumper.add_implicit_resolver(
 
 
 def dump_yaml(values: Any, **options: Any) -> str:
-    """Write values as a text that reads back as they are, in their order."""
+    """Write values as YAML that reads back as the same values, in the same order."""
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, **options))
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """The content of a YAML text; ``place`` is named in errors.
+    """Return the content of a YAML text; errors name ``place``.
 
     Raises:
-        ConfigError: if it is not valid YAML, or deeper or larger than any configuration is.
+        ConfigError: if it is invalid YAML, or too deep or large for a configuration.
     """
     return parse_yaml_nodes(text, place)[1]
 
 
 def parse_yaml_nodes(text: str, place: str) -> tuple[yaml.Node | None, Any]:
-    """The nodes of a YAML text as they are written, which know their lines, and its content.
+    """Return the nodes of a YAML text as written, with their lines, and its content.
 
     Raises:
         ConfigError: as :func:`parse_yaml` does.
@@ -73,16 +73,16 @@ def parse_yaml_nodes(text: str, place: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _size(node: yaml.Node, place: str, known: dict[int, int], above: list[int]) -> int:
-    """Nodes that this one stands for, aliases followed.
+    """Count the nodes that this one expands to, aliases followed.
 
     Raises:
-        ConfigError: if they are too many, too deep, or one is within itself.
+        ConfigError: if there are too many, too deep, or one contains itself.
     """
     if id(node) in known:
         return known[id(node)]
     where = f"{place}:{node.start_mark.line + 1}"
     if id(node) in above:
-        raise ConfigError(f"{where}: an alias stands within what it stands for; write it out")
+        raise ConfigError(f"{where}: an alias contains itself; write its value out")
     if len(above) > DEEPEST:
         raise ConfigError(_too_deep(where))
     below = [*above, id(node)]
@@ -93,12 +93,12 @@ def _size(node: yaml.Node, place: str, known: dict[int, int], above: list[int]) 
         size += sum(_size(item, place, known, below) for pair in node.value for item in pair)
     if size > MOST_NODES:
         raise ConfigError(
-            f"{where}: with its aliases this stands for more than {MOST_NODES:,} keys and values; "
-            "that is no configuration"
+            f"{where}: expands to more than {MOST_NODES:,} keys and values through aliases; "
+            "no configuration is that large"
         )
     known[id(node)] = size
     return size
 
 
 def _too_deep(place: str) -> str:
-    return f"{place}: more than {DEEPEST} levels deep; that is no configuration"
+    return f"{place}: more than {DEEPEST} levels deep; no configuration is that deep"

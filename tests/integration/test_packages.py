@@ -168,6 +168,6 @@ def test_without_the_optional_parts_the_command_line_says_what_to_install(rest, 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIG | {"data": data}))
     done = python(*ours, "fit", "--config", "run.yaml", at=tmp_path, path=path)
     assert done.returncode == 2
-    missing = f"VerifiersAgent is not there; it is in lightning_rl.verifiers, {told}"
+    missing = f"VerifiersAgent is not installed; it is in lightning_rl.verifiers, {told}"
     assert f"data.init_args.agent.class_path: {missing}" in done.stderr
     assert "run.yaml:" in done.stderr

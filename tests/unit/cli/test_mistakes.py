@@ -107,7 +107,7 @@ IN_FILE = {
     "reward without a module": (
         REWARDS,
         ["exact"],
-        ["rewards[0]", "'exact' is no import path", "module.name"],
+        ["rewards[0]", "'exact' is not an import path", "module.name"],
     ),
 }
 
@@ -161,7 +161,7 @@ ON_COMMAND_LINE = {
     "--trainer.logger CSVLogger --trainer.logger.nme x": ["no such key in CSVLogger", "mean name?"],
     "--trainer 3": ["trainer: expected keys below it, got 3"],
     "--optimizer 3": ["optimizer: no such key"],
-    "stray": ["'stray' is no option"],
+    "stray": ["'stray' is not an option"],
     "-x 3": ["no such option '-x'"],
     "--model.help PolicyModul": ["PolicyModul"],
 }

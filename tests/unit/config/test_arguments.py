@@ -181,7 +181,7 @@ def test_what_yaml_cannot_say_is_refused_too():
     for call, words in (
         (lambda: data_module(engine=SingleTurn()), "RLDataModule.engine: expected Engine or null"),
         (lambda: PolicyModule("model", advantage=PPOClip()), "advantage: expected Advantage, got"),
-        (lambda: PolicyModule("model", optimizer=made), "such as SGD, got one that is made"),
+        (lambda: PolicyModule("model", optimizer=made), "such as SGD, got an instance"),
         (lambda: PolicyModule(torch.nn.Linear(1, 1)), "PreTrainedModel, got Linear"),
         (
             lambda: data_module(rewards=[PythonTests]),

@@ -74,7 +74,9 @@ def test_a_package_that_fails_stops_only_who_names_its_parts(install):
     with pytest.raises(ConfigError, match=reason):
         named_class("Lost", [GroupFilter])
     assert "\n  lost       'lost' of the package broken (broken:C) cannot be imported" in usage()
-    with pytest.raises(ConfigError, match=r"cannot be imported: .*'nowhere'; install the package"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported: .*'nowhere'; reinstall or uninstall the package"
+    ):
         find_command("lost")
 
 
@@ -83,7 +85,9 @@ def test_what_is_no_command_or_called_otherwise_is_refused(install):
     install("odd", f"{FILTER}\ndef main(arguments): ...", **points)
     with pytest.raises(ConfigError, match="odd:main must be a Command, and is a function"):
         find_command("odd")
-    with pytest.raises(ConfigError, match="odd:Longest is added as 'Other', which is not its name"):
+    with pytest.raises(
+        ConfigError, match="odd:Longest is registered as 'Other', which is not its name"
+    ):
         named_class("Other", [GroupFilter])
 
 
@@ -125,9 +129,11 @@ def test_what_an_installation_is_without_is_told_with_what_to_install(monkeypatc
     monkeypatch.setattr(packages, "added", lambda group, ours: {})
     monkeypatch.setitem(packages.OPTIONAL_CLASSES, "Poet", "lightning_rl.poets")
     told = "an optional part that is not installed here: in a checkout .* `make setup`"
-    with pytest.raises(ConfigError, match=f"^Poet is not there; .*lightning_rl.poets, {told}"):
+    with pytest.raises(ConfigError, match=f"^Poet is not installed; .*lightning_rl.poets, {told}"):
         named_class("Poet", [Agent])
-    with pytest.raises(ConfigError, match=f"^'lightning_rl.poets.Poet' is not there; .* {told}"):
+    with pytest.raises(
+        ConfigError, match=f"^'lightning_rl.poets.Poet' is not installed; .* {told}"
+    ):
         import_object("lightning_rl.poets.Poet")
     with pytest.raises(ConfigError, match=f"no command 'convert'; it is in .*{told}"):
         find_command("convert")
