@@ -1,4 +1,4 @@
-"""VerifiersAgent: the environment is one for verifiers, in processes of its own."""
+"""VerifiersAgent: plays verifiers environments, each hosted in separate processes."""
 
 import math
 from collections import defaultdict
@@ -26,39 +26,40 @@ from lightning_rl.verifiers.workers import close_workers, workers_of
 class VerifiersAgent(SessionAgent):
     """Plays tasks of :class:`VerifiersPrompts` in their environment, for verifiers from 0.4 on.
 
-    The environment runs in workers under its own Python, so that its dependencies never meet those
-    of the trainer, and asks for completions by HTTP on this machine. What its calls read and wrote
-    is recorded token by token.
+    The environment runs in workers under its own Python, so that its dependencies cannot conflict
+    with the trainer's, and asks for completions over HTTP on this machine. What its calls read and
+    wrote is recorded token by token.
 
-    Its rewards, each times its weight, add up to the ``environment_reward``; each alone and every
-    metric is logged under its name, and so are ``turns``. Where several play, each asks for the
-    model of its seat's name: seats are roles, with rewards of their own (``role_rewards``), the
-    rollout's is the mean over those that train, and what other seats wrote has no loss.
+    Its weighted rewards sum to the ``environment_reward``; each reward and every metric is logged
+    under its name, and so is ``turns``. If several seats play, each asks for the model named after
+    its seat: seats are roles with their own rewards (``role_rewards``), the rollout's reward is the
+    mean over the seats that train, and what other seats wrote has no loss.
 
-    A seat without a harness of its own or the environment's plays by a chat with the environment's
-    tools, inside of the worker, and at this machine; ``options`` may choose otherwise, by
+    A seat for which neither it nor the environment chooses a harness is played by a chat with the
+    environment's tools, inside the worker on this machine; ``options`` may choose another, by
     verifiers' own names: ``{agent: {harness: {id: bash}, runtime: {type: docker}}}``.
 
-    An episode that the environment calls failed costs its rollout, which is FAILED with the reason.
-    When a worker dies, another takes its place, and what it was playing is played again, given the
-    same completions; what ends a second worker too is FAILED.
+    If the environment reports an episode as failed, its rollout is FAILED with the reason. When a
+    worker dies, another replaces it and replays its episodes with the same completions; an episode
+    that ends a second worker too is FAILED.
 
     Args:
-        environment: the taskset's id, as in ``vf-eval my-wordle``: an installed package's name.
-        python: the interpreter that it is installed for, or its virtual environment's directory.
+        environment: the taskset's id, as in ``vf-eval my-wordle``: the name of an installed
+            package.
+        python: the interpreter it is installed for, or the directory of its virtual environment.
         options: the environment's configuration, as in verifiers' ``[env]`` block.
         env: environment variables to set for it.
         pass_env: names of variables to pass on from the trainer's environment, such as a judge's
-            key; of others it gets only those that say where things are.
+            key; of the others it gets only those that name paths.
         workers: processes that share the rollouts; one hosts hundreds at a time.
-        parser: reads the model family's way to write tool calls.
-        client_sampling: whether the environment may change what is sampled from.
-        max_seconds: wall time of one rollout at most, in seconds; it then ends as ``max_seconds``,
-            with the reward 0. None: no limit.
+        parser: parses the model family's tool calls.
+        client_sampling: True if the environment may change the sampling settings.
+        max_seconds: maximum wall time of one rollout, in seconds; it then ends as ``max_seconds``,
+            with reward 0. None: no limit.
         limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
 
     Raises:
-        ConfigError: for values out of range, and if the environment cannot be hosted.
+        ConfigError: for values out of range, or an environment that cannot be hosted.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class VerifiersAgent(SessionAgent):
         return await self._ask(rollout, session, workers_of(self.hosting, self.workers).ask)
 
     async def _play_alone(self, rollout: Rollout, session: Session) -> Ending:
-        """In a worker that plays nothing else: what it was in may have died of another."""
+        """Play in a worker that plays nothing else, as another episode may have killed the last
+        one.
+        """
         return await self._ask(rollout, session, workers_of(self.hosting, self.workers).ask_alone)
 
     async def _ask(
@@ -117,7 +120,7 @@ class VerifiersAgent(SessionAgent):
         except TimeoutError:
             return Ending("timeout")
         except WorkerDied as death:
-            return Ending("killed", f"ended its worker twice: {death}")
+            return Ending("killed", f"killed its worker twice: {death}")
         except WorkerError as error:
             return Ending("exit", str(error))
         try:
@@ -125,17 +128,17 @@ class VerifiersAgent(SessionAgent):
             untrained = {t["seat"] for t in traces if not t["trainable"]} & {*self.roles}
             said = _result(traces, self.roles)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            return Ending("result", f"told of its episode what cannot be: {error!r:.200}")
+            return Ending("result", f"reported an invalid result of its episode: {error!r:.200}")
         return Ending("done", said=said, untrained=untrained)
 
     def close(self) -> None:
-        """End the workers and the endpoint; they start again when needed."""
+        """Stop the workers and the endpoint; they start again when needed."""
         close_workers(self.hosting)
         super().close()
 
 
 def _result(traces: list[dict[str, Any]], roles: list[str]) -> dict[str, Any]:
-    """The rewards and numbers of an episode; of several traces of one seat their mean."""
+    """Return the rewards and numbers of an episode, averaged over several traces of one seat."""
     numbers = defaultdict[str, list[float]](list)
     rewards = defaultdict[str, list[float]](list)
     for trace in traces:

@@ -1,4 +1,4 @@
-"""Which verifiers environment is hosted, by which Python, with which settings."""
+"""Which verifiers environment is hosted, under which Python, with which settings."""
 
 import json
 import shutil
@@ -11,12 +11,12 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.serving.variables import NO_PROXY, passed_on, require_set
 
 _KEPT = ("SSL_CERT_FILE", "HF_HOME", "HF_HUB_OFFLINE", "NLTK_DATA", "XDG_CACHE_HOME")
-"""What a worker gets besides what any program does: where things are, and no keys."""
+"""Variables that a worker gets in addition to any program's: paths, and no keys."""
 
 
 @dataclass(frozen=True)
 class Hosting:
-    """Which environment, hosted by which Python; ``options`` and ``env`` as in `VerifiersAgent`."""
+    """An environment and the Python that hosts it; ``options``, ``env`` as in `VerifiersAgent`."""
 
     environment: str
     python: str
@@ -28,39 +28,39 @@ class Hosting:
         if not self.environment:
             raise ConfigError("environment is empty; name a package that exports a taskset")
         if "id" in self.options.get("taskset", {}):
-            raise ConfigError("options.taskset.id is what `environment` says; leave it out")
+            raise ConfigError("options.taskset.id is set by `environment`; remove it")
 
     @property
     def key(self) -> str:
-        """Equal where the same worker would do."""
+        """A key that is equal for hostings that can share workers."""
         parts = [self.environment, self.program, self.options, self.env, self.pass_env]
         return json.dumps(parts, sort_keys=True, default=str)
 
     @property
     def program(self) -> str:
-        """The interpreter's path; of a virtual environment's directory, that of its Python.
+        """The path of the interpreter, which for a virtual environment's directory is its Python.
 
-        A link is not followed: Python finds its environment by where it was started.
+        Links are not followed: Python finds its environment by the path it was started with.
         """
         path = Path(self.python).expanduser()
         named = path.name.startswith("python") and not path.is_dir()
         return str((path if named else path / "bin" / "python").absolute())
 
     def check(self) -> None:
-        """Refuse what cannot be started.
+        """Refuse a hosting that cannot be started.
 
         Raises:
-            ConfigError: naming the fix.
+            ConfigError: names the fix.
         """
         if shutil.which(self.program) is None:
             raise ConfigError(
-                f"python={self.python!r}: there is no interpreter at {self.program}; make the "
-                f"environment's own one with {self.recipe()}"
+                f"python={self.python!r}: there is no interpreter at {self.program}; create the "
+                f"environment's own with {self.recipe()}"
             )
         require_set(self.pass_env)
 
     def recipe(self) -> str:
-        """The commands that make a virtual environment for it."""
+        """Return the commands that create a virtual environment for it."""
         place = str(Path(self.program).parents[1])
         return (
             f"`uv venv {place} && uv pip install --compile-bytecode --python {place} "
@@ -68,10 +68,10 @@ class Hosting:
         )
 
     def variables(self) -> dict[str, str]:
-        """All environment variables of a worker."""
+        """Return all environment variables of a worker."""
         return passed_on([*_KEPT, *self.pass_env]) | NO_PROXY | dict(self.env)
 
     def configuration(self) -> dict[str, Any]:
-        """The environment's configuration, as verifiers reads it."""
+        """Return the environment's configuration, in verifiers' format."""
         taskset = {**self.options.get("taskset", {}), "id": self.environment}
         return {**self.options, "taskset": taskset}

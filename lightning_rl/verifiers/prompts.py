@@ -19,21 +19,21 @@ from lightning_rl.verifiers.workers import workers_of
 class VerifiersPrompts(PromptDataset):
     """The tasks of an environment for verifiers from 0.4 on, for :class:`VerifiersAgent`.
 
-    The prompt is the task's system prompt and prompt; where the environment speaks first, the
-    task's name stands for it. All of the task is in the column ``task``.
+    The prompt is the task's system prompt and prompt, or the task's name if the environment speaks
+    first. The column ``task`` holds the whole task.
 
     Args:
         environment: the taskset's id: the name of an installed package.
-        python: the interpreter that it is installed for, or its virtual environment's directory.
+        python: the interpreter it is installed for, or the directory of its virtual environment.
         options: the environment's configuration, as in verifiers' ``[env]`` block.
         env: environment variables to set for it.
         pass_env: names of variables to pass on from the trainer's environment, such as keys.
-        skip: tasks to leave out at the beginning.
-        limit: tasks at most; None: all, which must have an end.
-        prompt_options: of :class:`PromptDataset`.
+        skip: number of tasks to skip at the beginning.
+        limit: maximum number of tasks; None: all of a finite taskset.
+        prompt_options: options of :class:`PromptDataset`.
 
     Raises:
-        ConfigError: for values out of range, and if the environment cannot be hosted.
+        ConfigError: for values out of range, or an environment that cannot be hosted.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class VerifiersPrompts(PromptDataset):
 
 
 def shown(task: dict[str, Any]) -> str | list[Message]:
-    """What the model reads first, as far as the task says it."""
+    """Return what the model reads first, as far as the task specifies it."""
     prompt, system = task.get("prompt"), task.get("system_prompt")
     if not prompt:
         return str(task.get("name") or task.get("id") or f"task {task.get('idx')}")
@@ -80,6 +80,6 @@ def shown(task: dict[str, Any]) -> str | list[Message]:
 
 
 def _messages(prompt: Sequence[Message]) -> list[Message]:
-    """Without the fields that are not set."""
+    """Drop fields that are not set."""
     given = [{name: value for name, value in m.items() if value is not None} for m in prompt]
     return [{"content": "", **message} for message in given]

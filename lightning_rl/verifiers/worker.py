@@ -18,24 +18,24 @@ from lightning_rl.verifiers.hosting import Hosting
 _HOST = str(Path(__file__).with_name("host"))
 _LONGEST_ANSWER = 2**24  # bytes
 _GRACE_S = 10.0
-"""How long a worker may take to end what the environment has started."""
+"""Seconds for a worker to stop what the environment has started."""
 _START_S = 300.0
-"""How long one may take to start; importing verifiers alone takes some 7 CPU seconds."""
+"""Seconds for a worker to start; importing verifiers alone takes about 7 CPU seconds."""
 
 
-_WRONG = "the worker does not say what it should: {}"
+_WRONG = "the worker sent an invalid message: {}"
 
 
 class WorkerError(RuntimeError):
-    """What an environment, or the worker that hosts it, could not do."""
+    """An environment, or the worker that hosts it, failed to do something."""
 
 
 class WorkerDied(WorkerError):
-    """The worker ended in the middle of what it was asked."""
+    """The worker ended before it answered."""
 
 
 class Worker:
-    """One process. Orders are JSON lines that it reads, answers lines that it writes."""
+    """One worker process; it reads orders and writes answers as lines of JSON."""
 
     def __init__(self, hosting: Hosting) -> None:
         self.hosting = hosting
@@ -50,16 +50,16 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the worker takes orders and has not ended, by itself or by us."""
+        """True if the worker accepts orders and has not ended or been closed."""
         if self._process is None or self._process.stdin is None or self._reading is None:
             return False
         return not (self._reading.done() or self._process.stdin.is_closing())
 
     async def start(self) -> None:
-        """Start it, and wait until the environment is loaded.
+        """Start the worker, and wait until the environment is loaded.
 
         Raises:
-            ConfigError: if it cannot be.
+            ConfigError: if it cannot be started.
         """
         self.hosting.check()
         self._process = process = await asyncio.create_subprocess_exec(
@@ -90,7 +90,7 @@ class Worker:
         self._reading = asyncio.create_task(self._read(process.stdout))
 
     async def _first(self, answers: asyncio.StreamReader) -> dict[str, Any]:
-        """What it says of its start: ``seats``, or why it is ``refused``."""
+        """Return the worker's first message: its ``seats``, or why it ``refused`` to start."""
         try:
             if not (line := await answers.readline()):
                 return {"refused": await self._end_told()}
@@ -103,11 +103,11 @@ class Worker:
         return said
 
     async def ask(self, **order: Any) -> dict[str, Any]:
-        """Have it do something, and return its answer.
+        """Send an order, and return its answer.
 
         Raises:
-            WorkerError: if that went wrong.
-            WorkerDied: if the worker ended before.
+            WorkerError: if the order failed.
+            WorkerDied: if the worker ended before it answered.
         """
         if not self.alive:
             raise WorkerDied(await self._end_told())
@@ -130,7 +130,7 @@ class Worker:
         return answer
 
     async def close(self) -> None:
-        """End it, with what the environment has started."""
+        """Stop the worker, with everything the environment has started."""
         process = self._process
         if process is None:
             return
@@ -151,7 +151,7 @@ class Worker:
         self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
 
     async def _read(self, answers: asyncio.StreamReader) -> None:
-        """Hand out answers. At their end, or the first that is none, whoever asked is told."""
+        """Deliver answers; at their end, or at the first invalid one, fail the orders under way."""
         end = "the worker was closed"
         try:
             while line := await answers.readline():
@@ -167,15 +167,15 @@ class Worker:
         answer = _object(line)
         number = answer.get("id")
         if type(number) is not int:
-            raise ValueError(f"{line!r:.200} answers nothing that was asked")
+            raise ValueError(f"{line!r:.200} answers no order")
         future = self._asked.pop(number, None)
         if future is None and number not in self._cancelled:
-            raise ValueError(f"{line!r:.200} answers nothing that was asked")
+            raise ValueError(f"{line!r:.200} answers no order")
         if future is not None and not future.done():  # else nobody waits any more
             future.set_result(answer)
 
     def _kill(self) -> None:
-        """Have its keeper end it at once, with all that it has started."""
+        """Make its keeper end it at once, with all that it has started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -186,7 +186,7 @@ class Worker:
                 future.set_exception(WorkerDied(end))
 
     async def _end_told(self) -> str:
-        """How it ended, and the last that it printed; one that says nothing more is ended."""
+        """Return how it ended and the last lines it printed; kill it if it does not end."""
         if self._process is None:
             return "the worker was closed"
         how = "closed its output, and was killed"
@@ -201,9 +201,9 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{line!r:.200} is no JSON ({error})") from error
+        raise ValueError(f"{line!r:.200} is not valid JSON ({error})") from error
     if not isinstance(said, dict):
-        raise ValueError(f"{line!r:.200} is no object")
+        raise ValueError(f"{line!r:.200} is not a JSON object")
     return said
 
 

@@ -1,4 +1,4 @@
-"""The workers of an environment: shared by all that use it, and started again when they die."""
+"""The workers of an environment: shared by all its users, and restarted when they die."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -10,10 +10,10 @@ from lightning_rl.verifiers.worker import Worker
 
 
 class Workers:
-    """So many workers of one environment; they start when needed, and again when they die.
+    """Up to ``count`` workers of one environment; they start when needed, and restart if they die.
 
     Args:
-        hosting: what they host.
+        hosting: the environment that they host.
         count: processes that share the rollouts.
     """
 
@@ -28,24 +28,24 @@ class Workers:
         self._waiting = 0  # for the single one, or asking it
 
     async def seats(self) -> list[str]:
-        """The names of the environment's players."""
+        """Return the names of the environment's players."""
         return (await self._least_busy()).seats
 
     async def ask(self, max_seconds: float | None = None, **order: Any) -> dict[str, Any]:
-        """Have a worker do something, within so much time of its own.
+        """Send an order to the least busy worker, with a time limit.
 
         Raises:
-            WorkerError: if that went wrong.
-            WorkerDied: if the worker ended before.
+            WorkerError: if the order failed.
+            WorkerDied: if the worker ended before it answered.
             TimeoutError: if it took longer; waiting for a worker does not count.
         """
         return await _within(max_seconds, (await self._least_busy()).ask(**order))
 
     async def ask_alone(self, max_seconds: float | None = None, **order: Any) -> dict[str, Any]:
-        """Have a worker do something that does nothing else meanwhile.
+        """Send an order to a worker that does nothing else meanwhile.
 
-        So what was under way as a worker died can be done again, and only what kills its worker is
-        lost. Raises as :meth:`ask` does.
+        This repeats orders that were under way when a worker died, so that only the order that
+        kills its worker is lost. Raises the errors of :meth:`ask`.
         """
         self._waiting += 1
         try:
@@ -61,7 +61,7 @@ class Workers:
                 await self._end_single()
 
     async def close(self) -> None:
-        """End them all; they start again when needed."""
+        """Stop all workers; they start again when needed."""
         workers, self._workers = self._workers, []
         await asyncio.gather(self._end_single(), *(worker.close() for worker in workers))
 
@@ -96,13 +96,13 @@ _shared: dict[str, Workers] = {}
 
 
 def workers_of(hosting: Hosting, count: int = 1) -> Workers:
-    """The workers of an environment, one set for all that use it alike: they are slow to start."""
+    """Return the workers of an environment, one shared set per hosting: they are slow to start."""
     workers = _shared.setdefault(hosting.key, Workers(hosting))
     workers.count = max(count, workers.count)
     return workers
 
 
 def close_workers(hosting: Hosting) -> None:
-    """End the workers of an environment, if there are any."""
+    """Stop the workers of an environment, if there are any."""
     if (workers := _shared.pop(hosting.key, None)) is not None:
         run_async(workers.close())

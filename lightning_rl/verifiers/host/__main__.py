@@ -26,11 +26,11 @@ _LEAST = (0, 4)  # from here on environments are tasksets, and players of any ki
 _LONGEST = 2**28  # bytes of one order
 
 CHAT = "lightning_rl_chat"
-"""The program that plays a seat for which nobody chose one: the module beside this file."""
+"""The harness for seats without a chosen one: the module next to this file."""
 
 
 class Host:
-    """An environment, and what runs in it."""
+    """An environment and its running orders."""
 
     def __init__(self, env: Any, answer: Callable[..., None]) -> None:
         self.env = env
@@ -52,7 +52,7 @@ class Host:
                 await asyncio.gather(*running, return_exceptions=True)
 
     def take(self, order: dict[str, Any]) -> None:
-        """Begin what an order asks, or end what it cancels."""
+        """Start an order, or cancel the one it names."""
         number = order["id"]
         if "cancel" in order:
             if (task := self.running.pop(number, None)) is not None:
@@ -77,7 +77,7 @@ class Host:
             self.answer(id=order["id"], error=told(type(error).__name__, str(error)))
 
     def write_tasks(self, skip: int, limit: int | None, to: str) -> None:
-        """Write the data of so many tasks; without a limit of all, which must have an end."""
+        """Write the data of up to ``limit`` tasks; without a limit, of all of a finite taskset."""
         taskset = self.env.taskset
         if limit is None and not taskset.bounded:
             raise ValueError("this taskset never ends; set limit")
@@ -88,7 +88,7 @@ class Host:
                 print(json.dumps(data), file=file)
 
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Play one task, and return what came of it."""
+        """Play one task and return its outcome."""
         from lightning_rl_client import Keyring
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import EvalClientConfig
@@ -107,9 +107,9 @@ class Host:
 
 
 def outcome(episode: Any) -> dict[str, Any]:
-    """What a trainer needs of an episode, as primitives."""
+    """Return what a trainer needs to know about an episode, as primitives."""
     errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
-    failed = "the episode failed, and the environment did not say why"
+    failed = "the episode failed, and the environment gave no reason"
     if errors:
         failed = told(errors[-1].type, errors[-1].message)
     return {
@@ -130,7 +130,7 @@ def outcome(episode: Any) -> dict[str, Any]:
 
 
 def told(kind: str, message: str) -> str:
-    """An error in one line, the end of it where it is long."""
+    """Return an error as one line, cut to its end if it is long."""
     line = " ".join(message.split())
     return f"{kind}: {line if len(line) < 500 else '... ' + line[-500:]}"
 
@@ -142,10 +142,10 @@ def seats_of(env: Any) -> list[str]:
 
 
 def load(options: dict[str, Any]) -> Any:
-    """The environment, with what a trainer needs where nobody chose otherwise.
+    """Load the environment, with defaults that suit a trainer.
 
-    verifiers' own defaults are a paid sandbox as the place, and a program with a shell as the
-    player. Where several sit, each asks for a model of its own name.
+    verifiers' own defaults are a paid sandbox as the runtime, and a program with a shell as the
+    harness. If there are several seats, each asks for a model named after it.
     """
     version = importlib.metadata.version("verifiers")
     if tuple(int(part) for part in version.split(".")[:2]) < _LEAST:

@@ -1,7 +1,7 @@
 """A verifiers harness: a chat with the environment's tools, inside the worker's own process.
 
-verifiers' own chat program starts an interpreter for every turn of a user, which costs a second of
-CPU. What counts is that each call of the model goes through the endpoint that verifiers watches.
+verifiers' own chat program starts an interpreter for every user turn, which costs a second of CPU
+time. What matters is that each model call goes through the endpoint that verifiers watches.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from verifiers.v1.runtimes import ProgramResult
 __all__ = ["Chat"]
 
 _WAITS_S = (0.5, 2.0)
-"""How long to wait before a request is sent again."""
+"""Seconds to wait before a request is sent again."""
 
 
 class ChatConfig(HarnessConfig):
-    """No settings of its own."""
+    """Has no settings besides the inherited ones."""
 
 
 class Chat(Harness[ChatConfig]):
-    """Asks the model, runs the tools that it calls, and ends with an answer without calls."""
+    """Asks the model, runs the tools it calls, and ends at an answer without calls."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -77,10 +77,10 @@ class Chat(Harness[ChatConfig]):
 
 
 async def _ask(endpoint: str, secret: str, request: dict[str, Any]) -> httpx.Response:
-    """What the endpoint answers. A broken connection costs no turn: the same key, the same answer.
+    """Return the endpoint's response; after a broken connection, the same key gets the same answer.
 
     Raises:
-        httpx.TransportError: if it breaks again and again.
+        httpx.TransportError: if the connection breaks every time.
     """
     headers = {"Authorization": f"Bearer {secret}", "Idempotency-Key": uuid.uuid4().hex}
     url = f"{endpoint.rstrip('/')}/chat/completions"
@@ -94,25 +94,25 @@ async def _ask(endpoint: str, secret: str, request: dict[str, Any]) -> httpx.Res
 
 @functools.cache
 def _http() -> httpx.AsyncClient:
-    """One client for all rollouts; without certificates, as the endpoint is on this machine."""
+    """Return the client of all rollouts; without certificates, as the endpoint is local."""
     return httpx.AsyncClient(verify=False, timeout=httpx.Timeout(None, connect=30.0))
 
 
 def _refused(response: httpx.Response) -> ProgramResult:
-    """A full context is a limit that was reached, like one of turns, and no fault."""
+    """Report a full context as a limit that was reached, and anything else as a failure."""
     full = response.status_code == 400 and "context_length_exceeded" in response.text
     return ProgramResult(exit_code=0 if full else 1, stdout="", stderr=response.text)
 
 
 async def _call(servers: Any, names: Any, function: dict[str, Any]) -> Any:
-    """The tool's answer; what is wrong with the call is told to the model."""
+    """Return the tool's answer; errors in the call are reported to the model."""
     name = function["name"]
     if name not in names:
-        return f"error: unknown tool {name!r}; there are {', '.join(sorted(names)) or 'none'}"
+        return f"error: unknown tool {name!r}; available: {', '.join(sorted(names)) or 'none'}"
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except json.JSONDecodeError as error:
-        return f"error: the arguments are no JSON ({error})"
+        return f"error: the arguments are not valid JSON ({error})"
     if not isinstance(arguments, dict):
         return f"error: the arguments must be a JSON object, got {type(arguments).__name__}"
     return await call_mcp(servers, names, name, arguments)

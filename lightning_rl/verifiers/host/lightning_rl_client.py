@@ -1,4 +1,4 @@
-"""The model of a verifiers environment: sends each rollout's calls with a key of its own."""
+"""The model client of a verifiers environment: sends each rollout's calls with its own key."""
 
 import copy
 from typing import Any
@@ -7,13 +7,13 @@ import verifiers.v1.clients.eval
 from verifiers.v1.clients.eval import EvalClient
 
 _keys: dict[str, str] = {}
-"""By the id of the trace, which verifiers gives its clients as ``session_id``."""
+"""Keys by the id of their trace, which verifiers passes to clients as ``session_id``."""
 
 
 class PolicyClient(EvalClient):  # type: ignore[misc, unused-ignore]
-    """One client, hence one pool of connections, for all rollouts of a worker.
+    """One client, hence one connection pool, for all rollouts of a worker.
 
-    verifiers would keep one for every key that it has seen, until the end.
+    verifiers would keep one for every key it has seen, until the worker ends.
     """
 
     async def get_response(self, *args: Any, session_id: str | None = None, **options: Any) -> Any:
@@ -31,12 +31,12 @@ class PolicyClient(EvalClient):  # type: ignore[misc, unused-ignore]
 
 
 def install() -> None:
-    """Have verifiers make such clients."""
+    """Make verifiers use this client."""
     verifiers.v1.clients.eval.EvalClient = PolicyClient
 
 
 class Keyring:
-    """The key of one rollout, for every trace that it begins."""
+    """The key of one rollout, for all traces that it starts."""
 
     def __init__(self, key: str) -> None:
         self._key = key

@@ -168,7 +168,7 @@ def test_a_dead_workers_rollouts_are_played_again_with_what_was_generated(guess,
     first, second, third = run_async(together())
     assert first.environment_reward == third.environment_reward == 1.5
     assert second.status is RolloutStatus.FAILED
-    assert "ended its worker twice: the worker was killed by SIGKILL: struck down" in second.error
+    assert "killed its worker twice: the worker was killed by SIGKILL: struck down" in second.error
     assert engine.asked == 3  # none twice: the second time it was given again
 
 

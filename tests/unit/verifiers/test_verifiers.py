@@ -54,7 +54,7 @@ def test_a_worker_gets_no_keys_unless_they_are_named(monkeypatch):
 
 
 def test_the_taskset_is_named_once():
-    with pytest.raises(ConfigError, match=r"options\.taskset\.id is what `environment` says"):
+    with pytest.raises(ConfigError, match=r"options\.taskset\.id is set by `environment`"):
         VerifiersAgent("wordle", sys.executable, {"taskset": {"id": "other"}})
     hosting = Hosting("wordle", sys.executable, {"taskset": {"num": 3}, "agent": {"max_turns": 2}})
     assert hosting.configuration() == {

@@ -1,4 +1,4 @@
-"""A worker that does not say what it should: whoever asked it is told, and waits for nothing."""
+"""A worker that sends invalid messages: whoever asked it is told, and waits for nothing."""
 
 import asyncio
 import sys
@@ -72,20 +72,20 @@ async def asked(hosting, count=1):
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ("say('{}')", "answers nothing that was asked"),
-        ("""say('{"error": "no"}')""", r"\{\"error\": \"no\"\}\\n' answers nothing that was asked"),
-        ("""say('{"id": null}')""", "answers nothing that was asked"),
-        ("""say('{"id": 77}')""", "answers nothing that was asked"),
-        ("""say('{"id": "1"}')""", "answers nothing that was asked"),
-        ("""say('{"id": true}')""", "answers nothing that was asked"),
-        ("""say('{"id": [1]}')""", "answers nothing that was asked"),
-        ("say('7')", "is no object"),
-        ("say('[]')", "is no object"),
-        ("say('')", "is no JSON"),
-        ("say('{')", "is no JSON"),
-        ("say('[' * 100000)", "is no JSON"),
-        ("say('x' * 20000000)", "does not say what it should: .*limit"),
-        ("sys.stdout.buffer.write(bytes([255, 10])); sys.stdout.flush()", "is no JSON"),
+        ("say('{}')", "answers no order"),
+        ("""say('{"error": "no"}')""", r"\{\"error\": \"no\"\}\\n' answers no order"),
+        ("""say('{"id": null}')""", "answers no order"),
+        ("""say('{"id": 77}')""", "answers no order"),
+        ("""say('{"id": "1"}')""", "answers no order"),
+        ("""say('{"id": true}')""", "answers no order"),
+        ("""say('{"id": [1]}')""", "answers no order"),
+        ("say('7')", "is not a JSON object"),
+        ("say('[]')", "is not a JSON object"),
+        ("say('')", "is not valid JSON"),
+        ("say('{')", "is not valid JSON"),
+        ("say('[' * 100000)", "is not valid JSON"),
+        ("say('x' * 20000000)", "sent an invalid message: .*limit"),
+        ("sys.stdout.buffer.write(bytes([255, 10])); sys.stdout.flush()", "is not valid JSON"),
         ("number > 1 or os.close(1)", "the worker closed its output, and was killed"),
         ("sys.exit(3)", "the worker ended with exit status 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "the worker was killed by SIGKILL"),
@@ -134,11 +134,11 @@ def test_an_error_is_told_to_its_asker_alone(hosting):
 @pytest.mark.parametrize(
     ("start", "says"),
     [
-        ("say('{')", "does not say what it should: .* is no JSON"),
-        ("say('3')", "is no object"),
+        ("say('{')", "sent an invalid message: .* is not valid JSON"),
+        ("say('3')", "is not a JSON object"),
         ("say('{}')", "no seats in"),
         ("""say('{"seats": 3}')""", "no seats in"),
-        ("say('x' * 20000000)", "does not say what it should"),
+        ("say('x' * 20000000)", "sent an invalid message"),
         ("sys.exit(3)", "the worker ended with exit status 3"),
         ("os.close(1)", "closed its output, and was killed"),
         ("""say('{"refused": "no such taskset"}')""", "no such taskset"),
