@@ -22,10 +22,10 @@ SCRIPTS: list[tuple[str, str, tuple[str, ...], bool]] = [
     ),
     ("5,000 defaults", "x=" + "${A:-" * 5000 + "}" * 5000, ("more than 50 branches",), False),
     ("5,000 branches", "if a; then " * 5000, ("more than 50 branches",), False),
-    ("a quote that stays open", f"{PPO} a='b", ("does not close",), False),
-    ("a list that stays open", "A=(1 2", ("does not end",), False),
-    ("a command that stays open", f"{PPO} a=$(date", ("does not close",), False),
-    ("words that are no overrides", f"{PPO} hello", ("'hello' is no override",), False),
+    ("a quote that stays open", f"{PPO} a='b", ("is not closed",), False),
+    ("a list that stays open", "A=(1 2", ("is not closed",), False),
+    ("a command that stays open", f"{PPO} a=$(date", ("is not closed",), False),
+    ("words that are no overrides", f"{PPO} hello", ("'hello' is not an override",), False),
     ("a sweep", f"{PPO} data.seed=1,2", ("which is a sweep",), False),
     ("a list of Hydra that stays open", f"{PPO} 'data.val_files=[a'", ("do not close",), False),
     (
@@ -49,7 +49,7 @@ SCRIPTS: list[tuple[str, str, tuple[str, ...], bool]] = [
     (
         "a list that doubles itself",
         "a=(1 2)\n" + 'a=("${a[@]}" "${a[@]}")\n' * 100 + f'{PPO} "${{a[@]}}"',
-        ("is no override",),
+        ("is not an override",),
         False,
     ),
     ("a sum of 9 to the 9 to the 9", f"{PPO} data.seed=$((9**9**9))", ("data.seed=",), False),

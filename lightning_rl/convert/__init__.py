@@ -1,4 +1,4 @@
-"""Another library's configuration as ours."""
+"""Conversion of another library's configuration to ours."""
 
 from lightning_rl.cli import Command
 

@@ -1,4 +1,4 @@
-"""Whether the parts that a conversion names can be made of the numbers that it gives them."""
+"""Check that the parts a conversion names accept the numbers it gives them."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ PARTS = ("loss", "aggregation", "advantage", "correction", "kl", "kl_reward", "e
 
 
 def part_of(written: dict[str, Any]) -> Any:
-    """The object that a ``class_path`` and its ``init_args`` are."""
+    """Build the object that a ``class_path`` and its ``init_args`` describe."""
     return public(written["class_path"])(**written.get("init_args", {}))
 
 
 def check_parts(result: Conversion) -> None:
-    """Make each part of the update, and rewards of our own, as ``lightning-rl fit`` will.
+    """Build each part of the update, and our own rewards, as ``lightning-rl fit`` will.
 
     Raises:
-        ConfigError: if one is refused: convert would have written what nothing can run.
+        ConfigError: if one is refused: convert would have written a configuration that cannot run.
     """
     model = result.config["model"]["init_args"]
     data = result.config["data"]["init_args"]
@@ -31,10 +31,10 @@ def check_parts(result: Conversion) -> None:
             if isinstance(reward, dict):
                 part_of(reward)
     except ConfigError as error:
-        raise ConfigError(f"what these values amount to here is refused: {error}") from error
+        raise ConfigError(f"these values convert to settings that are refused: {error}") from error
     least = made["advantage"].min_group_size
     if data["group_size"] < least:
         raise ConfigError(
-            f"{data['group_size']} completions of a prompt, and "
-            f"{type(made['advantage']).__name__} compares them: it needs {least}"
+            f"{data['group_size']} completions per prompt: "
+            f"{type(made['advantage']).__name__} compares them, and needs at least {least}"
         )

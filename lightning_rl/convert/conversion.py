@@ -1,4 +1,4 @@
-"""Tables of counterparts, and the engine that reads another library's configuration by them."""
+"""Tables of counterparts, and the engine that uses them to read another library's configuration."""
 
 import os
 import re
@@ -17,16 +17,16 @@ class ParameterRow:
     """One parameter of another library.
 
     Args:
-        theirs: its name; of nested ones with dots.
-        default: its value where nothing is said.
+        theirs: its name, with dots if it is nested.
+        default: its value if it is not set.
         ours: our counterparts, separated by commas: ``data.group_size`` is an argument of
             RLDataModule, ``model.x`` of PolicyModule, ``trainer.x`` of the Trainer, ``Class.x`` of
-            a public class, and a name alone a public class or a top-level key. Empty: there is
+            a public class, and a single name is a public class or a top-level key. Empty: there is
             none.
-        note: what a copied number means here, or why there is no counterpart.
-        kind: what it takes (see :mod:`.kinds`); empty: what its default is.
-        nullable: null means something, though its default is a number.
-        values: the texts that convert knows, where it depends on them what is written.
+        note: the meaning of a copied number here, or why there is no counterpart.
+        kind: the kind of its value (see :mod:`.kinds`); empty: that of its default.
+        nullable: null has a meaning, though its default is a number.
+        values: the texts that convert knows, if the result depends on them.
     """
 
     theirs: str
@@ -38,7 +38,8 @@ class ParameterRow:
     values: tuple[str, ...] = ()
 
     def read(self, value: Any) -> Any:
-        """A value as the kind that it takes; one that nothing is made of, as it is.
+        """Convert a value to the parameter's kind; values of parameters without counterpart stay as
+        is.
 
         Raises:
             ConfigError: if it is of another kind.
@@ -59,7 +60,7 @@ class ParameterRow:
 
 
 def sections(library: str) -> dict[str, list[ParameterRow]]:
-    """Read the table of ``trl`` or ``verl``: the rows by their heading."""
+    """Read the table of ``trl`` or ``verl``: its rows by heading."""
     text = Path(__file__).with_name(f"{library}.yaml").read_text(encoding="utf-8")
     return {
         title: [ParameterRow(theirs, **(columns or {})) for theirs, columns in rows.items()]
@@ -68,7 +69,7 @@ def sections(library: str) -> dict[str, list[ParameterRow]]:
 
 
 def table(library: str) -> dict[str, ParameterRow]:
-    """Read all rows of ``trl`` or ``verl``, by its own names."""
+    """Read all rows of ``trl`` or ``verl``, by their names there."""
     return {row.theirs: row for rows in sections(library).values() for row in rows}
 
 
@@ -83,7 +84,7 @@ class Left:
 
 @dataclass
 class Conversion:
-    """Our configuration as it comes together, and what is to be said about it."""
+    """Our configuration as it is built, and the notes about it."""
 
     config: dict[str, Any] = field(
         default_factory=lambda: {
@@ -93,12 +94,12 @@ class Conversion:
     )
     left: list[Left] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """What carries over under another number or name."""
+    """Values that carry over under another number or name."""
     missing: list[str] = field(default_factory=list)
-    """What the other library does not keep in its configuration, to be filled in."""
+    """Settings to fill in, which the other library does not keep in its configuration."""
 
     def put(self, path: str, value: Any) -> None:
-        """Set ``model.x``, ``data.x`` or ``trainer.x``; dots go deeper."""
+        """Set ``model.x``, ``data.x`` or ``trainer.x``; further dots go deeper."""
         first, *rest = path.split(".")
         names = [first, *(["init_args"] if first in ("model", "data") else []), *rest]
         at = self.config
@@ -111,19 +112,19 @@ class Conversion:
         self.put(path, instance(name, **arguments))
 
     def carry(self, given: "Given", names: Mapping[str, str]) -> None:
-        """Set ours, the values of ``names``, to theirs, the keys, where those are on or set."""
+        """Copy each key of ``names`` that is on or set to our name for it, its value."""
         for theirs, ours in names.items():
             if given[theirs]:
                 self.put(ours, given[theirs])
 
     def put_model(self, path: str | None) -> None:
-        """Set the model, or ask for it."""
+        """Set the model, or list it as missing."""
         if path is None:
             self.missing.append("model.model: directory or hub name of the model")
         self.put("model.model", path or "MODEL")
 
     def put_lora(self, rank: int, alpha: float, targets: str | Iterable[str]) -> None:
-        """Set adapters of these layers; a text is a pattern, but for ``all-linear``."""
+        """Set adapters for these layers; a text is a pattern, except ``all-linear``."""
         names = targets if isinstance(targets, str) else list(targets)
         names = ["all-linear"] if names == "all-linear" else names
         self.put("model.lora", {"rank": rank, "alpha": float(alpha), "target_modules": names})
@@ -131,7 +132,7 @@ class Conversion:
     def put_loggers(
         self, given: "Given", key: str, loggers: Mapping[str, Any], ignored: set[str]
     ) -> None:
-        """Set those of ``loggers`` that the value names; of any other but ``ignored``, say so."""
+        """Set the known loggers that the value names; note any other that is not in ``ignored``."""
         names = as_list(given[key])
         if chosen := [loggers[name] for name in names if name in loggers]:
             self.put("trainer.logger", chosen)
@@ -139,33 +140,33 @@ class Conversion:
             self.leave(given, key, "write one of Lightning's loggers")
 
     def choose(self, given: "Given", key: str) -> Any:
-        """Look up which of the texts that convert knows a value is; any other is its default."""
+        """Return which known text a value is; for any other, note it and return the default."""
         row = given.row(key)
         value = given[key]
         if value is None:
             return row.default
         if value in row.values:
             return value
-        self.leave(given, key, f"it is none of {', '.join(row.values)}; {row.default} is carried")
+        self.leave(given, key, f"it is not one of {', '.join(row.values)}; {row.default} is used")
         return row.default
 
     def leave(self, given: "Given", key: str, reason: str) -> None:
-        """Note that a value is not carried over, or not as it is."""
+        """Note that a value is not carried over, or not unchanged."""
         self.left.append(Left(key, given[key], reason))
 
 
 def instance(name: str, /, **arguments: Any) -> dict[str, Any]:
-    """A class and its arguments, as our YAML has them."""
+    """Return a class and its arguments, in our YAML's form."""
     return {"class_path": name, **({"init_args": arguments} if arguments else {})}
 
 
 def as_list(value: str | Iterable[str] | None) -> list[str]:
-    """A name alone, or names, or none, as a list."""
+    """Return a single name, several, or none as a list."""
     return [value] if isinstance(value, str) else list(value or [])
 
 
 def prompts_from(path: str, split: str | None, **options: Any) -> dict[str, Any]:
-    """The class that reads a file or folder of prompts."""
+    """Return the class that reads a file or folder of prompts."""
     if os.path.isdir(path):
         return instance("HFDatasetPrompts", path=path, split=split, **options)
     kind = "ParquetPrompts" if Path(path).suffix == ".parquet" else "JSONLPrompts"
@@ -173,12 +174,12 @@ def prompts_from(path: str, split: str | None, **options: Any) -> dict[str, Any]
 
 
 class Given:
-    """The values of a configuration, defaults filled in; knows what was taken over.
+    """The values of a configuration, with defaults; tracks which of them were carried over.
 
     Args:
-        values: what the file says.
+        values: the values of the file.
         rows: the table.
-        defaults: of parameters that are in no row.
+        defaults: defaults of parameters that are in no row.
     """
 
     def __init__(
@@ -199,28 +200,28 @@ class Given:
         self._taken: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
-        """A value that is carried over."""
+        """Return a value and mark it as carried over."""
         self._taken.add(name)
         return self._values[name]
 
     def look(self, name: str) -> Any:
-        """A value that is not carried over by this."""
+        """Return a value without marking it as carried over."""
         return self._values[name]
 
     def row(self, name: str) -> ParameterRow:
-        """Look a parameter up in the table."""
+        """Return a parameter's row in the table."""
         return self._rows[name]
 
     def says(self, name: str) -> bool:
-        """Tell whether the file says something of it."""
+        """Return True if the file sets this parameter."""
         return name in self._given
 
     def cover(self, *names: str) -> None:
-        """These hold here anyway, or come with another."""
+        """Mark parameters as carried over that hold here anyway, or come with another."""
         self._taken.update(names)
 
     def left(self) -> list[Left]:
-        """List what was given, says something else than the default, and was not taken over."""
+        """List values that were given, differ from the default, and were not carried over."""
         return [
             Left(name, value, self._reason(name))
             for name, value in self._given.items()
@@ -230,13 +231,15 @@ class Given:
     def _reason(self, name: str) -> str:
         if name in self._rows:
             row = self._rows[name]
-            unused = "nothing that is on uses it" if row.ours else "it has no counterpart"
+            unused = "nothing that is enabled uses it" if row.ours else "it has no counterpart"
             return row.note or unused
-        return "it is in no table of counterparts: look for it on the page that compares both"
+        return (
+            "it is in no table of counterparts: look it up on the page that compares both libraries"
+        )
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Tell whether it is what holds anyway; dumps hide tokens as ``<NAME>``."""
+    """Return True if a value is the default or null; dumps hide tokens as ``<NAME>``."""
     if value is None or (isinstance(value, str) and re.fullmatch(r"<[A-Z_]+_TOKEN>", value)):
         return True
     return value == default or (not value and not default and value != 0)

@@ -1,4 +1,4 @@
-"""The data set and the rewards that TRL's script names."""
+"""The data set and the rewards that TRL's script specifies."""
 
 import os
 import re
@@ -12,7 +12,7 @@ _HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 
 def put_data(given: Given, result: Conversion) -> None:
-    """Put the prompts to train on, and the rewards."""
+    """Set the prompts to train on, and the rewards."""
     shuffle = {} if given["shuffle_dataset"] else {"shuffle": False}
     if given["data_seed"] is not None:
         shuffle["seed"] = given["data_seed"]
@@ -23,14 +23,16 @@ def put_data(given: Given, result: Conversion) -> None:
             "a dataset on the hub"
         )
         if given.look("dataset_name") is not None:
-            result.leave(given, "dataset_name", "it is not here; name it in HFDatasetPrompts")
+            result.leave(
+                given, "dataset_name", "it does not exist here; name it in HFDatasetPrompts"
+            )
     written = prompts or instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle)
     result.put("data.train_prompts", written)
     _rewards(given, result)
 
 
 def _prompts(given: Given, split: str, **options: Any) -> dict[str, Any] | None:
-    """Read the split that this parameter names, of a file, a folder or a data set of the hub."""
+    """Return prompts of a file, folder or hub data set, from the split named by ``split``."""
     name = given["dataset_name"]
     if name is not None and os.path.exists(name):  # Path's raises where no path is so long
         return prompts_from(name, given[split], **options)
@@ -51,7 +53,7 @@ def _rewards(given: Given, result: Conversion) -> None:
         result.leave(
             given,
             "reward_funcs",
-            "import paths alone are carried: TRL's own rewards and reward models are written anew",
+            "only import paths are carried over: rewrite TRL's own rewards and reward models",
         )
     if not carried:
         result.missing.append("data.rewards: import paths of your reward functions")
@@ -65,7 +67,7 @@ def _rewards(given: Given, result: Conversion) -> None:
 
 
 def put_heldout(given: Given, result: Conversion, path: str | None) -> None:
-    """Put the held-out prompts: of ``path``, or the test split of the data set."""
+    """Set the held-out prompts, from ``path`` or the data set's test split."""
     split = given["dataset_test_split"]
     name = given.look("dataset_name")
     found = prompts_from(path, split) if path is not None else None

@@ -1,4 +1,4 @@
-"""Hydra's overrides, ``+name=value``, ``~name``, by its own grammar: what YAML reads otherwise."""
+"""Hydra's overrides, ``+name=value``, ``~name``, by its own grammar, which differs from YAML."""
 
 import re
 from collections.abc import Iterable
@@ -14,16 +14,16 @@ _DEEPEST = 20
 
 
 def parse_overrides(lines: Iterable[str]) -> dict[str, Any]:
-    """The values of overrides by their names; the last of a name counts, ``~name`` takes it out.
+    """Return the values of overrides by name; the last one of a name wins, ``~name`` removes it.
 
     Raises:
-        ConfigError: for what is no override, or one for several runs.
+        ConfigError: for a text that is not an override, or an override for several runs.
     """
     values: dict[str, Any] = {}
     for line in lines:
         match = _NAME.fullmatch(line.strip())
         if match is None or (match[3] is None and match[1] != "~"):
-            raise ConfigError(f"{line[:80]!r} is no override of the form name=value")
+            raise ConfigError(f"{line[:80]!r} is not an override of the form name=value")
         if match[1] == "~":
             values.pop(match[2], None)
         else:
@@ -32,14 +32,14 @@ def parse_overrides(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str, line: str) -> Any:
-    """What stands right of ``=``: a number, true, null, a quoted or plain text, a list, names.
+    """Parse the text right of ``=``: a number, true, null, a text, a list, or a mapping.
 
     Raises:
         ConfigError: for several values (a sweep), and for brackets or quotes that do not close.
     """
     text = text.strip()
     if _SWEEP.match(text) or len(split(text, line)) > 1:
-        raise ConfigError(f"{line[:80]!r} has several values, which is a sweep; leave one")
+        raise ConfigError(f"{line[:80]!r} has several values, which is a sweep; keep one")
     return _value(text, line, 0)
 
 
@@ -68,7 +68,7 @@ def _value(text: str, line: str, depth: int) -> Any:
 
 
 def split(text: str, line: str, at: str = ",") -> list[str]:
-    """The parts between separators that stand in no quotes and brackets; of nothing, none.
+    """Split a text at separators outside quotes and brackets; an empty text has no parts.
 
     Raises:
         ConfigError: if quotes or brackets do not close.

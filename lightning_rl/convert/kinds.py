@@ -1,4 +1,4 @@
-"""What kind of value another library's parameter takes, and reading one as that."""
+"""Kinds of values that another library's parameters take, and reading values as these."""
 
 import json
 import math
@@ -15,18 +15,18 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def kind_of(default: Any) -> str:
-    """The kind of a parameter whose table names none: that of its default."""
+    """Return the kind of a parameter whose table names none, from its default."""
     kinds = ((bool, "flag"), (int, "integer"), (float, "number"), (str, "text"), (list, "texts"))
     return next((kind for cls, kind in kinds if isinstance(default, cls)), "any")
 
 
 def read_as(kind: str, name: str, value: Any) -> Any:
-    """A value, not null, as ``kind``, which may have a bound: ``integer>=1``.
+    """Read a non-null value as ``kind``, which may have a bound: ``integer>=1``.
 
-    Numbers and flags may be written as text, which is what JSON with quotes and YAML's 1e-6 are.
+    Numbers and flags may be given as text, as quoted JSON values and YAML's 1e-6 are.
 
     Raises:
-        ConfigError: naming the parameter, what it holds and what it takes.
+        ConfigError: names the parameter, its value and what it takes.
     """
     match = _KIND.fullmatch(kind)
     assert match is not None, kind
@@ -86,12 +86,12 @@ def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
 
 
 def _texts(value: Any) -> list[str] | str:
-    """One text stays one: of LoRA's layers it is a pattern, where a list has names."""
+    """Read texts; a single text stays one, since it is a pattern where a list would hold names."""
     return _text(value) if isinstance(value, str) else _list_of(_text)(value)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """TRL takes a mapping as JSON too."""
+    """Read a mapping, which TRL also takes as JSON."""
     found = json.loads(value) if isinstance(value, str) else value
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ValueError
@@ -99,7 +99,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _threshold(value: Any) -> str | float:
-    """A positive number, or two: ``low_high``."""
+    """Read a positive number, or two as ``low_high``."""
     bounds = value.split("_") if isinstance(value, str) else [value]
     numbers = [_number(bound) for bound in bounds]
     if len(numbers) > 2 or min(numbers) <= 0 or sorted(numbers) != numbers:
@@ -108,7 +108,7 @@ def _threshold(value: Any) -> str | float:
 
 
 def _thresholds(value: Any) -> str | float:
-    """One threshold, or one for each of several estimates, with commas between."""
+    """Read one threshold, or several estimates' separated by commas."""
     parts = value.split(",") if isinstance(value, str) else [value]
     read = [_threshold(part) for part in parts]
     return value if len(read) > 1 else read[0]

@@ -1,4 +1,4 @@
-"""The half of a GRPOConfig that the update is made of: loss, advantages, optimizer."""
+"""The half of a GRPOConfig that defines the update: loss, advantages, optimizer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,23 +6,23 @@ from typing import Any
 from lightning_rl.convert.conversion import Conversion, Given
 
 EPS = 1e-4
-"""What TRL adds to a standard deviation of rewards."""
+"""TRL adds this to a standard deviation of rewards."""
 GREATEST_RATIO = 1e9
 """Stands for no upper bound."""
 _UNUSED = {
     "cispo": ("delta", "sapo_temperature_pos", "sapo_temperature_neg"),
     "sapo": ("delta", "epsilon_high"),
 }
-"""Of no effect in TRL beside a loss."""
+"""Parameters that have no effect in TRL with a loss."""
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Losses that are PPO's clipped one; they differ in how they average."""
+"""Losses that are PPO's clipped loss; they differ only in how they average."""
 
 
 @dataclass(frozen=True)
 class Updates:
     """Optimizer steps of an iteration: ``minibatches`` in each of ``epochs`` passes.
 
-    ``micro_batches`` of all processes go into one of them.
+    One step takes ``micro_batches``, counted over all processes.
     """
 
     minibatches: int
@@ -31,12 +31,12 @@ class Updates:
 
     @property
     def steps(self) -> int:
-        """All of an iteration."""
+        """Number of optimizer steps of an iteration."""
         return self.minibatches * self.epochs
 
 
 def carry(given: Given, result: Conversion, updates: Updates, total: int | None) -> None:
-    """Carry over what decides an update; the run has ``total`` of them, if it tells."""
+    """Carry over what defines the update; ``total`` is the run's optimizer steps, if known."""
     _loss(given, result)
     _aggregation(given, result, updates)
     _entropy(given, result, updates)
@@ -58,27 +58,29 @@ def _loss(given: Given, result: Conversion) -> None:
         result.put_class("model.loss", "SAPO", tau_positive=positive, tau_negative=negative)
     else:
         if kind not in CLIPPED:
-            result.leave(given, "loss_type", "there is no such loss; PPOClip is written")
+            result.leave(given, "loss_type", "there is no such loss here; PPOClip is written")
         _clipped(given, result, "GSPO" if sequence else "PPOClip", low, high)
     if sequence and kind in ("cispo", "sapo"):
         result.leave(
             given,
             "importance_sampling_level",
-            f"with {kind} TRL puts the sequence's mean ratio where each token's own is here: the "
-            "gradients differ as far as a sequence's tokens do",
+            f"with {kind} TRL uses the sequence's mean ratio, but here each token has its own: the "
+            "gradients differ as much as the ratios within a sequence",
         )
 
 
 def _clipped(given: Given, result: Conversion, name: str, low: float, high: float) -> None:
-    """PPO's loss; TRL's ``delta`` bounds w itself, which caps gains too below 1 + epsilon_high."""
+    """Set PPO's loss; TRL's ``delta`` bounds w itself, so it also caps gains below 1 +
+    epsilon_high.
+    """
     delta = given["delta"]
     clips: dict[str, float] = {"clip_low": low, "clip_high": high}
     if delta is not None and delta <= 1:
         result.leave(
             given,
             "delta",
-            "at or below 1 it leaves better than average completions without a gradient where the "
-            "policy starts; no bound is written",
+            "at or below 1 it removes the gradient of better than average completions at the "
+            "initial policy; no bound is written",
         )
     elif delta is not None and delta < 1 + high:
         clips |= {"clip_high": delta - 1, "dual_clip": 1 + high}
@@ -131,8 +133,8 @@ def _entropy(given: Given, result: Conversion, updates: Updates) -> None:
         result.leave(
             given,
             "entropy_coef",
-            "TRL weighs the mean over the tokens of each micro-batch by it; here the bonus is "
-            "averaged as the loss is",
+            "TRL multiplies the mean over each micro-batch's tokens by it; here the bonus is "
+            "averaged like the loss",
         )
 
 
@@ -181,7 +183,7 @@ def _correction(given: Given, result: Conversion) -> None:
         result.leave(
             given,
             f"vllm_importance_sampling_clip_{'max' if bound <= 1 else 'min'}",
-            "bounds have to leave room for a weight of 1 here; no correction is written",
+            "here the bounds must include a weight of 1; no correction is written",
         )
     elif kind == "mask":
         result.put_class("model.correction", name, low=float(low or 0.0), high=bound)
@@ -191,7 +193,7 @@ def _correction(given: Given, result: Conversion) -> None:
             result.leave(
                 given,
                 "vllm_importance_sampling_clip_min",
-                "TIS has no lower bound here: weights below it count less than in TRL",
+                "TIS has no lower bound here: smaller weights count less than in TRL",
             )
 
 
@@ -207,7 +209,7 @@ def _reference(given: Given, result: Conversion, steps: int) -> None:
         every = max(1, round(given["ref_model_sync_steps"] / steps))
         result.put_class("model.reference", "PeriodicReference", every_n_iterations=every)
         if given["ref_model_mixup_alpha"] != 1.0:
-            result.leave(given, "ref_model_mixup_alpha", "a reference is renewed wholly")
+            result.leave(given, "ref_model_mixup_alpha", "a reference is replaced as a whole")
     elif given.look("use_peft"):
         result.put_class("model.reference", "BaseReference")
 
@@ -218,8 +220,8 @@ def _corrected_penalty(given: Given, result: Conversion, steps: int) -> None:
         result.leave(
             given,
             key,
-            "TRL multiplies k3 by the sequence's ratio, which makes its gradient another than "
-            "k2's, that of K2Penalty, which is written",
+            "TRL multiplies k3 by the sequence's ratio, so that its gradient is not "
+            "k2's; K2Penalty is written",
         )
     elif steps > 1:
         result.leave(
@@ -246,7 +248,7 @@ def _optimizer(given: Given, result: Conversion, total: int | None) -> None:
             result.leave(given, "optim", "torch.optim.AdamW is written")
     result.put_class("model.optimizer", f"torch.optim.{kind}", **options)
     if given["weight_decay"]:
-        result.remarks.append("weight_decay acts on all weights; TRL spares biases and norms")
+        result.remarks.append("weight_decay acts on all weights; TRL exempts biases and norms")
     result.put("model.max_grad_norm", given["max_grad_norm"] or None)
     _scheduler(given, result, total)
 
@@ -264,7 +266,7 @@ def _scheduler(given: Given, result: Conversion, total: int | None) -> None:
         "constant_with_warmup": "WarmupConstant",
     }
     if kind not in shapes:
-        result.leave(given, "lr_scheduler_type", "a constant rate is written")
+        result.leave(given, "lr_scheduler_type", "a constant learning rate is written")
         return
     decays = shapes[kind] != "WarmupConstant"
     if total is None and (decays or 0 < warmup < 1):

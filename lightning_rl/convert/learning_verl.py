@@ -1,4 +1,4 @@
-"""The half of verl's configuration that the update is made of: loss, advantages, optimizer."""
+"""The half of verl's configuration that defines the update: loss, advantages, optimizer."""
 
 from typing import Any
 
@@ -14,18 +14,18 @@ from lightning_rl.errors import ConfigError
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 ESTIMATORS = {"kl": "K1", "k1": "K1", "mse": "K2", "k2": "K2", "low_var_kl": "K3", "k3": "K3"}
 KL_CAP = 10.0
-"""At which verl takes k3 of a token, at most."""
+"""verl caps k3 of a token at this value."""
 BY_SEQUENCE = ("gspo", "sapo")
-"""Losses that verl averages over each sequence, then over sequences, whatever is said."""
+"""Losses that verl averages over each sequence, then over sequences, whatever is configured."""
 
 
 def group_size(given: Given) -> int:
-    """Completions of a prompt: Search-R1 repeats the prompt before it is asked ``n`` times."""
+    """Return completions per prompt: Search-R1 repeats a prompt before requesting ``n`` of each."""
     return int(given[ROLLOUT + "n"] * given[ROLLOUT + "n_agent"])
 
 
 def carry(given: Given, result: Conversion, total: int | None) -> None:
-    """Carry over what decides an update; the run has ``total`` of them, if it tells."""
+    """Carry over what defines the update; ``total`` is the run's optimizer steps, if known."""
     mode = carry_correction(given, result)
     _loss(given, result, mode or given[ACTOR + "policy_loss.loss_mode"])
     _advantage(given, result)
@@ -34,7 +34,7 @@ def carry(given: Given, result: Conversion, total: int | None) -> None:
 
 
 def _loss(given: Given, result: Conversion, mode: str) -> None:
-    """Loss and aggregation."""
+    """Set loss and aggregation."""
     both = given[ACTOR + "clip_ratio"]
     low, high = given[ACTOR + "clip_ratio_low"], given[ACTOR + "clip_ratio_high"]
     if given.says(ACTOR + "clip_ratio") and low is not None and high is not None:
@@ -56,7 +56,7 @@ def _loss(given: Given, result: Conversion, mode: str) -> None:
         result.put_class("model.loss", "CISPO", clip_low=1.0, clip_high=cap - 1)
     else:
         result.put_class("model.loss", "PPOClip", **clips, dual_clip=dual)
-        result.remarks.append("clip_ratio_c is PPOClip.dual_clip: on in verl without being asked")
+        result.remarks.append("clip_ratio_c is PPOClip.dual_clip: on by default in verl")
         if mode != "vanilla":
             result.leave(given, ACTOR + "policy_loss.loss_mode", "PPOClip is written")
     _aggregation(given, result, mode)
@@ -88,13 +88,13 @@ def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:
 
 
 def _averaged_apart(given: Given, result: Conversion, loss_mode: str) -> None:
-    """Say what ``loss_agg_mode`` does beside a loss that does not heed it."""
+    """Note what ``loss_agg_mode`` does with a loss that ignores it."""
     name = ACTOR + "loss_agg_mode"
     said = given[name]
     if loss_mode == "gspo":
         result.remarks.append(
             f"{name} {said}: verl 0.9.0 averages gspo over each sequence, then over sequences, "
-            "whatever this says: SequenceMean is written. verl 0.9.1 heeds it"
+            "whatever this says: SequenceMean is written. verl 0.9.1 respects it"
         )
     parts = {
         "entropy_coeff": given.look(ACTOR + "entropy_coeff"),
@@ -111,7 +111,7 @@ def _averaged_apart(given: Given, result: Conversion, loss_mode: str) -> None:
 
 
 def _advantage(given: Given, result: Conversion) -> None:
-    """Advantage, and the critic that it needs."""
+    """Set the advantage, and the critic that it needs."""
     key = "algorithm.adv_estimator"
     name, alone = str(given[key]), group_size(given) == 1
     given.cover("critic.enable", "critic.ppo_epochs", "critic.ppo_mini_batch_size")
@@ -125,7 +125,7 @@ def _advantage(given: Given, result: Conversion) -> None:
             given,
             key,
             "with rollout.n=1 there is nothing to compare, and verl's advantage is the reward (0 "
-            "in rloo_vectorized); RunningBaseline is written, which takes off the mean of past "
+            "in rloo_vectorized); RunningBaseline is written, which subtracts the mean of past "
             "rewards: the same gradient in expectation",
         )
     elif name in ("rloo", "rloo_vectorized"):
@@ -149,8 +149,8 @@ def _reinforce_plus_plus(given: Given, result: Conversion, baseline: bool) -> No
         result.leave(
             given,
             "algorithm.use_kl_in_reward",
-            "verl's baseline compares rewards less their KL, all of it on every token; here each "
-            "token has the KL from it on, and the baseline is the mean of rewards",
+            "verl's baseline subtracts the whole KL from the reward of every token; here each "
+            "token has the KL from itself on, and the baseline is the mean of rewards",
         )
 
 
@@ -164,14 +164,16 @@ def _critic(given: Given, result: Conversion) -> None:
     if given.says("critic.loss_agg_mode") and given["critic.loss_agg_mode"] != given.look(
         ACTOR + "loss_agg_mode"
     ):
-        result.leave(given, "critic.loss_agg_mode", "the critic's loss is averaged as the policy's")
+        result.leave(
+            given, "critic.loss_agg_mode", "the critic's loss is averaged like the policy's"
+        )
     if given["trainer.critic_warmup"]:
         result.put("model.value_warmup_iterations", given["trainer.critic_warmup"])
     result.remarks.append("the critic's loss is half a squared error in both: ValueLoss.coef is 1")
 
 
 def _penalties(given: Given, result: Conversion) -> None:
-    """KL in the loss, and in the reward."""
+    """Set the KL in the loss and in the reward."""
     if given[ACTOR + "use_kl_loss"] and given[ACTOR + "kl_loss_coef"]:
         name = str(given[ACTOR + "kl_loss_type"])
         if name.endswith("+") and name.removesuffix("+") in ESTIMATORS:
@@ -202,7 +204,7 @@ def _coefficient(given: Given, result: Conversion) -> Any:
     rollouts = given.look("data.train_batch_size") * group_size(given)
     result.remarks.append(
         "algorithm.kl_ctrl.type adaptive: verl measures the KL as a mean over sequences of their "
-        "mean over tokens, AdaptiveCoefficient as one over tokens"
+        "mean over tokens, AdaptiveCoefficient as one mean over tokens"
     )
     return instance(
         "lightning_rl.extend.AdaptiveCoefficient",
@@ -213,7 +215,7 @@ def _coefficient(given: Given, result: Conversion) -> Any:
 
 
 def _estimator(given: Given, result: Conversion, key: str) -> dict[str, Any]:
-    """The penalty of this value; a ``+`` concerns gradients alone."""
+    """Return the penalty that a value names; a ``+`` only concerns gradients."""
     name = str(given[key]).removesuffix("+")
     if name not in ESTIMATORS:
         result.leave(given, key, "K3Penalty is written: another estimate of the same KL")
@@ -222,7 +224,7 @@ def _estimator(given: Given, result: Conversion, key: str) -> dict[str, Any]:
 
 
 def _optimizer(given: Given, result: Conversion, total: int | None) -> None:
-    """AdamW, its schedule, and the bound of the gradient; ``total`` optimizer steps."""
+    """Set AdamW, its schedule and the gradient bound; ``total`` optimizer steps."""
     name = ACTOR + "optim."
     if len(given[name + "betas"]) != 2:
         raise ConfigError(f"{name}betas={given[name + 'betas']}: it takes two numbers")

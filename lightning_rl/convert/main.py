@@ -1,4 +1,4 @@
-"""``lightning-rl convert``: another library's configuration as ours."""
+"""``lightning-rl convert``: convert another library's configuration to ours."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ _ORDER = ("seed_everything", "model", "data", "trainer")
 
 
 def as_yaml(conversion: Conversion, source: str) -> str:
-    """Write what ``lightning-rl fit --config`` reads; ``source`` is named in the first line."""
+    """Return the YAML for ``lightning-rl fit --config``; its first line names ``source``."""
     lines = [f"Converted from {_one_line(source)} by lightning-rl convert.", *notes(conversion)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
     ordered = {name: conversion.config[name] for name in _ORDER if name in conversion.config}
@@ -59,7 +59,7 @@ def _listed(title: str, items: Iterable[str]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Nothing of a file may end a comment."""
+    """Replace unprintable characters, so that no text of a file can end a comment; cut if long."""
     short = "".join(c if c.isprintable() else " " for c in text)
     return short if len(short) <= 200 else f"{short[:197]}..."
 
@@ -68,16 +68,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: for what it cannot mean.
+        ConfigError: for options that cannot be combined.
     """
     parser = CommandParser(
         "convert",
         "Read a configuration of TRL (GRPOConfig) or verl (PPO trainer) and write ours. What could "
-        "not be carried over, and what a number means here, stands above it and on stderr.",
-        "Of a Python script, GRPOConfig, GRPOTrainer, LoraConfig and load_dataset are read; what "
-        "they are given by a run alone is named. Of verl best the "
-        "script that starts it, or .hydra/overrides.yaml: they hold what was set and nothing else. "
-        "Scripts are read, never run.",
+        "not be carried over, and what a number means here, is listed above it and on stderr.",
+        "In a Python script, the arguments of GRPOConfig, GRPOTrainer, LoraConfig and load_dataset "
+        "are read; values that only a run would reveal are named. For verl, prefer the script "
+        "that starts it, or .hydra/overrides.yaml, which hold only what was set. Scripts are "
+        "read, never run.",
     )
     parser.add_argument(
         "file", type=Path, help="YAML, JSON, the Python script, or the shell script that starts it"
@@ -86,13 +86,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--from",
         dest="library",
         choices=("trl", "verl"),
-        help="whose it is (default: what its names look like)",
+        help="whose it is (default: guessed from its names)",
     )
     parser.add_argument("--output", type=Path, help="the file to write (default: print it)")
     parser.add_argument(
         "--devices", type=int, help="training processes (default: what theirs says, or 1)"
     )
-    parser.add_argument("--model", help="directory or hub name, which a GRPOConfig does not name")
+    parser.add_argument(
+        "--model", help="directory or hub name, which a GRPOConfig does not contain"
+    )
     parser.add_argument("--prompts", help="file or folder of prompts to train on")
     parser.add_argument("--eval_prompts", help="file or folder of held-out prompts")
     parser.add_argument("--rewards", nargs="+", help="import paths of reward functions")
@@ -102,7 +104,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the YAML, and say on stderr what is to be said about it."""
+    """Write the YAML, and the notes about it to stderr."""
     options = parse_arguments(arguments)
     source = read(options.file)
     conversion = convert(source, options)
@@ -120,13 +122,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def convert(source: Source, options: argparse.Namespace) -> Conversion:
-    """Convert what was read, with what the command line adds, which counts more.
+    """Convert what was read; settings of the command line take precedence.
 
     Raises:
-        ConfigError: if it is the other library's than ``--from`` says.
+        ConfigError: if it belongs to the other library than ``--from`` says.
     """
     if options.library not in (None, source.library or options.library):
-        raise ConfigError(f"--from {options.library}: {options.file} is made for {source.library}")
+        raise ConfigError(f"--from {options.library}: {options.file} is for {source.library}")
     verl = "verl" in (source.library, options.library)
     added = {n: v for n, v in (_of_verl if verl else _of_trl)(options).items() if v is not None}
     if verl:

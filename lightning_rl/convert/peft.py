@@ -1,4 +1,4 @@
-"""peft's LoraConfig, which TRL's trainer is given beside its GRPOConfig."""
+"""peft's LoraConfig, which TRL's trainer takes in addition to its GRPOConfig."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from lightning_rl.errors import ConfigError
 
 KEY = "peft_config"
-"""Where ``LoraConfig.to_dict()`` stands beside the values of a GRPOConfig."""
+"""Key under which ``LoraConfig.to_dict()`` is kept with the values of a GRPOConfig."""
 _NAMES = {
     "r": "lora_r",
     "lora_alpha": "lora_alpha",
@@ -37,19 +37,19 @@ _ON: dict[str, Any] = {
 
 
 def with_adapters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with ``peft_config`` by the names that TRL's own script has for them.
+    """Return the values with those of ``peft_config`` under the names of TRL's own script.
 
-    What has no such name is kept as ``peft_config.name``, so that it is reported.
+    Values without such a name are kept as ``peft_config.name``, so that they are reported.
 
     Raises:
-        ConfigError: if it is of another method than LoRA.
+        ConfigError: if it is a method other than LoRA.
     """
     values = dict(values)
     peft = values.pop(KEY, None)
     if peft is None:
         return values
     if not isinstance(peft, Mapping) or str(peft.get("peft_type", "LORA")).upper() != "LORA":
-        raise ConfigError(f"{KEY} holds no LoraConfig.to_dict(); adapters of LoRA alone are here")
+        raise ConfigError(f"{KEY} is not a LoraConfig.to_dict(); only LoRA adapters are supported")
     # Of its own, LoraConfig has alpha 8, r 8 and no dropout.
     found: dict[str, Any] = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
     for name, value in peft.items():

@@ -25,18 +25,18 @@ _INTO_CLASSES = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_
 
 
 class Expressions(ABC):
-    """Evaluates expressions among the variables of the functions that are being read.
+    """Evaluates expressions with the variables of the functions that are being read.
 
     Args:
-        place: what errors call the script.
+        place: the script's name in errors.
     """
 
     def __init__(self, place: str) -> None:
         self.place = place
         self.calls: list[Called] = []
-        """Calls of what the script does not define itself, in the order in which it makes them."""
+        """Calls of objects that the script does not define, in the order in which it makes them."""
         self.defaults: dict[str, Any] = {}
-        """Arguments of the script and variables of the environment that were read as defaults."""
+        """Script arguments and environment variables that were read as their defaults."""
         self._scopes: list[dict[str, Any]] = [{"__name__": "__main__"}]
         self._arguments: dict[int, dict[str, Any]] = {}
         self._steps = 0
@@ -192,11 +192,11 @@ class Expressions(ABC):
     def _count(self) -> None:
         self._steps += 1
         if self._steps > _MOST_STEPS:
-            raise ConfigError(f"{self.place}: more than {_MOST_STEPS:,} steps to read it")
+            raise ConfigError(f"{self.place}: it takes more than {_MOST_STEPS:,} steps to read")
 
 
 def _argument(node: ast.Call, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The name and default of an argument that argparse is told of."""
+    """Return the name and default of an argument added to argparse."""
     flags = [arg for arg in args if isinstance(arg, str)]
     if not flags:
         return {}

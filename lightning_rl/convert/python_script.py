@@ -1,4 +1,4 @@
-"""Python scripts, read and never run: the calls in them, with the values that they are given."""
+"""Python scripts, read and never run: their calls, with the values of their arguments."""
 
 import ast
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,13 @@ from lightning_rl.errors import ConfigError
 
 _DEEPEST = 30
 _RESULT = "return"
-"""Stands among the variables of a function that may have returned before, which no variable is
-called."""
+"""Stands among the variables of a function that may have returned earlier; no variable is called
+so.
+"""
 
 
 class _Returned(Exception):
-    """How a function of the script ends."""
+    """Raised when a function of the script returns."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -32,17 +33,18 @@ class _Returned(Exception):
 class PythonScript(Expressions):
     """Follows a script from its first line, as far as its values are known.
 
-    Functions are entered where they are called. Of ``if``, the branch is read that the values
-    decide for; what differs between branches that only a run would decide, and what a loop changes,
-    counts as unread. An argument of the script has its default.
+    Functions are entered where they are called. For ``if``, the branch that the values select is
+    read; values that differ between branches which only a run would decide, and values that a loop
+    changes, count as unread. Script arguments have their defaults.
 
     Args:
         text: the script.
-        place: what errors call it.
-        wanted: names of classes. If no call of one is met, functions that nobody calls are entered.
+        place: its name in errors.
+        wanted: names of classes. If none of them is called, functions that nobody calls are
+            entered.
 
     Raises:
-        ConfigError: if it is no Python, or too large or too deep to be read.
+        ConfigError: if it is not Python, or too large or deep to be read.
     """
 
     def __init__(self, text: str, place: str, wanted: Sequence[str]) -> None:
@@ -59,10 +61,12 @@ class PythonScript(Expressions):
         except (ValueError, RecursionError, MemoryError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{place} cannot be read: {error or 'it is too deep'}") from error
+            raise ConfigError(
+                f"{place} cannot be read: {error or 'it is nested too deeply'}"
+            ) from error
 
     def _run(self, statements: Iterable[ast.stmt]) -> bool:
-        """Read them up to a return; tell whether there was one."""
+        """Read statements up to a return; return True if there was one."""
         try:
             self._all(statements)
         except _Returned:
@@ -133,7 +137,7 @@ class PythonScript(Expressions):
             self._statement(statement)
 
     def _undecided(self, what: Unread, *arms: list[ast.stmt]) -> None:
-        """Read all arms; what they leave behind counts where they agree."""
+        """Read all arms; the values on which they agree count."""
         before, ends = self._scopes[-1], []
         self._unsure += 1
         for arm in arms:

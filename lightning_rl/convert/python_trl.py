@@ -1,4 +1,4 @@
-"""A Python script that starts TRL's GRPOTrainer, as the values of its configuration."""
+"""A Python script that starts TRL's GRPOTrainer, read as the values of its configuration."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +11,9 @@ from lightning_rl.errors import ConfigError
 _TRAINER, _CONFIG = "GRPOTrainer", "GRPOConfig"
 _POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 _ELSEWHERE = {
-    "tools": "tools are an agent here: data.agent with a ToolAgent",
-    "environment_factory": "an environment is an agent's here: data.agent with MultiTurn",
-    "rollout_func": "how a rollout is made is an agent here: data.agent",
+    "tools": "tools belong to an agent here: data.agent with a ToolAgent",
+    "environment_factory": "an environment belongs to an agent here: data.agent with MultiTurn",
+    "rollout_func": "an agent makes the rollouts here: data.agent",
     "callbacks": "callbacks of transformers; write Lightning's under trainer.callbacks",
     "optimizers": "write model.optimizer and model.lr_scheduler",
 }
@@ -30,7 +30,7 @@ class ReadScript:
     remarks: list[str] = field(default_factory=list)
 
     def put(self, name: str, value: Any, what: str | None = None) -> None:
-        """Keep a value that is known, or note the one that is not."""
+        """Keep a value if it is known, otherwise note it as missing."""
         what = what or name
         if isinstance(value, dict):
             known = {
@@ -43,12 +43,12 @@ class ReadScript:
     def _known(self, what: str, value: Any) -> bool:
         if plain(value) or isinstance(value, Named):
             return True
-        self.missing.append(f"{what}: {said_of(value)} could not be read; TRL's default is taken")
+        self.missing.append(f"{what}: {said_of(value)} could not be read; TRL's default is used")
         return False
 
 
 def said_of(value: Any) -> str:
-    """How the script writes a value that is not known, and where."""
+    """Return how the script writes an unknown value, and where."""
     if isinstance(value, list | tuple | dict):
         items = value.values() if isinstance(value, dict) else value
         return ", ".join(said_of(item) for item in items if not plain(item))
@@ -60,14 +60,14 @@ def said_of(value: Any) -> str:
 
 
 def _text(value: Any) -> Any:
-    """Tuples are lists, and what is imported is its name: ``torch.bfloat16``."""
+    """Convert tuples to lists, and imported objects to their names: ``torch.bfloat16``."""
     if isinstance(value, Named):
         return value.path
     return list(value) if isinstance(value, tuple) else value
 
 
 def read_trl_script(text: str, place: str) -> ReadScript:
-    """Read what a script gives GRPOConfig, GRPOTrainer, LoraConfig and load_dataset.
+    """Read the arguments that a script gives GRPOConfig, GRPOTrainer, LoraConfig and load_dataset.
 
     Raises:
         ConfigError: if it calls neither of the first two, or cannot be read.
@@ -78,12 +78,12 @@ def read_trl_script(text: str, place: str) -> ReadScript:
     if not trainers and not configs:
         others = sorted({call.last for call in script.calls if call.last.endswith("Trainer")})
         found = f" (it starts {', '.join(others)})" if others else ""
-        raise ConfigError(f"{place}: no call of {_CONFIG} or {_TRAINER} is in it{found}")
+        raise ConfigError(f"{place}: it has no call of {_CONFIG} or {_TRAINER}{found}")
     trainer = trainers[0] if trainers else Called(_TRAINER)
     given = dict(zip(_POSITIONS, trainer.args, strict=False)) | trainer.kwargs
     result = ReadScript()
     if len(trainers) > 1:
-        result.missing.append(f"{len(trainers)} calls of {_TRAINER}: this is the first")
+        result.missing.append(f"{len(trainers)} calls of {_TRAINER}: the first is converted")
     config = given.get("args", configs[0] if configs else None)
     _config(config, result)
     _model(given.get("model"), result)
@@ -161,7 +161,7 @@ def _rewards(rewards: Any, result: ReadScript) -> None:
 
 
 def _data(split: str, data: Any, result: ReadScript) -> None:
-    """Follow a data set back to where it is loaded; say what the script makes of its rows."""
+    """Follow a data set back to where it is loaded, noting how the script changes its rows."""
     names = {"train": "data.train_prompts", "test": "data.eval_prompts"}
     changed: list[str] = []
     part = None

@@ -1,4 +1,4 @@
-"""The values that expressions of a Python script have, which is read and never run."""
+"""The values of expressions in a Python script that is read and never run."""
 
 import ast
 import operator
@@ -48,7 +48,7 @@ _METHODS = {"strip", "lower", "upper", "replace", "split", "join", "format", "re
 
 @dataclass(frozen=True)
 class Unread:
-    """An expression whose value only a run would tell."""
+    """An expression whose value only a run would reveal."""
 
     text: str
     line: int
@@ -56,14 +56,14 @@ class Unread:
 
 @dataclass(frozen=True)
 class Named:
-    """Something that the script imports, or a name that it does not define."""
+    """An object that the script imports, or a name that it does not define."""
 
     path: str
 
 
 @dataclass
 class Called:
-    """The result of a call of others' code; attributes that are set later join its arguments."""
+    """The result of calling another's code; attributes that are set later join its arguments."""
 
     what: str
     args: list[Any] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Called:
 
     @property
     def last(self) -> str:
-        """The name behind the last dot."""
+        """The name after the last dot."""
         return self.what.rpartition(".")[2]
 
 
@@ -87,7 +87,7 @@ class Local:
 
 @dataclass
 class Kind:
-    """A class of the script, the values of its fields, and the class that it derives from."""
+    """A class of the script, the values of its fields, and its base class."""
 
     node: ast.ClassDef
     fields: dict[str, Any]
@@ -95,13 +95,13 @@ class Kind:
 
 
 def unread(node: ast.AST) -> Unread:
-    """The expression as it stands in the script."""
+    """Return the expression as written in the script."""
     text = " ".join(ast.unparse(node).split())
     return Unread(text if len(text) <= 60 else f"{text[:57]}...", getattr(node, "lineno", 0))
 
 
 def plain(value: Any) -> bool:
-    """Tell whether a value is made of texts, numbers and lists of them alone."""
+    """Return True if a value consists only of texts, numbers, null, lists and mappings of them."""
     if isinstance(value, list | tuple):
         return all(plain(item) for item in value)
     if isinstance(value, dict):
@@ -110,12 +110,12 @@ def plain(value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one."""
+    """Return True if two values are known to be equal."""
     return one is other or (plain(one) and plain(other) and bool(one == other))
 
 
 def computed(node: ast.expr, kind: ast.AST, left: Any, right: Any) -> Any:
-    """A sum or comparison of known values; Unread if it is neither, or would be large."""
+    """Return a sum or comparison of known values; Unread if it is neither, or could be large."""
     both = (left, right)
     text = any(isinstance(value, str | list | tuple | dict) for value in both)
     large = any(isinstance(value, int | float) and abs(value) > 1e15 for value in both)
@@ -134,7 +134,7 @@ def computed(node: ast.expr, kind: ast.AST, left: Any, right: Any) -> Any:
 
 
 def applied(node: ast.Call, path: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The value of a call of one of Python's own functions; None if it is not one of these."""
+    """Return the value of a call of one of Python's functions; None for other calls."""
     if path == "dict" and not args:
         return dict(kwargs)
     if path not in _FUNCTIONS or not plain(args) or not plain(kwargs):
@@ -143,7 +143,7 @@ def applied(node: ast.Call, path: str, args: list[Any], kwargs: dict[str, Any]) 
 
 
 def method(node: ast.Call, receiver: Any, name: str, args: list[Any], kwargs: Any) -> Any:
-    """The value of a method of a text or mapping that is known; Unread of any other."""
+    """Return the result of a method of a known text or mapping; Unread for others."""
     if isinstance(receiver, dict) and name == "get" and args and plain(args[0]):
         return receiver.get(args[0], args[1] if len(args) > 1 else None)
     known = name in _METHODS and isinstance(receiver, str) and plain(args) and plain(kwargs)

@@ -1,4 +1,4 @@
-"""verl's ``rollout_correction``: weights for what the engine sampled otherwise, and rejection."""
+"""verl's ``rollout_correction``: importance weights for off-policy tokens, and rejection."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _LEVELS = {"TokenMIS": "token", "SequenceMIS": "sequence"}
 
 
 def carry_correction(given: Given, result: Conversion) -> str | None:
-    """Put the correction; return the loss that holds in its stead, if that is another."""
+    """Set the correction; return the loss that replaces the configured one, if any."""
     if given[CORRECTION + "bypass_mode"]:
         return _bypassed(given, result)
     truncated, rejected = result.choose(given, _IS), given[CORRECTION + "rollout_rs"]
@@ -21,7 +21,7 @@ def carry_correction(given: Given, result: Conversion) -> str | None:
         result.leave(
             given,
             CORRECTION + "rollout_rs",
-            "there is no rejection by this estimate, and one at a time; none is written",
+            "there is no rejection by this estimate, and only one at a time; none is written",
         )
         rejected = None
     if rejected is not None:
@@ -32,25 +32,25 @@ def carry_correction(given: Given, result: Conversion) -> str | None:
 
 
 def _bypassed(given: Given, result: Conversion) -> str:
-    """The engine's logprobs are the old ones, so that PPO's own ratio is the weight already."""
+    """Use the engine's logprobs as the old ones, so that PPO's own ratio is already the weight."""
     result.put("model.trust_engine_logprobs", True)
     key = _IS
     weighs, mode = result.choose(given, key), "actor_rollout_ref.actor.policy_loss.loss_mode"
     if given.says(mode) and given[mode] != "vanilla":
         result.remarks.append(
-            f"{mode} {given[mode]}: of no effect with bypass_mode, which has a loss of its own"
+            f"{mode} {given[mode]}: has no effect with bypass_mode, which has its own loss"
         )
     if given[CORRECTION + "rollout_rs"] is not None:
         result.leave(
             given,
             CORRECTION + "rollout_rs",
-            "with bypass_mode verl rejects by the policy as it is at each step; none is rejected "
+            "with bypass_mode verl rejects by the current policy at each step; nothing is rejected "
             "here",
         )
     if given[CORRECTION + "loss_type"] != "reinforce":
         if weighs is not None:
             result.remarks.append(
-                f"{key}: of no effect with bypass_mode, whose ratio to the engine is the weight"
+                f"{key}: has no effect with bypass_mode, whose ratio to the engine is the weight"
             )
         return "vanilla"
     threshold = given[CORRECTION + "rollout_is_threshold"]
@@ -67,7 +67,7 @@ def _truncation(given: Given, result: Conversion, level: str) -> None:
     key = CORRECTION + "rollout_is_threshold"
     low, high = bounds(given[key])
     if high <= 1 or (low or 0.0) >= 1:
-        result.leave(given, key, "it has to leave room for a weight of 1; no correction is written")
+        result.leave(given, key, "it must include a weight of 1; no correction is written")
     elif low is None:
         result.put_class("model.correction", f"{name}TIS", cap=high)
     else:  # two bounds: what is outside weighs nothing
@@ -75,15 +75,15 @@ def _truncation(given: Given, result: Conversion, level: str) -> None:
 
 
 def _rejection(given: Given, result: Conversion, truncated: str | None, rejected: str) -> None:
-    """verl's bounds are on 1 / w: k1 is log p_engine - log p_old."""
+    """Convert verl's bounds, which are on 1 / w: k1 is log p_engine - log p_old."""
     key = CORRECTION + "rollout_rs_threshold"
     threshold = given[key]
     low, high = (None, 2.0) if threshold is None else bounds(threshold)
     if threshold is None:
-        result.missing.append(f"{key}: verl takes no default; 2 is written")
+        result.missing.append(f"{key}: verl has no default; 2 is written")
     low = 1 / high if low is None else low
     if not low < 1 < high:
-        result.leave(given, key, "it has to leave room for a weight of 1; no correction is written")
+        result.leave(given, key, "it must include a weight of 1; no correction is written")
         return
     name, arguments = _MASKS[rejected], {"low": 1 / high, "high": 1 / low}
     cap = given[CORRECTION + "rollout_is_threshold"] if truncated is not None else None
@@ -106,13 +106,13 @@ def _rejection(given: Given, result: Conversion, truncated: str | None, rejected
 
 
 def _cuts(cap: Any, kept: dict[str, float]) -> bool:
-    """Whether verl's bound of weights is within those that are kept."""
+    """Return True if verl's bound on weights is narrower than the range that is kept."""
     low, high = bounds(cap)
     return high < kept["high"] or (low or 0.0) > kept["low"]
 
 
 def _still_counted(given: Given, name: str) -> list[str]:
-    """What a rejected token counts in here, and not in verl."""
+    """List what a rejected token counts towards here, but not in verl."""
     actor = "actor_rollout_ref.actor."
     averaged = given.look(actor + "loss_agg_mode")
     estimator = str(given.look("algorithm.adv_estimator"))
@@ -128,6 +128,6 @@ def _still_counted(given: Given, name: str) -> list[str]:
 
 
 def bounds(threshold: str | float) -> tuple[float | None, float]:
-    """The lower and the upper of ``low_high``; a number alone is the upper one."""
+    """Return the lower and upper bound of ``low_high``; a single number is the upper one."""
     low, _, high = str(threshold).rpartition("_")
     return (float(low) if low else None), float(high)

@@ -1,4 +1,4 @@
-"""Shell scripts, read and never run: the words of their commands, with variables put in."""
+"""Shell scripts, read and never run: the words of their commands, with variables expanded."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -31,20 +31,20 @@ _MOST_WORDS = 10_000
 
 @dataclass
 class Script:
-    """The commands of a script; their words know what could not be read without running it."""
+    """The commands of a script; their words record what could not be read without running it."""
 
     commands: list[list[Word]] = field(default_factory=list)
 
 
 def read_script(text: str, place: str) -> Script:
-    """Split a script into its commands; assignments above a command are put into it.
+    """Split a script into its commands, with variables that it assigned before expanded.
 
-    Of the branches of ``case`` and ``if``, that is read for which the values decide. Where only a
-    run would decide, :func:`.shell_branches.settled` chooses the variables, which are in doubt
-    then, and the commands of all are read. Loops are read once.
+    Of ``case`` and ``if``, the branch that the values select is read. If only a run would decide,
+    :func:`.shell_branches.settled` chooses the variables, which are then in doubt, and the commands
+    of all branches are read. Loops are read once.
 
     Raises:
-        ConfigError: if quotes do not close, or the script is too large or too deep to be one.
+        ConfigError: if quotes do not close, or the script is too large or too deeply nested.
     """
     if len(text) > _LARGEST_SCRIPT:
         raise ConfigError(f"{place}: {len(text):,} characters are too many for a script")
@@ -62,7 +62,7 @@ class _Reader(WordReader):
         return self.script
 
     def _block(self, *ends: str) -> str:
-        """Read commands up to one of ``ends``; return that, or nothing at the end of the script."""
+        """Read commands up to one of ``ends``; return that, or an empty text at the end."""
         while self.at < len(self.text):
             self._skip(_BETWEEN)
             ended = _ARM_ENDS.match(self.text, self.at)
@@ -109,7 +109,7 @@ class _Reader(WordReader):
         self._settle(arms, what)
 
     def _condition(self) -> bool | None:
-        """Read up to ``then``; what it says is known of a single test."""
+        """Read up to ``then``; return the truth of a single test if it is known."""
         self._skip(_BETWEEN)
         _, said = self._one_command()
         alone = self.next("") in ("\n", ";")
@@ -134,7 +134,9 @@ class _Reader(WordReader):
         self._settle(arms, what)
 
     def _fits(self, subject: str, unsure: bool) -> bool | None:
-        """Read the patterns of an arm; tell whether it is taken if none before it is."""
+        """Read an arm's patterns; return True if it is taken when none before it is, None if
+        unknown.
+        """
         found: list[bool | None] = []
         while self.next("") not in ("", ")"):
             pattern, doubtful = self._apart(" \t\n|)")
@@ -142,12 +144,12 @@ class _Reader(WordReader):
             found.append(None if (unsure or doubtful) and pattern != "*" else fits)
             self._skip(_BETWEEN_PATTERNS)
             if self.next("") == "\n":
-                raise ConfigError(f"{self.place}: a pattern of a case does not end with )")
+                raise ConfigError(f"{self.place}: a pattern of a case lacks its closing )")
         self.at += 1
         return True if True in found else None if None in found else False
 
     def _arm(self, taken: bool | None, read: Callable[[], object]) -> tuple[Arm, object]:
-        """What ``read`` makes of the text that follows, apart from what is known here."""
+        """Read what follows with ``read`` into an arm, isolated from the present values."""
         values, script, level = self.values, self.script, self.depth
         self.values, self.script = values.copy(), Script()
         self.deeper()
@@ -157,25 +159,27 @@ class _Reader(WordReader):
         return arm, end
 
     def _settle(self, arms: list[Arm], what: str) -> None:
-        """Go on behind branches: with what the arm leaves that is taken, or that may be."""
+        """Continue after branches with the values of the arm that is taken, or of those that may
+        be.
+        """
         possible = reachable([*arms, Arm(True, self.values)])
         for arm in possible:
             self.script.commands += arm.commands
         self.values = possible[0].values if len(possible) == 1 else settled(possible, what)
 
     def _one_command(self) -> tuple[list[Word], bool | None]:
-        """Read one command into the script; return its words, and what it says as a condition."""
+        """Read one command into the script; return its words, and its truth as a condition."""
         words: list[Word] = []
         for group in self._command():
             words += group
             if len(words) > _MOST_WORDS:
-                raise ConfigError(f"{self.place}: a command of more than {_MOST_WORDS:,} words")
+                raise ConfigError(f"{self.place}: a command has more than {_MOST_WORDS:,} words")
         if words:
             self.script.commands.append(words)
         return words, None if any(word.doubts for word in words) else truth(words)
 
     def _command(self) -> Iterator[list[Word]]:
-        """The words up to the end of a command, each as what it expands to."""
+        """Yield the words up to the end of a command, each as the list it expands to."""
         begun = False
         while self.at < len(self.text):
             here = self.text[self.at]
@@ -199,12 +203,12 @@ class _Reader(WordReader):
                     yield [] if not begun else words
 
     def _apart(self, end: str) -> tuple[str, bool]:
-        """A word that is no command's, and whether it is in doubt."""
+        """Read a word that belongs to no command; return it and whether it is in doubt."""
         word = joined(self.word(end, splits=False))
         return word, bool(word.doubts)
 
     def _since(self, begin: int) -> str:
-        """The line, as it is written, from there to here."""
+        """Return the text as written, from there to here, as one line of at most 60 characters."""
         return " ".join(self.text[begin : self.at].split())[:60]
 
     def _skip(self, what: re.Pattern[str]) -> None:

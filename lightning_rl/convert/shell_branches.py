@@ -1,4 +1,4 @@
-"""What decides a shell script's branches, and which is taken where only a run would decide."""
+"""How a shell script's branches are decided, and which is chosen if only a run would decide."""
 
 import ast
 import fnmatch
@@ -26,7 +26,7 @@ _TESTS = ("[", "[[", "test")
 
 
 class Word(str):
-    """A word of a script, and what only a run would tell about it, a sentence each."""
+    """A word of a script, with a sentence for each doubt that only a run would resolve."""
 
     doubts: tuple[str, ...]
 
@@ -37,16 +37,16 @@ class Word(str):
 
 
 Values = dict[str, list[Word]]
-"""The variables of a script at one place."""
+"""The variables at one point of a script."""
 
 
 @dataclass
 class Arm:
-    """One branch: what it leaves behind, and whether it is taken.
+    """One branch: its variables and commands, and whether it is taken.
 
     Args:
-        taken: whether the values decide for it; None: only a run would tell.
-        values: the variables behind it.
+        taken: True if the values select it; None: only a run would tell.
+        values: the variables after it.
         commands: the words of its commands.
     """
 
@@ -56,12 +56,12 @@ class Arm:
 
     @property
     def leaves(self) -> bool:
-        """Whether the script ends with it."""
+        """True if the script ends within it."""
         return any(words[:1] in (["exit"], ["return"]) for words in self.commands)
 
 
 def reachable(arms: Iterable[Arm]) -> list[Arm]:
-    """The arms that a run may take: one that the values decide for, and doubtful ones before."""
+    """Return the arms that a run may take: doubtful ones, up to the first that is surely taken."""
     found: list[Arm] = []
     for arm in arms:
         if arm.taken is not False:
@@ -72,14 +72,14 @@ def reachable(arms: Iterable[Arm]) -> list[Arm]:
 
 
 def settled(arms: Sequence[Arm], what: str) -> Values:
-    """The variables behind branches of which only a run would tell which it takes.
+    """Return the variables after branches of which only a run would tell which one is taken.
 
-    They are those of the last, which stands for all else, or of the first if the script ends with
-    the last. A variable that has no value there has that of the first. What differs between the
-    arms is in doubt.
+    They are those of the last arm, which stands for all other cases, or of the first if the script
+    ends within the last. A variable without a value there gets that of the first. Values that
+    differ between the arms are in doubt.
 
     Args:
-        arms: two or more, the last of which is taken where no other is.
+        arms: two or more, the last of which is taken if no other is.
         what: the line that decides.
     """
     going_on = [arm.values for arm in arms if not arm.leaves] or [arm.values for arm in arms]
@@ -105,12 +105,12 @@ def _shown(values: Sequence[str]) -> str:
 
 
 def is_test(words: Sequence[str]) -> bool:
-    """Whether a command compares something, as ``[ -n "$X" ]`` does."""
+    """Return True if a command is a test, as ``[ -n "$X" ]`` is."""
     return words[:1] == ["!"] or words[:1] in [[name] for name in _TESTS]
 
 
 def truth(words: Sequence[str]) -> bool | None:
-    """What a command says whose words are known; None if only a run would tell."""
+    """Return the truth of a command whose words are known; None if only a run would tell."""
     if words[:1] == ["!"]:
         said = truth(words[1:])
         return None if said is None else not said
@@ -134,15 +134,15 @@ def truth(words: Sequence[str]) -> bool | None:
 
 
 def matches(text: str, pattern: str) -> bool:
-    """Whether a text is what a pattern of the shell, such as ``qwen*``, stands for."""
+    """Return True if a text matches a shell pattern such as ``qwen*``."""
     return fnmatch.fnmatchcase(text, pattern)
 
 
 def computed(text: str) -> int:
-    """The value of a sum of whole numbers.
+    """Compute an arithmetic expression of whole numbers.
 
     Raises:
-        ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError: if it is none.
+        ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError: if it is not one.
     """
     return _computed(ast.parse(text.strip()[:500], mode="eval").body)
 

@@ -1,4 +1,4 @@
-"""Words of a shell script: quotes taken off, variables and defaults put in, sums computed."""
+"""Words of a shell script: quotes removed, variables and defaults expanded, sums computed."""
 
 import re
 from collections.abc import Iterator
@@ -10,28 +10,28 @@ _ASSIGNMENT = re.compile(r"(\w+)(\+?)=")
 _VARIABLE = re.compile(r"\w+|[@*#?!$-]")
 _DEFAULT = re.compile(r"(\w+):?([-=+?])(.*)", re.DOTALL)
 _LONGEST_VALUE = 10_000
-"""Characters of a variable: one that doubles itself a hundred times ends here."""
+"""Maximum characters of a variable, as repeated doubling would exhaust memory."""
 _DEEPEST = 50
-"""Branches within branches, and defaults within defaults."""
+"""Maximum nesting of branches and of defaults."""
 
 
 class WordReader:
-    """Reads words at a place of a script, and knows the values of its variables.
+    """Reads words from a position of a script, and keeps the values of its variables.
 
     Args:
         text: the script.
-        place: what errors call it.
-        depth: branches and defaults that it is within.
+        place: its name in errors.
+        depth: number of enclosing branches and defaults.
 
     Raises:
-        ConfigError: if it is within too many.
+        ConfigError: if there are too many of them.
     """
 
     def __init__(self, text: str, place: str, depth: int = 0) -> None:
         self.text, self.place, self.at = text.replace("\r\n", "\n"), place, 0
         self.values: Values = {}
         self.met: dict[str, None] = {}
-        """What is in doubt about the word that is read."""
+        """Doubts about the word that is being read."""
         self.depth = 0
         self.deeper(depth)
 
@@ -39,12 +39,10 @@ class WordReader:
         """Count branches and defaults that are entered."""
         self.depth += levels
         if self.depth > _DEEPEST:
-            raise ConfigError(
-                f"{self.place}: more than {_DEEPEST} branches or defaults within each other"
-            )
+            raise ConfigError(f"{self.place}: more than {_DEEPEST} nested branches or defaults")
 
     def assigned(self) -> str | None:
-        """Take ``name=value`` or ``name=(a b)`` in; None if there is none."""
+        """Read ``name=value`` or ``name=(a b)`` and return the name; None if there is none."""
         match = _ASSIGNMENT.match(self.text, self.at)
         if match is None:
             return None
@@ -72,12 +70,13 @@ class WordReader:
                 self.at = (self.text + "\n").find("\n", self.at)
             else:
                 yield from self.word(end=" \t\n)")
-        raise ConfigError(f"{self.place}: a list that begins with ( does not end")
+        raise ConfigError(f"{self.place}: a list that begins with ( is not closed")
 
     def word(self, end: str = " \t\n;&|<>()", splits: bool = True) -> list[Word]:
-        """One word, quotes and variables resolved; several for ``"${NAME[@]}"`` and ``$TWO_WORDS``.
+        """Read one word, quotes and variables resolved; ``"${NAME[@]}"`` and ``$TWO_WORDS`` give
+        several.
 
-        ``splits``: at the blanks of variables that stand in no quotes, as all but assignments do.
+        ``splits``: split at blanks of unquoted variables, as everywhere but in assignments.
         """
         begin, word = self.at, ""
         several: list[str] = []
@@ -129,7 +128,7 @@ class WordReader:
         return text, several
 
     def _expanded(self, sign: str) -> tuple[str, list[str]]:
-        """What follows ``$``: a variable, a sum, a command; several words for a list."""
+        """Expand what follows ``$``: a variable, a sum, a command; a list gives several words."""
         if sign == "`":
             return self._not_known(f"`{self._up_to('`')}`", "$(...)"), []
         if self.next(missing="") == "(":
@@ -168,13 +167,13 @@ class WordReader:
         return value, []
 
     def _known(self, name: str) -> str:
-        """The value of a variable, the first of a list; nothing if it has none."""
+        """Return the value of a variable, a list's first item; an empty text if it has none."""
         value = (self.values.get(name) or [Word("")])[0]
         self.met |= dict.fromkeys(value.doubts)
         return value
 
     def _sum(self, text: str) -> str:
-        """Whole numbers and variables, added and multiplied."""
+        """Compute a sum of whole numbers and variables."""
         names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: self._known(m[1]) or "?", text)
         try:
             return str(computed(names))
@@ -182,7 +181,7 @@ class WordReader:
             return self._not_known(f"$(({text}))", "$((...))")
 
     def _not_known(self, what: str, shown: str | None = None) -> str:
-        """Note what only a run would tell; in a word, it stands as ``shown``."""
+        """Note what only a run would reveal; return its text, or ``shown`` in its place."""
         what = what if len(what) <= 60 else f"{what[:57]}..."
         self.met[f"{what}: only a run of the script would tell"] = None
         return what if shown is None else shown
@@ -192,7 +191,7 @@ class WordReader:
         self.at = self.text.find(end, begin)
         if self.at < 0:
             line = self.text.count("\n", 0, begin) + 1
-            raise ConfigError(f"{self.place}:{line}: a {end} that opens does not close")
+            raise ConfigError(f"{self.place}:{line}: an opening {end} is not closed")
         self.at += 1
         return self.text[begin : self.at - 1]
 
@@ -208,9 +207,9 @@ class WordReader:
             return self.text[self.at]
         if missing is not None:
             return missing
-        raise ConfigError(f"{self.place}: a quote or bracket that opens does not close")
+        raise ConfigError(f"{self.place}: an opening quote or bracket is not closed")
 
 
 def joined(words: list[Word]) -> Word:
-    """Several words as one."""
+    """Join several words to one."""
     return Word("".join(words), (doubt for word in words for doubt in word.doubts))

@@ -1,4 +1,4 @@
-"""What convert is given: a file of values, overrides of Hydra, or a script that starts a run."""
+"""What convert reads: a file of values, Hydra overrides, or a script that starts a run."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from lightning_rl.errors import ConfigError
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 VERL_SECTIONS = {"actor_rollout_ref", "algorithm", "critic"}
-"""Names at the top of verl's configuration which no GRPOConfig has."""
+"""Top-level names of verl's configuration that no GRPOConfig has."""
 _LARGEST = 10_000_000
 _VERL_PROGRAM = re.compile(r"-m (\w+\.)*main_(ppo|dapo)\w*|\S+ (\S*/)?main_(ppo|dapo)\w*\.py")
 _TRL_PROGRAM = re.compile(r"trl grpo|\S+ (\S*/)?grpo\w*\.py")
@@ -26,15 +26,15 @@ _PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)[ =](\d{1,4})\
 
 @dataclass
 class Source:
-    """Values by their names, whose they are, and what reading them could not tell.
+    """Values by name, the library they belong to, and what could not be read.
 
     Args:
-        values: by name.
-        library: ``trl`` or ``verl``; None: a file of values that may be either's.
-        missing: what is to be filled in.
-        remarks: what was read as something else.
-        doubts: of a name, what only a run would tell about its value.
-        devices: training processes that a launcher is told.
+        values: values by name.
+        library: ``trl`` or ``verl``; None: a file of values that may belong to either.
+        missing: settings to fill in.
+        remarks: values that were read as something else.
+        doubts: by name, what only a run would tell about its value.
+        devices: number of training processes given to a launcher.
     """
 
     values: dict[str, Any]
@@ -46,16 +46,16 @@ class Source:
 
 
 def read(path: Path) -> Source:
-    """Read a file of one of the kinds that convert takes.
+    """Read a file of one of the kinds that convert accepts.
 
     Raises:
-        ConfigError: if it is of none, or damaged.
+        ConfigError: if it is of another kind, or damaged.
     """
     if path.suffix not in (".yaml", ".yml", ".json", ".py", *SCRIPTS):
         raise ConfigError(
             f"{path}: convert reads .yaml, .yml, .json, .py and shell scripts "
-            f"({', '.join(SCRIPTS)}); of what is in training_args.bin, write "
-            "json.dump(config.to_dict(), file) first"
+            f"({', '.join(SCRIPTS)}); to convert training_args.bin, write "
+            "it with json.dump(config.to_dict(), file) first"
         )
     text = _text(path)
     if path.suffix == ".py":
@@ -71,13 +71,13 @@ def read(path: Path) -> Source:
         raise ConfigError(f"{path} holds {what}, not names and values")
     nameless = next((name for name in values if not isinstance(name, str)), None)
     if nameless is not None:
-        raise ConfigError(f"{path}: {nameless!r} is no name of a parameter")
+        raise ConfigError(f"{path}: {nameless!r} is not a parameter name")
     verl = VERL_SECTIONS & {name.partition(".")[0] for name in values}
     return Source(flat(values), "verl") if verl else Source(values)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested names joined by dots; interpolations, which follow another value, left out."""
+    """Join nested names by dots; interpolations, which follow another value, are left out."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
@@ -91,9 +91,11 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _text(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is no file")
+            raise ConfigError(f"{path} is not a file")
         if path.stat().st_size > _LARGEST:
-            raise ConfigError(f"{path}: more than {_LARGEST:,} bytes are no configuration")
+            raise ConfigError(
+                f"{path}: more than {_LARGEST:,} bytes; no configuration is that large"
+            )
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -113,12 +115,12 @@ def _from_json(text: str, path: Path) -> Any:
         )
         layer, depth = [value for values_ in below for value in values_], depth + 1
     if depth > DEEPEST or (values is None and text.strip() != "null"):
-        raise ConfigError(f"{path}: more than {DEEPEST} levels deep; that is no configuration")
+        raise ConfigError(f"{path}: more than {DEEPEST} levels deep; no configuration is that deep")
     return values
 
 
 def _from_script(text: str, path: Path) -> Source:
-    """The first command of a script that starts verl's or TRL's trainer.
+    """Read the first command of a script that starts verl's or TRL's trainer.
 
     Raises:
         ConfigError: if there is none.
@@ -137,19 +139,21 @@ def _from_script(text: str, path: Path) -> Source:
         )
     if len(found) > 1:
         found[0].missing.append(
-            f"{len(found)} commands start a trainer: this is the first; keep the one you mean"
+            f"{len(found)} commands start a trainer: the first is converted; keep the one you mean"
         )
     return found[0]
 
 
 def _after(words: Sequence[str], program: re.Pattern[str]) -> int:
-    """The place behind a program's name, which two words tell; 0: it is not there."""
+    """Return the index after a program's name, which two words give away; 0 if it is not there."""
     pairs = enumerate(itertools.pairwise(words))
     return next((at + 2 for at, pair in pairs if program.fullmatch(" ".join(pair))), 0)
 
 
 def _processes(words: Sequence[str]) -> int | None:
-    """What a launcher is told: ``--num_processes 4``, ``--nproc_per_node=4``."""
+    """Return the number of processes given to a launcher: ``--num_processes 4``,
+    ``--nproc_per_node=4``.
+    """
     said = _PROCESSES.search(" ".join(words))
     return int(said[1]) if said else None
 
@@ -169,12 +173,12 @@ def _overrides(words: Sequence[Word], folder: Path) -> Source:
             continue
         source.missing += word.doubts
     source.values = parse_overrides(lines)
-    source.missing += [f"{option}: what the file that it names sets" for option in options]
+    source.missing += [f"{option}: the settings of the file that it names" for option in options]
     return source
 
 
 def _flags(words: Sequence[Word], folder: Path) -> Source:
-    """``--name value``; a name alone is true, several values are a list."""
+    """Read ``--name value``; a name alone is true, several values are a list."""
     given: dict[str, list[str]] = {}
     source = Source({}, "trl")
     name = ""
@@ -193,5 +197,5 @@ def _flags(words: Sequence[Word], folder: Path) -> Source:
         if path.suffix in (".yaml", ".yml") and path.is_file():
             source.values = read(path).values | source.values
         else:
-            source.missing.append(f"--config {named}: what that file sets")
+            source.missing.append(f"--config {named}: the settings of that file")
     return source

@@ -1,4 +1,4 @@
-"""From TRL's GRPOConfig to our configuration: one function per thing that both configure."""
+"""Conversion of TRL's GRPOConfig: one function per topic that both libraries configure."""
 
 import math
 from collections.abc import Mapping
@@ -26,22 +26,22 @@ from lightning_rl.rollout import SAMPLED_BY
 
 TRL = table("trl")
 NEMO_RL = {"grpo", "policy", "data", "cluster"}
-"""Sections of a configuration of NeMo-RL."""
+"""Sections of a NeMo-RL configuration."""
 
 
 def convert_trl(
     values: Mapping[str, Any], devices: int = 1, eval_prompts: str | None = None
 ) -> Conversion:
-    """Our configuration for a GRPOConfig, or for what TRL's own script reads beside it.
+    """Convert a GRPOConfig, with what TRL's own script reads in addition to it.
 
     Args:
-        values: names and values, as its YAML or ``to_dict()`` has them; defaults may be left out.
-        devices: training processes, which TRL is told by its launcher.
+        values: values by name, as in its YAML or ``to_dict()``; defaults may be left out.
+        devices: number of training processes, which TRL gets from its launcher.
         eval_prompts: file or folder of held-out prompts; None: the data set's test split.
 
     Raises:
-        ConfigError: if no name is known, for a value of the wrong kind, and if batches do not work
-            out or what they amount to is refused here.
+        ConfigError: if no name is known, a value is of the wrong kind, batches do not divide
+            evenly, or the converted settings are refused.
     """
     values = with_adapters(values)
     require_grpo_config(values)
@@ -63,10 +63,10 @@ def convert_trl(
 
 
 def require_grpo_config(values: Mapping[str, Any]) -> None:
-    """Refuse names and values of another library than TRL.
+    """Refuse names and values of a library other than TRL.
 
     Raises:
-        ConfigError: if most of the names are no parameters of a GRPOConfig.
+        ConfigError: if most names are not parameters of a GRPOConfig.
     """
     known = _defaults_of_bases().keys() | TRL.keys() | {KEY}
     others = [name for name in values if name.partition(".")[0] not in known]
@@ -81,7 +81,7 @@ def require_grpo_config(values: Mapping[str, Any]) -> None:
 
 @cache
 def _defaults_of_bases() -> dict[str, Any]:
-    """Defaults of transformers' TrainingArguments: a full dump sets only what differs."""
+    """Return the defaults of transformers' TrainingArguments; a full dump sets what differs."""
     from transformers import TrainingArguments
 
     return {
@@ -123,7 +123,7 @@ def _lora(given: Given, result: Conversion) -> None:
         result.leave(
             given,
             "lora_target_modules",
-            "null leaves the layers to peft (q_proj and v_proj of most models); all-linear is "
+            "null lets peft choose the layers (q_proj and v_proj of most models); all-linear is "
             "written",
         )
     result.put_lora(given["lora_r"], given["lora_alpha"], targets or "all-linear")
@@ -144,9 +144,7 @@ def _quantization(given: Given, result: Conversion) -> None:
         double = bool(given["use_bnb_nested_quant"])
         result.put_class("model.lora.quantization", "NF4", double=double)
         if given["bnb_4bit_quant_type"] != "nf4":
-            result.leave(
-                given, "bnb_4bit_quant_type", "NF4, which is nearer to weights, is written"
-            )
+            result.leave(given, "bnb_4bit_quant_type", "NF4, which fits weights better, is written")
 
 
 def _sampling(given: Given, result: Conversion) -> None:
@@ -184,7 +182,7 @@ def _engine(given: Given, result: Conversion) -> None:
     if not given["use_vllm"]:
         result.put_class("data.engine", "TransformersEngine")
         result.remarks.append(
-            "use_vllm false is TransformersEngine; VLLMLocal, the default here, is mostly faster"
+            "use_vllm false is TransformersEngine; VLLMLocal, the default here, is usually faster"
         )
         return
     arguments: dict[str, Any] = {}
@@ -210,7 +208,7 @@ def _engine(given: Given, result: Conversion) -> None:
 
 
 def _batches(given: Given, result: Conversion, devices: int) -> Updates:
-    """Put the sizes of batches; return what an iteration's updates are made of."""
+    """Set the sizes of batches; return the updates of an iteration."""
     completions = given["per_device_train_batch_size"] * devices
     accumulated, group_size = given["gradient_accumulation_steps"], given["num_generations"]
     size, steps = given["generation_batch_size"], given["steps_per_generation"]
@@ -222,12 +220,12 @@ def _batches(given: Given, result: Conversion, devices: int) -> Updates:
         generated, minibatches = completions * accumulated, 1
         result.remarks.append(
             f"steps_per_generation {steps} is less than gradient_accumulation_steps {accumulated}: "
-            "here all that goes into one optimizer step is generated together"
+            "here all completions of one optimizer step are generated together"
         )
     if generated % group_size:
         raise ConfigError(
-            f"{generated} completions an iteration are no whole groups of num_generations="
-            f"{group_size}; name the number of processes by --devices"
+            f"{generated} completions per iteration do not divide into groups of num_generations="
+            f"{group_size}; set the number of processes by --devices"
         )
     groups = generated // group_size
     if minibatches != int(minibatches) or minibatches > groups:
@@ -245,7 +243,7 @@ def _batches(given: Given, result: Conversion, devices: int) -> Updates:
 
 
 def _length(given: Given, result: Conversion, steps: int) -> int | None:
-    """Put the length of the run; return its optimizer steps, where the file tells."""
+    """Set the length of the run; return its optimizer steps, if the file has them."""
     if given["max_steps"] > 0:
         given.cover("num_train_epochs")  # of no effect beside it
         iterations = math.ceil(given["max_steps"] / steps)

@@ -1,4 +1,4 @@
-"""From verl's PPO trainer to our configuration: one function per thing that both configure."""
+"""Conversion of verl's PPO trainer: one function per topic that both libraries configure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,26 +27,26 @@ _BEFORE = {
     "reward_model.reward_kwargs.": "reward.reward_kwargs.",
     "reward_model.overlong_buffer.": _OVERLONG,
 }
-"""What older versions call it, or begin it with."""
+"""Names, or beginnings of names, in older versions, with their present ones."""
 _LAYOUT = re.compile(
     r"fsdp_config|megatron|offload|log_prob_|micro_batch|hdfs|\.checkpoint\.|ray_|profile|prefill"
 )
-"""In names of what decides where things lie, and not what is learned."""
+"""Matches names that decide where things are placed, not what is learned."""
 _MOST_LISTED = 40
-"""A dump of all that verl has holds hundreds of names."""
+"""Maximum names listed in full: a dump of all of verl's settings holds hundreds."""
 
 
 def convert_verl(
     overrides: Mapping[str, Any] | Sequence[str], rewards: Sequence[str] | None = None
 ) -> Conversion:
-    """Our configuration for verl's, as values by dotted names or as a list of ``name=value``.
+    """Convert verl's configuration, given as values by dotted names or as a list of ``name=value``.
 
-    The list is what Hydra keeps as ``.hydra/overrides.yaml``: only what was set; the last of a name
-    counts. Names that are in no table are left out with one line.
+    The list is what Hydra keeps in ``.hydra/overrides.yaml``: only what was set; the last value of
+    a name counts. Names that are in no table are left out with one line.
 
     Raises:
-        ConfigError: if no name is known, for a value of the wrong kind, and if batches do not work
-            out or what they amount to is refused here.
+        ConfigError: if no name is known, a value is of the wrong kind, batches do not divide
+            evenly, or the converted settings are refused.
     """
     values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     values = {_newest_name(name): value for name, value in values.items()}
@@ -76,7 +76,7 @@ def _newest_name(name: str) -> str:
 
 
 def _left_out(values: Mapping[str, Any], result: Conversion) -> None:
-    """Say what is in no table: each with its value, but for what cannot change what is learned."""
+    """Note each value that is in no table, except those that cannot change what is learned."""
     others = [
         name
         for name, value in values.items()
@@ -131,7 +131,7 @@ def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> No
         result.put("data.eval_limit", given["data.val_max_samples"])
     if given["algorithm.filter_groups.enable"]:
         if learning.group_size(given) == 1:
-            result.leave(given, "algorithm.filter_groups.enable", "a group of one has no spread")
+            result.leave(given, "algorithm.filter_groups.enable", "a group of one has no variance")
         else:
             part = _part_that_spreads(given, rewards)
             spread = instance("RewardSpread", **({} if part is None else {"part": part}))
@@ -142,7 +142,7 @@ def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> No
 
 
 def _part_that_spreads(given: Given, rewards: Sequence[str] | None) -> str | None:
-    """The part of our reward that their filter looks at; None: the whole."""
+    """Return the part of our reward that their filter looks at; None for the whole."""
     metric = given["algorithm.filter_groups.metric"]
     name = (rewards or ["FUNCTION"])[0].rpartition(".")[2]
     if metric in ("score", "reward"):  # which is before the overlong penalty
@@ -157,7 +157,7 @@ def _rewards(given: Given, result: Conversion, rewards: Sequence[str] | None) ->
     written: list[Any] = list(rewards or ["MODULE.FUNCTION"])
     buffer, factor = given[_OVERLONG + "len"], given[_OVERLONG + "penalty_factor"]
     if given[_OVERLONG + "enable"] and buffer is None:
-        result.leave(given, _OVERLONG + "enable", "overlong_buffer_cfg.len is not said")
+        result.leave(given, _OVERLONG + "enable", "overlong_buffer_cfg.len is not set")
     elif given[_OVERLONG + "enable"]:
         given.cover("reward.reward_manager.name")
         longest = given["reward.reward_kwargs.max_resp_len"] or given["data.max_response_length"]
@@ -203,16 +203,16 @@ def _engine(given: Given, result: Conversion) -> None:
 
 
 def _batches(given: Given, result: Conversion) -> int:
-    """Sizes in prompts, as both count them; returns the optimizer steps of an iteration.
+    """Set the batch sizes, which both count in prompts; return the optimizer steps per iteration.
 
     Raises:
-        ConfigError: if a batch is no whole number of minibatches.
+        ConfigError: if a batch is not a whole number of minibatches.
     """
     prompts, size = given["data.train_batch_size"], given[_ACTOR + "ppo_mini_batch_size"]
     size = min(size, prompts)
     if prompts % size:
         raise ConfigError(
-            f"data.train_batch_size={prompts} is no multiple of ppo_mini_batch_size={size}"
+            f"data.train_batch_size={prompts} is not a multiple of ppo_mini_batch_size={size}"
         )
     result.put("data.group_size", learning.group_size(given))
     result.put("data.groups_per_iteration", prompts)
@@ -224,7 +224,7 @@ def _batches(given: Given, result: Conversion) -> int:
 
 
 def _length(given: Given, result: Conversion) -> int | None:
-    """Put the length of the run; return its iterations, where the configuration tells."""
+    """Set the length of the run; return its iterations, if the configuration has them."""
     epochs, steps = given["trainer.total_epochs"], given["trainer.total_training_steps"]
     if steps is not None:
         result.put("data.iterations_per_epoch", steps)

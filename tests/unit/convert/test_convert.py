@@ -203,7 +203,7 @@ def test_batches_are_counted_as_trl_counts_them():
     assert (model["minibatches"], model["ppo_epochs"]) == (2, 2)
     assert data["iterations_per_epoch"] == 25
     assert model["lr_scheduler"]["init_args"] == {"warmup_steps": 0, "total_steps": 100}
-    with pytest.raises(ConfigError, match="12 completions an iteration are no whole groups"):
+    with pytest.raises(ConfigError, match="12 completions per iteration do not divide into groups"):
         convert_trl({"per_device_train_batch_size": 12})
 
 

@@ -59,7 +59,7 @@ def test_a_value_of_verl_of_any_kind_is_carried_or_refused_in_one_line(name):
         ({"learning_rate": "fast"}, "learning_rate='fast': it takes a number >= 0"),
         ({"reward_weights": {"a": 1}}, "reward_weights=.* it takes a list of numbers"),
         ({"generation_kwargs": "{"}, "generation_kwargs='{': it takes names and values"),
-        ({"epsilon": 1.5}, "what these values amount to here is refused: clip_low=1.5"),
+        ({"epsilon": 1.5}, "these values convert to settings that are refused: clip_low=1.5"),
         ({"reward_funcs": ["a.b", "a.c"], "reward_weights": [1]}, "1 for 2 reward_funcs"),
         ({"colour": "red"}, "no parameter of a GRPOConfig among these"),
         ({"colour": "red", "size": 3, "seed": 1}, "colour, size: few parameters of a GRPOConfig"),
@@ -103,14 +103,14 @@ def test_overrides_by_hydras_own_grammar():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a.b", "no override of the form"),
+        ("a.b", "not an override of the form"),
         ("a.b=1,2", "a sweep"),
         ("a.b=choice(1,2)", "a sweep"),
         ("a.b=[1,2", "do not close"),
         ("a.b='x", "do not close"),
         ("a.b={x}", "names and values"),
         ("a.b=" + "[" * 50 + "]" * 50, "levels deep"),
-        ("", "no override"),
+        ("", "not an override"),
     ],
 )
 def test_an_override_that_cannot_be_read_is_named(line, message):
@@ -155,7 +155,11 @@ def test_a_script_of_verl(tmp_path, capsys):
     assert data["train_prompts"]["init_args"]["path"] == "data/train set.parquet"
     assert (model["model"], model["optimizer"]["init_args"]["lr"]) == ("org/model", 1e-6)
     assert model["advantage"]["class_path"] == "GRPO"
-    for unknown in ("$@: only a run", "$HOME: only a run", "--config-name dapo: what the file"):
+    for unknown in (
+        "$@: only a run",
+        "$HOME: only a run",
+        "--config-name dapo: the settings of the file",
+    ):
         assert unknown in printed.err
     assert "num_nodes" not in ours["trainer"]  # what stands in a text is no command
 
@@ -216,7 +220,7 @@ def test_commands_of_all_branches_are_read_where_only_a_run_would_decide(tmp_pat
 
 def test_branches_and_defaults_within_each_other_have_a_bound():
     for text in ("x=" + "${A:-" * 5000 + "}" * 5000, "if a; then " * 5000, "case a in a) " * 5000):
-        with pytest.raises(ConfigError, match="more than 50 branches or defaults"):
+        with pytest.raises(ConfigError, match="more than 50 nested branches or defaults"):
             read_script(text, "s")
 
 
@@ -257,9 +261,9 @@ def test_a_script_that_doubles_a_variable_ends(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.sh", "python3 -m verl.trainer.main_ppo a='", "' that opens does not close"),
-        ("a.sh", "python3 -m verl.trainer.main_ppo a=$(x", "does not close"),
-        ("a.sh", "A=(1 2", "does not end"),
+        ("a.sh", "python3 -m verl.trainer.main_ppo a='", "an opening ' is not closed"),
+        ("a.sh", "python3 -m verl.trainer.main_ppo a=$(x", "is not closed"),
+        ("a.sh", "A=(1 2", "is not closed"),
         ("a.sh", "ls -l", "no command in it starts verl"),
         ("a.sh", "", "no command in it starts verl"),
         ("a.yaml", "", "holds nothing"),
@@ -269,9 +273,9 @@ def test_a_script_that_doubles_a_variable_ends(tmp_path):
         ("a.json", "[" * 100_000, "levels deep"),
         ("a.json", '{"a": ' + "1" * 5000 + "}", "cannot be read: Exceeds the limit"),
         ("a.json", "{", "cannot be read"),
-        ("a.yaml", "1: 2", "1 is no name of a parameter"),
+        ("a.yaml", "1: 2", "1 is not a parameter name"),
         ("a.yaml", "- a=1\n- {b: 2}", "holds list"),
-        ("a.yaml", "a: &a [*a]", "stands within what it stands for"),
+        ("a.yaml", "a: &a [*a]", "contains itself"),
         ("a.yaml", "a: !!python/object/apply:os.system [ls]", "not valid YAML"),
     ],
 )
@@ -316,10 +320,10 @@ def test_what_is_no_file_or_has_no_bounds_is_refused_before_it_is_read(tmp_path)
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "empty").write_text("# nothing\n")
     for name, words in (("folder", "is a folder"), ("pipe", "is a named pipe"),
-                        ("zeros", "is a device"), ("empty", "holds nothing")):  # fmt: skip
+                        ("zeros", "is a device"), ("empty", "the file is empty")):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             read_sources(["--config", str(tmp_path / name)])
-    with pytest.raises(ConfigError, match=r"option --data.x:1: an alias stands within"):
+    with pytest.raises(ConfigError, match=r"option --data.x:1: an alias contains itself"):
         read_sources(["--data.x", "&a [*a]"])
     assert read_sources(["--data.x", "*a: ["]).tree == {"data": {"x": "*a: ["}}  # just a text
 
@@ -367,5 +371,5 @@ def test_adapters_of_peft_beside_a_config():
     assert model["lora"] == {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj"]}
     assert model["reference"]["class_path"] == "BaseReference"
     assert [item.key for item in result.left] == ["peft_config.fan_in_fan_out"]
-    with pytest.raises(ConfigError, match="LoRA alone"):
+    with pytest.raises(ConfigError, match="only LoRA"):
         convert_trl({"peft_config": {"peft_type": "PROMPT_TUNING"}})
