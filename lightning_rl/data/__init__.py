@@ -1,1 +1,1 @@
-"""Prompts, where they come from, and rollouts packed into tensors."""
+"""Prompts, their sources, and rollouts packed into tensors."""

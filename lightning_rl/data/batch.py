@@ -5,13 +5,13 @@ A *batch* is a TensorDict with two parts:
 - ``batch["tokens"]``, batch size [T]: the full trajectories, one after another without padding.
   ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions``; later steps add
   ``old_logprobs``, ``ref_logprobs``, ``values``, ``advantages``, ``returns``, ``loss_weights``.
-  ``no_end``, where any rollout had ``min_tokens``: the engine could not end at this token.
-  ``turn_start``, where any had a penalty: where in its rollout the turn begins that a token is in.
-  Where any recorded its calls, ``call``: the number of the call that wrote the token, in the order
-  of its rollout's calls; ``call_reward``: the call's, on its last token, else 0; ``state``: calls
-  of a group in the same state have the same number, -1 without. Outside of calls they are -1, 0
-  and -1. Where any recorded its ``routed_experts``, these, (T, L, K) of L layers with K experts a
-  token; -1 where they are not known.
+  ``no_end``, if any rollout had ``min_tokens``: the engine could not end at this token.
+  ``turn_start``, if any had a penalty: where in its rollout the token's turn begins. If any
+  recorded its calls, ``call``: the number of the call that wrote the token, in the order of its
+  rollout's calls; ``call_reward``: the call's, on its last token, else 0; ``state``: calls of a
+  group in the same state have the same number, -1 without. Outside calls they are -1, 0 and -1. If
+  any recorded its ``routed_experts``, these, (T, L, K) for L layers with K experts per token; -1
+  where unknown.
 - ``batch["rollouts"]``, batch size [R], one for each row of a rollout: ``length`` and
   ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt: tokens,
   pictures and the experts these were sent to), ``group``, ``rollout`` (rows with the same number
@@ -41,8 +41,8 @@ from lightning_rl.vision.batch import NAME as PICTURES, as_column
 class PackedBatch(TensorDict):
     """Packed rollouts: ``tokens`` [N] of all of them, and ``rollouts`` [R], without a batch size.
 
-    It has no ``next`` and no slices, as a rollout is none of its tokens; asked for them, as by
-    torchrl's buffers and losses, it says what to call.
+    It has no ``next`` and no slices, since its parts have different lengths; when torchrl's buffers
+    and losses ask for them, the error says what to call instead.
 
     Raises:
         ConfigError: for ``len``, for an index, and for a key that torchrl's batches have.
@@ -59,7 +59,7 @@ class PackedBatch(TensorDict):
         return super().__getitem__(index)
 
     def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
-        """As a TensorDict's."""
+        """Return a value, as a TensorDict does."""
         _require_own(key)
         return super().get(key, *args, **kwargs)
 
@@ -85,7 +85,7 @@ def _no_view(what: str) -> ConfigError:
 
 
 def token_rows(batch: TensorDict) -> Tensor:
-    """The row of ``batch["rollouts"]`` that each token belongs to, shape (T,)."""
+    """Return the row of ``batch["rollouts"]`` that each token belongs to, shape (T,)."""
     length = batch["rollouts", "length"]
     rows = torch.arange(len(length), device=length.device)
     # Told the size of the result, a GPU's host need not wait for it.
@@ -93,18 +93,18 @@ def token_rows(batch: TensorDict) -> Tensor:
 
 
 def tokens_of_rows(length: Tensor, rows: Tensor) -> Tensor:
-    """Indices of the tokens of these rows (r,), in their order, of rows of such lengths (R,)."""
+    """Return the token indices of these rows (r,), in their order, for row lengths (R,)."""
     return ranges((length.cumsum(0) - length)[rows], length[rows])
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[a..a + m), [b..b + n), ... concatenated, for starts (a, b, ...) and lengths (m, n, ...)."""
+    """Concatenate [a..a + m), [b..b + n), ..., for starts (a, b, ...) and lengths (m, n, ...)."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return torch.arange(len(offsets), device=lengths.device) + offsets
 
 
 def episode_rows(batch: TensorDict) -> Tensor:
-    """The episode of each row, shape (R,); in a batch made by hand each may be one of its own."""
+    """Return the episode of each row, shape (R,); a batch made by hand may have one per row."""
     rollouts = batch["rollouts"]
     if "episode" in rollouts:
         found: Tensor = rollouts["episode"]
@@ -113,13 +113,13 @@ def episode_rows(batch: TensorDict) -> Tensor:
 
 
 def _parts(batch: TensorDict) -> dict[str, Any]:
-    """Its tokens, its rollouts, and what they share."""
+    """Return its tokens, its rollouts, and what they share."""
     shared = {PICTURES: as_column(batch[PICTURES])} if PICTURES in batch else {}
     return {"tokens": batch["tokens"], "rollouts": batch["rollouts"], **shared}
 
 
 def select(batch: TensorDict, rows: Tensor) -> TensorDict:
-    """The sub-batch of the given rollouts (indices, shape (r,)), in that order."""
+    """Return the sub-batch of the given rows (indices, shape (r,)), in that order."""
     length, rows = host_of(batch)["rollouts", "length"], rows.cpu()
     if len(rows) == len(length) and torch.equal(rows, torch.arange(len(length), device="cpu")):
         return batch
@@ -136,9 +136,9 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
 
 
 def empty_like(batch: TensorDict) -> TensorDict:
-    """A rollout without loss tokens, as a pack for a rank that has none left.
+    """Return a rollout without loss tokens, as a pack for a rank that has none left.
 
-    It is the first; of a batch that has none, one is made up.
+    It is a copy of the first, or made up if the batch has none.
     """
     if not len(batch["rollouts"]):
         return _made_up(batch)
@@ -153,7 +153,7 @@ _OUTSIDE = {"call": -1, "state": -1, "picture": -1, "routed_experts": routing.UN
 
 
 def _made_up(batch: TensorDict) -> TensorDict:
-    """Two tokens, the second of which nobody wrote, with the columns of a batch."""
+    """Make a rollout of two tokens outside the loss, with the columns of a batch."""
     tokens = {
         name: x.new_full((2, *x.shape[1:]), _OUTSIDE.get(name, 0))
         for name, x in batch["tokens"].items()
@@ -173,10 +173,10 @@ def _made_up(batch: TensorDict) -> TensorDict:
 
 
 def host_of(batch: TensorDict) -> TensorDict:
-    """The columns that decide a batch's layout, on the CPU: ``loss_mask`` and a few others.
+    """Return the columns that decide a batch's layout, on the CPU: ``loss_mask`` and a few others.
 
-    It is ``batch["host"]``, or the batch itself if it is on the CPU, or else copied anew, for which
-    a GPU's host waits.
+    It is ``batch["host"]``, the batch itself if it is on the CPU, or else a new copy, for which the
+    host waits for the GPU.
     """
     if "host" in batch:
         return batch["host"]
@@ -202,10 +202,10 @@ _LAYOUT = ("length", "prompt_length", "prefix", "expert", "temperature", "top_k"
 
 
 def with_host(batch: TensorDict) -> TensorDict:
-    """A batch that holds its :func:`host_of`, unless it is on the CPU: for all that is cut of it.
+    """Return a batch that holds its :func:`host_of`, unless it is on the CPU, for its sub-batches.
 
-    So the host waits once per batch, and not for each pack. Later changes of the columns concerned
-    are not seen.
+    The host then waits once per batch instead of once per pack. Later changes of these columns are
+    not seen.
     """
     host = host_of(batch)
     if host is batch or "host" in batch:

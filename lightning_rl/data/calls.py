@@ -11,14 +11,14 @@ from lightning_rl.rollout import Call, Rollout, Row
 
 
 def call_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """``call``, ``call_reward`` and ``state`` (T,), where any rollout recorded its calls.
+    """Return ``call``, ``call_reward`` and ``state`` (T,), if any rollout recorded its calls.
 
-    A rollout without any recorded has those that its loss mask shows. A reward on a call of which
-    no token is trained on is not among them: as all that no call was paid, it falls on the last.
+    A rollout without recorded calls has those that its loss mask shows. The reward of a call
+    without trained tokens is omitted: like any reward that no call got, it falls on the last call.
 
     Raises:
-        DataError: if a rollout recorded calls, and its model wrote a token outside of them all, or
-            in two of them.
+        DataError: if a rollout recorded calls, but its model wrote a token that is in none of them,
+            or in two.
     """
     if not any(rollout.calls for rollout in rollouts):
         return {}
@@ -38,7 +38,7 @@ def call_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
 
 
 class _Marks:
-    """The three columns, as they grow row by row."""
+    """Builds the three columns, row by row."""
 
     def __init__(self) -> None:
         self.call: list[int] = []

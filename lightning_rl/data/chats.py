@@ -1,4 +1,4 @@
-"""Chats of data sets: the one form of their messages, and their text by a tokenizer's template."""
+"""Chats of data sets: the common form of their messages, and their text by a chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,22 +28,22 @@ _NO_CONTENT = """\
 {%- endfor -%}
 {%- set messages = told.messages %}
 """
-"""A beginning for templates that tell calls by None: transformers 5.22 drops keys with None."""
+"""A prefix for templates that recognise calls by None: transformers 5.22 drops keys with None."""
 
 
 def as_chat(messages: Sequence[Any]) -> list[Any]:
-    """Messages in the form that chat templates take, whatever kind of table kept them.
+    """Return messages in the form that chat templates take, whatever kind of table kept them.
 
-    Tables of Arrow give each message all keys that any message has, None where it had none of its
-    own: keys with None are left out, at any depth, and so are ``tool_calls`` without a call. The
-    arguments of a call are an object (:func:`arguments_of`), and a turn that only calls has the
-    content ``""``. What is no message stays as it is.
+    Arrow tables give each message all keys that any message has, with None for missing ones: keys
+    with None are left out, at any depth, and so are ``tool_calls`` without a call. The arguments of
+    a call become an object (:func:`arguments_of`), and a turn that only calls has the content
+    ``""``. Items that are not messages stay as they are.
     """
     return [_message(message) if isinstance(message, Mapping) else message for message in messages]
 
 
 def arguments_of(given: Any) -> Any:
-    """The arguments of a call as an object: ``{}`` for none; text that is no JSON stays text."""
+    """Return the arguments of a call as an object, ``{}`` for none; invalid JSON stays text."""
     if not isinstance(given, str):
         return given or {}
     try:
@@ -55,10 +55,10 @@ def arguments_of(given: Any) -> Any:
 def render(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]], options: Mapping[str, Any]
 ) -> list[str]:
-    """The texts of chats by the tokenizer's template, each with the opening of the model's turn.
+    """Render chats by the tokenizer's template, each followed by the opening of the model's turn.
 
-    A template that writes arguments as they are (DeepSeek-V3's, say) is given them as text, and one
-    that takes a turn for a call only without content is given None.
+    A template that writes arguments verbatim (such as DeepSeek-V3's) gets them as text, and one
+    that recognises a call only by its missing content gets None.
 
     Raises:
         Exception: whatever the template raises.
@@ -109,7 +109,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _in_form(chat: list[Message], content: str | None, as_text: bool) -> list[Message]:
-    """The chat with this content where a turn only calls, and arguments maybe as text."""
+    """Return the chat with this content where a turn only calls, and maybe arguments as text."""
     return [
         message
         | {
@@ -130,7 +130,7 @@ def _text_of(arguments: Any) -> str:
 
 
 def _each_function(call: Any, change: Any) -> Any:
-    """A call with its arguments changed; its function may stand in it or be the call itself."""
+    """Return a call with changed arguments; its function may be nested or be the call itself."""
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         return {**call, "function": _each_function(call["function"], change)}
     if isinstance(call, Mapping) and "name" in call:

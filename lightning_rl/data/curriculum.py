@@ -1,4 +1,4 @@
-"""The order of prompts: those that are sometimes solved more often, or the same ones again."""
+"""The order of prompts: more of those that are sometimes solved, or the same ones again."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,9 +15,10 @@ from lightning_rl.rollout import Prompt, Rollout, primitives
 
 
 class WeightedRows:
-    """Rows that are drawn in proportion to weights; a change and a draw take O(log rows) steps.
+    """Rows drawn in proportion to weights; a change and a draw take O(log rows) steps.
 
-    A binary tree of sums: each is that of its two below, whatever was changed in which order.
+    Weights are kept in a binary tree of sums, each that of its two children, whatever the order of
+    changes.
     """
 
     def __init__(self, weights: np.ndarray) -> None:
@@ -32,7 +33,7 @@ class WeightedRows:
 
     @property
     def total(self) -> float:
-        """The sum of all weights; 0: there is nothing to draw."""
+        """The sum of all weights; 0 if no row can be drawn."""
         return float(self._sums[1])
 
     def __setitem__(self, row: int, weight: float) -> None:
@@ -43,7 +44,7 @@ class WeightedRows:
             self._sums[node] = self._sums[2 * node] + self._sums[2 * node + 1]
 
     def at(self, share: float) -> int:
-        """The row where the weights before it are this share, in [0, 1), of the total."""
+        """Return the row where the cumulative weight passes this share, in [0, 1), of the total."""
         rest, node = share * self.total, 1
         while node < self._leaves:
             node *= 2
@@ -58,16 +59,16 @@ class WeightedRows:
 class PassRateCurriculum(PromptDataset):
     """Draws a prompt with weight floor + 4 p (1 - p), where p is its estimated pass rate.
 
-    p (1 - p) is the variance of a reward of 0 or 1: what a group of this prompt is worth to a
+    p (1 - p) is the variance of a reward of 0 or 1: the value of a group of this prompt to a
     method that compares its rollouts. p starts at 1/2 and follows the share of passed rollouts of
     each graded group, p <- memory p + (1 - memory) share. A prompt that was drawn is not drawn
     again until its group was graded, as long as there are others.
 
     Args:
-        prompts: where prompts come from; its columns, seed and limits hold, its order does not.
+        prompts: source of the prompts; its columns, seed and limits apply, its order does not.
         success_reward: a rollout with at least this reward passed.
-        floor: weight of prompts that are always or never solved, beside 1 for those at p = 1/2;
-            above 0 they come back now and then, in case the policy has changed.
+        floor: additional weight of every prompt, so that those always or never solved, which would
+            have weight 0, still come back in case the policy has changed.
         memory: how slowly p follows, in [0, 1).
 
     Raises:
@@ -129,7 +130,7 @@ class PassRateCurriculum(PromptDataset):
             )
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Learn from graded groups, also from those that a filter rejected."""
+        """Update pass rates from graded groups, including those that a filter rejected."""
         for group in groups:
             index = self._index.get(group[0].prompt.id)
             if index is None:  # from a replay buffer, say, of other prompts
@@ -144,7 +145,7 @@ class PassRateCurriculum(PromptDataset):
                 self._free[index] = self._worth(self.pass_rates[index])
 
     def weights(self) -> np.ndarray:
-        """Probability that each row is drawn next, up to a factor, shape (rows,)."""
+        """Return the probability that each row is drawn next, up to a factor, shape (rows,)."""
         weights: np.ndarray = self._worth(self.pass_rates)
         weights[list(self._dropped_rows)] = 0.0
         return weights
@@ -190,13 +191,13 @@ class PassRateCurriculum(PromptDataset):
 
 
 class RepeatedPrompts:
-    """The first ``period`` prompts that a data set draws, over and over.
+    """The first ``period`` prompts that a data set draws, repeated forever.
 
-    With n x ``groups_per_iteration`` of them, iteration i has the prompts of iteration i mod n.
+    If ``period`` is n x ``groups_per_iteration``, iteration i has the prompts of iteration i mod n.
 
     Args:
-        prompts: where they come from.
-        period: how many.
+        prompts: source of the prompts.
+        period: number of prompts.
     """
 
     def __init__(self, prompts: Prompts, period: int) -> None:
@@ -206,7 +207,7 @@ class RepeatedPrompts:
         self._place = 0
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next ``count`` of them."""
+        """Return the next ``count`` prompts."""
         drawn = []
         for _ in range(count):
             if self._place == len(self._kept) < self._period:
@@ -216,12 +217,12 @@ class RepeatedPrompts:
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """The data set's own, with what is repeated; primitives only."""
+        """Return the data set's state and the repeated prompts; primitives only."""
         kept = [primitives(prompt) for prompt in self._kept]
         return self._prompts.state_dict() | {"repeated": kept, "repeated_place": self._place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; one of a run without repetition begins to repeat."""
+        """Continue from a state; that of a run without repetition starts to repeat."""
         self._prompts.load_state_dict(state)
         self._kept = [Prompt(**record) for record in state.get("repeated", [])][: self._period]
         self._place = state.get("repeated_place", 0) % self._period

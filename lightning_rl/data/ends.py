@@ -1,4 +1,4 @@
-"""Ends: the tokens that end a turn, for engines, masks, agents, data and exports alike."""
+"""Ends: the tokens that end a turn, used by engines, masks, agents, data and exports alike."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message
 
 MARK = "\ue000"
-"""Private use: no template writes it, none trims it, JSON keeps it as it is."""
+"""A private-use character: no template writes or trims it, and JSON keeps it as it is."""
 QUESTION: Message = {"role": "user", "content": "Question?"}
 
 
@@ -18,10 +18,10 @@ class Ends:
     """The tokens that end a turn.
 
     Args:
-        token_ids: all of them, ascending: the tokenizer's ``eos_token``, those that the files of
-            its model name, and ``turn``.
-        text: the one that ends a text without roles, the ``eos_token``.
-        turn: the one by which the chat template closes a turn of the model.
+        token_ids: all of them, ascending: the tokenizer's ``eos_token``, those named by the files
+            of its model, and ``turn``.
+        text: the token that ends a text without roles, the ``eos_token``.
+        turn: the token with which the chat template closes a turn of the model.
     """
 
     token_ids: tuple[int, ...]
@@ -29,16 +29,18 @@ class Ends:
     turn: int
 
     def ended(self, wrote: Sequence[int]) -> bool:
-        """Whether what the model wrote ends with one of them."""
+        """Return True if what the model wrote ends with one of them."""
         return bool(wrote) and wrote[-1] in self.token_ids
 
     def cut(self, wrote: Sequence[int]) -> list[int]:
-        """What the model wrote without its end, which a tokenizer may take for ordinary text."""
+        """Remove the end from what the model wrote, since a tokenizer may take it for ordinary
+        text.
+        """
         return list(wrote[:-1] if self.ended(wrote) else wrote)
 
 
 def find_ends(tokenizer: PreTrainedTokenizerBase, of_model: Iterable[int] = ()) -> Ends:
-    """The ends of a tokenizer, and of its model.
+    """Return the ends of a tokenizer and of its model.
 
     Raises:
         ConfigError: if there are none.
@@ -55,7 +57,7 @@ def find_ends(tokenizer: PreTrainedTokenizerBase, of_model: Iterable[int] = ()) 
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase) -> Ends:
-    """Those that ``load_tokenizer`` found; of another tokenizer what it knows itself.
+    """Return the ends that ``load_tokenizer`` found, or else those that the tokenizer knows.
 
     Raises:
         ConfigError: if there are none.
@@ -65,7 +67,7 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> Ends:
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that the chat template writes right after a last turn of the model, if any."""
+    """Return the token that the chat template writes right after the model's last turn, if any."""
     if tokenizer.chat_template is None:
         return None
     chat = [QUESTION, {"role": "assistant", "content": MARK}]

@@ -1,4 +1,4 @@
-"""The episodes of a packed batch, call by call: what was written when, and what was paid for it."""
+"""The episodes of a packed batch, call by call: who wrote each token, and its reward."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from lightning_rl.data.batch import episode_rows, token_rows
 class CallTable(NamedTuple):
     """The C calls of a batch, and its M model tokens, call by call.
 
-    Episodes follow one another, and within each its calls in their order, in whichever rows they
-    are: a rollout's are one sequence of decisions (of several roles, each role's).
+    Episodes follow one another, each with its calls in order, whichever rows they are in: a
+    rollout's calls are one sequence of decisions (with several roles, one per role).
 
-    ``tokens`` (M,): where the model's tokens are in the batch; ``of_token`` (M,): the call of each;
-    ``episode`` (C,), ascending: which episode a call is of; ``place`` (C,): how many it made
-    before; ``first`` (C,): where in ``tokens`` it begins.
+    ``tokens`` (M,): indices of the model's tokens in the batch; ``of_token`` (M,): the call of
+    each; ``episode`` (C,), ascending: the episode of each call; ``place`` (C,): number of earlier
+    calls in the episode; ``first`` (C,): where in ``tokens`` the call begins.
     """
 
     tokens: Tensor
@@ -28,9 +28,9 @@ class CallTable(NamedTuple):
 
 
 def call_numbers(batch: TensorDict) -> Tensor:
-    """Numbers (T,) that tell an episode's calls apart and order them, -1 outside of any.
+    """Return numbers (T,) that order an episode's calls, -1 outside of any.
 
-    As recorded, or else each stretch of tokens that a model wrote is a call.
+    Calls are those recorded, or else each stretch of tokens that a model wrote.
     """
     tokens = batch["tokens"]
     if "call" in tokens:
@@ -43,7 +43,7 @@ def call_numbers(batch: TensorDict) -> Tensor:
 
 
 def calls_of(batch: TensorDict) -> CallTable:
-    """The calls of all episodes, with the tokens that are trained on."""
+    """Return the calls of all episodes, with the tokens that are trained on."""
     live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
     _, of_row = episode_rows(batch).unique(return_inverse=True)
     number, episode = call_numbers(batch)[live], of_row[token_rows(batch)[live]]
@@ -64,11 +64,11 @@ def calls_of(batch: TensorDict) -> CallTable:
 
 
 def received(batch: TensorDict, calls: CallTable) -> Tensor:
-    """What each token was paid, (T,): an episode's tokens together its reward and token rewards.
+    """Return the reward paid at each token, (T,), including token rewards.
 
-    A call's reward falls on its last token. What the episode was paid beyond its calls' rewards
-    falls on the last token of its last call: all of it, where no call was paid. So whatever reward
-    functions and their weights make of a rollout, its sum is the rollout's reward.
+    A call's reward falls on its last token. The rest of the episode's reward, all of it if no call
+    has one, falls on the last token of its last call. So however reward functions and their weights
+    score a rollout, the sum is the rollout's reward.
     """
     tokens, rollouts = batch["tokens"], batch["rollouts"]
     reward = rollouts["reward"]

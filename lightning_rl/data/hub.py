@@ -1,4 +1,4 @@
-"""Datasets of files and of the 🤗 hub, whole or as a stream."""
+"""Datasets from files and from the 🤗 hub, whole or streamed."""
 
 import re
 import sys
@@ -24,13 +24,13 @@ _READERS = {
 
 
 def is_dataset(value: Any) -> bool:
-    """Whether it is a 🤗 ``Dataset``; without an import, as none is made without one."""
+    """Return True for a 🤗 ``Dataset``; imports nothing, as none exists before the import."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(value, datasets.Dataset)
 
 
 def load_files(path: str, files: list[str], reader: str) -> Any:
-    """The rows of files that a reader of ``datasets`` takes; ``path`` is what the user named.
+    """Return the rows of files that a reader of ``datasets`` takes; ``path`` is the user's name.
 
     Raises:
         DataError: if they cannot be read.
@@ -39,10 +39,10 @@ def load_files(path: str, files: list[str], reader: str) -> Any:
 
 
 def load_rows(path: str, name: str | None, split: str | None, revision: str | None) -> Any:
-    """The ``Dataset`` of a folder, a file, or a name on the hub; see ``HFDatasetPrompts``.
+    """Return the ``Dataset`` of a folder, a file, or a name on the hub; see ``HFDatasetPrompts``.
 
     Raises:
-        DataError: saying what there is not, or what the hub answers, and what to do.
+        DataError: says what is missing, or what the hub answers, and how to fix it.
     """
     import datasets
 
@@ -52,7 +52,8 @@ def load_rows(path: str, name: str | None, split: str | None, revision: str | No
             saved = datasets.load_from_disk(path)
         except Exception as error:  # whatever its reader raises of files that are not what it wrote
             raise DataError(
-                f"{path}: damaged, or not all of what save_to_disk wrote ({first_line(error)}); "
+                f"{path}: damaged, or an incomplete copy of what save_to_disk wrote "
+                f"({first_line(error)}); "
                 "save it again, or copy the whole folder"
             ) from error
         return _split_of(saved, path, split)
@@ -60,7 +61,7 @@ def load_rows(path: str, name: str | None, split: str | None, revision: str | No
 
 
 def open_stream(path: str, name: str | None, split: str, revision: str | None) -> "RowStream":
-    """The rows of a file, a folder or of the hub, one after the other.
+    """Return the rows of a file, of a folder or of the hub, to be read one after the other.
 
     Raises:
         DataError: as :func:`load_rows`.
@@ -76,26 +77,26 @@ def open_stream(path: str, name: str | None, split: str, revision: str | None) -
 
 
 class RowStream:
-    """Rows that are read one after the other, from the first or where a state was taken.
+    """Rows that are read one after the other, from the first or from a saved state.
 
-    ``version`` tells them from others: on the hub it is the commit.
+    ``version`` identifies them: on the hub it is the commit.
     """
 
     def __init__(self, rows: Any, path: str, version: str) -> None:
         self.version = version
         self.state: Any = None
-        """Where the next block begins, as primitives; None: at the first row."""
+        """Where the next block begins, as primitives; None for the first row."""
         self._rows = rows
         self._path = path
         self._iterator: Iterator[Any] = iter(rows)
 
     def rows(self) -> Iterator[Any]:
-        """All that come, block by block."""
+        """Yield all remaining rows, read block by block."""
         while block := self.block(1000):
             yield from block
 
     def block(self, count: int) -> list[Any]:
-        """The next ``count`` rows, or as many as there are.
+        """Return the next ``count`` rows, or as many as are left.
 
         Raises:
             DataError: if they cannot be read.
@@ -116,7 +117,7 @@ class RowStream:
             raise
 
     def seek(self, state: Any) -> None:
-        """Go on where a state was taken."""
+        """Continue from a saved state."""
         self.state = state
         self._rows.load_state_dict(state)
         self._iterator = iter(self._rows)
@@ -141,7 +142,7 @@ def _builder_of_files(path: str, files: list[str], reader: str, **options: Any) 
 
 
 def _builder_of(path: str, name: str | None, revision: str | None) -> Any:
-    """What makes a dataset of a file or folder, or one of the hub."""
+    """Return the builder of a dataset from a file or folder, or from the hub."""
     import datasets
     from huggingface_hub import constants
 
@@ -176,7 +177,7 @@ def _builder_of(path: str, name: str | None, revision: str | None) -> Any:
 
 
 class _Unreached(ConnectionError):
-    """The hub did not answer, and ``datasets`` took the newest of its cache without a word."""
+    """The hub did not answer, and ``datasets`` silently used its newest cached version."""
 
     def __init__(self, builder: Any) -> None:
         super().__init__("the hub was not reached")
@@ -189,31 +190,29 @@ def _is_of_cache(builder: Any) -> bool:
 
 def _require_no_revision(path: str, revision: str | None) -> None:
     if revision is not None:
-        raise DataError(
-            f"{path!r} is on the disk, which has no revision={revision!r}; leave it out"
-        )
+        raise DataError(f"{path!r} is on the disk, which has no revision={revision!r}; remove it")
 
 
 def _require_commit(commit: str, path: str, revision: str | None) -> None:
-    """The hub was not reached, so it is the newest in the cache, whatever was asked for."""
+    """Require that the cache's newest commit is the revision asked for, as the hub is down."""
     from huggingface_hub import constants
 
     wanted = revision or "main"  # what the hub takes where nothing is asked for
     if not re.fullmatch("[0-9a-f]{40}", wanted):
         folder = f"datasets--{path.replace('/', '--')}"
         ref = Path(constants.HF_HUB_CACHE, folder, "refs", wanted)
-        wanted = ref.read_text("utf-8").strip() if ref.is_file() else "a commit that is not known"
+        wanted = ref.read_text("utf-8").strip() if ref.is_file() else "an unknown commit"
     if wanted != commit:
         raise DataError(
             f"{path!r}: the hub was not reached, and revision={revision!r} ({wanted}) is not what "
             f"the cache holds (commit {commit}); load it once with the hub, or set "
             f"revision={commit!r}"
         )
-    rank_zero_warn(f"{path!r}: the hub was not reached; going on with commit {commit} of the cache")
+    rank_zero_warn(f"{path!r}: the hub was not reached; using the cached commit {commit}")
 
 
 def _split_of(found: Any, path: str, split: str | None) -> Any:
-    """The rows of a split such as ``train[:90%]``; of the only one for None."""
+    """Return the rows of a split such as ``train[:90%]``; None stands for the only one."""
     import datasets
 
     if isinstance(found, datasets.Dataset):  # saved without splits

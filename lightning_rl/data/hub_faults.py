@@ -1,4 +1,4 @@
-"""What a hub or a file answered instead of a dataset: asked again, or said in one line."""
+"""Failures of a hub or a file to deliver a dataset: retried, or explained in one line."""
 
 import re
 import time
@@ -12,12 +12,12 @@ from lightning_rl.errors import DataError, first_line
 T = TypeVar("T")
 _TRIES = 4
 _LONGEST_WAIT = 60.0
-"""Seconds before another try at most; who is asked to wait longer is told."""
+"""Maximum seconds before another try; if the hub asks for a longer wait, the error is raised."""
 _BUSY = (408, 429, 500, 502, 503, 504)
 
 
 def patiently(ask: Callable[[], T]) -> T:
-    """Ask again, a few times, where the answer was not to be had; the clients do so only partly."""
+    """Retry a few times if the hub is unavailable, which its clients do only partly."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     for tried in range(1, _TRIES):
@@ -58,7 +58,7 @@ def _retry_after(chain: list[BaseException]) -> float | None:
 
 
 def _broken(chain: list[BaseException]) -> bool:
-    """Whether a connection failed; the clients use two generations of one library."""
+    """Return True if a connection failed; the clients use two generations of one library."""
     return any(
         isinstance(one, ConnectionError | TimeoutError)
         or (type(one).__module__.startswith("httpx") and not hasattr(one, "response"))
@@ -73,7 +73,7 @@ def explained(
     split: str | None = None,
     revision: str | None = None,
 ) -> DataError:
-    """What went wrong, and what to do."""
+    """Return an error that says what went wrong, and how to fix it."""
     from huggingface_hub import constants
 
     chain = list(_chain(error))
@@ -94,8 +94,8 @@ def explained(
         return DataError(f"{path!r} has no revision={revision!r}; {_known_refs(path)}")
     if "doesn't exist on the Hub" in text:
         return DataError(
-            f"{path!r} is no dataset of the hub ({constants.ENDPOINT}), and no folder or file here "
-            f"({Path.cwd()}); {_nearest(path)}if it is private, set HF_TOKEN"
+            f"{path!r} is neither a dataset of the hub ({constants.ENDPOINT}) nor a folder or "
+            f"file here ({Path.cwd()}); {_nearest(path)}if it is private, set HF_TOKEN"
         )
     if found := re.search(r"BuilderConfig .* not found\. Available: (\[.*\])", text):
         return DataError(f"{path}: name={name!r} is not one of {found[1]}; set name")
@@ -106,10 +106,10 @@ def explained(
     if status == 429:
         wait = _retry_after(chain)
         when = "later" if wait is None else f"in {wait:.0f} s"
-        more = "" if _has_token() else ", or set HF_TOKEN: who is known may ask more often"
+        more = "" if _has_token() else ", or set HF_TOKEN for a higher rate limit"
         return DataError(
-            f"{path!r}: the hub ({constants.ENDPOINT}) is asked too often (status 429), also after "
-            f"{_TRIES} tries; try again {when}{more}"
+            f"{path!r}: the hub ({constants.ENDPOINT}) limits the request rate (status 429), "
+            f"even after {_TRIES} tries; try again {when}{more}"
         )
     if status in _BUSY or _broken(chain):
         what = (
@@ -118,7 +118,7 @@ def explained(
             else f"breaks off: {first_line(_root_of(error))}"
         )
         return DataError(
-            f"{path!r}: the hub ({constants.ENDPOINT}) {what}, also after {_TRIES} tries; check "
+            f"{path!r}: the hub ({constants.ENDPOINT}) {what}, even after {_TRIES} tries; check "
             "the network and HF_ENDPOINT, and start again: what was downloaded is kept"
         )
     if Path(path).is_dir() and "data file" in text:
@@ -130,7 +130,7 @@ def explained(
 
 
 def _root_of(error: BaseException) -> BaseException:
-    """What it was caused by."""
+    """Return the root cause of an error."""
     while error.__cause__ is not None and str(error.__cause__):
         error = error.__cause__
     return error
@@ -143,14 +143,14 @@ def _has_token() -> bool:
 
 
 def _nearest(path: str) -> str:
-    """Names that the hub has, to look like this one; empty if it tells none."""
+    """Suggest names on the hub that resemble this one; empty if there are none."""
     names = _asked(lambda api: [one.id for one in api.list_datasets(search=_stem(path), limit=50)])
     near = get_close_matches(path, names or [], n=3, cutoff=0.5)
     return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def _stem(path: str) -> str:
-    """What is searched for: the hub looks for it anywhere in a name."""
+    """Return the text to search for, which the hub looks for anywhere in a name."""
     last = path.rpartition("/")[2]
     return last[: max(3, 2 * len(last) // 3)]
 
@@ -165,7 +165,7 @@ def _known_refs(path: str) -> str:
 
 
 def _asked(question: Callable[[Any], T]) -> T | None:
-    """The hub's answer to what only makes a message better; None if there is none."""
+    """Return the hub's answer to a question that only improves a message; None if it fails."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,4 +1,4 @@
-"""Which of several prompt sets the next group is drawn from."""
+"""Decides which of several prompt sets the next group is drawn from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,50 +11,50 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
 _STREAM = 1
-"""Tells these random numbers from those that a set's own order is drawn by."""
+"""Separates these random numbers from those of a set's own order."""
 
 
 class Mixing(ABC):
-    """Chooses a set for every group, from what a checkpoint holds alone.
+    """Chooses a set for every group, using only state that a checkpoint holds.
 
-    All ranks ask for the same draws, and hear of the same groups between the same two of them: so
-    they choose alike.
+    All ranks ask for the same draws, and observe the same groups between them, so that they choose
+    alike.
     """
 
     @abstractmethod
     def choose(self, weights: Sequence[float], drawn: Sequence[int], seed: int) -> int:
-        """The number of the set to draw from next.
+        """Return the number of the set to draw from next.
 
         Args:
-            weights: of the sets, all above 0.
-            drawn: prompts that were drawn from each so far.
-            seed: of the mixture.
+            weights: weights of the sets, all above 0.
+            drawn: number of prompts drawn from each set so far.
+            seed: seed of the mixture.
         """
 
     def shares(self, weights: Sequence[float]) -> list[float]:
-        """Expected share of each set in the groups to come; their sum is 1."""
+        """Return the expected share of each set in the groups to come; they sum to 1."""
         return [weight / fsum(weights) for weight in weights]
 
     def observe(
         self, rewards: Sequence[Sequence[Sequence[float]]], bars: Sequence[float | None]
     ) -> None:
-        """Hear of an iteration that was graded; here: nothing.
+        """Learn from a graded iteration; by default nothing.
 
         Args:
-            rewards: of each set, those of each of its graded groups.
-            bars: of each set, the reward from which on a rollout is right, if it names one.
+            rewards: for each set, the rewards of each of its graded groups.
+            bars: for each set, the reward from which a rollout is right, if it has one.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as primitives."""
+        """Return what was learned, as primitives."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Continue from a saved state."""
 
 
 class FixedWeights(Mixing):
-    """Draws each group's set at random, with a probability in proportion to its weight.
+    """Draws each group's set at random, with probability proportional to its weight.
 
     Draw number i is decided by the seed and i alone.
     """
@@ -66,11 +66,12 @@ class FixedWeights(Mixing):
 
 
 class RoundRobin(Mixing):
-    """Draws from the set that lags furthest behind its share: nothing is left to chance.
+    """Draws from the set that lags furthest behind its share, without randomness.
 
-    Before draw i (from 0), set s lags by (i + 1) w_s / (sum of all w) - (prompts drawn from it); of
-    equal ones the first is drawn. With equal weights that is in turn; with weights 2 and 1 it is
-    a, b, a, a, b, a, ...
+    Before draw i (from 0), set s lags by (i + 1) w_s / (sum of all w) - (prompts drawn from it);
+    the first of equal ones is drawn. Equal weights give turns; weights 2 and 1 give a, b, a, a, b,
+    a,
+    ...
     """
 
     def choose(self, weights: Sequence[float], drawn: Sequence[int], seed: int) -> int:
@@ -81,17 +82,17 @@ class RoundRobin(Mixing):
 
 @configurable
 class ByPassRate(FixedWeights):
-    """Draws more from sets whose groups are neither all right nor all wrong: these teach something.
+    """Draws more from sets whose groups are neither all right nor all wrong, as these teach most.
 
-    A set is drawn with probability in proportion to w (floor + (1 - floor) u). w is its weight, and
+    A set is drawn with probability proportional to w (floor + (1 - floor) u). w is its weight, and
     u estimates the share of its groups with 0 < pass rate < 1: it starts at 1, and after each
-    iteration with graded groups of the set u <- memory u + (1 - memory) (share in it). So no set
-    falls below ``floor`` times what its weight alone would give it.
+    iteration with graded groups of the set u <- memory u + (1 - memory) (share in it). No set
+    falls below ``floor`` times the share that its weight alone would give it.
 
     Args:
         floor: in (0, 1].
         memory: how slowly u follows, in [0, 1).
-        success_reward: a rollout with at least this reward passed, in sets that do not name their
+        success_reward: a rollout with at least this reward passed, in sets without a bar of their
             own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From rollouts to one packed TensorDict: see :mod:`lightning_rl.data.batch` for what it holds."""
+"""Packs rollouts into one TensorDict, whose contents :mod:`lightning_rl.data.batch` documents."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -18,23 +18,23 @@ from lightning_rl.rollout import Placed, Rollout, Row, SamplingDistribution
 from lightning_rl.vision.batch import NAME as PICTURES, as_column, picture_columns
 
 Sources = Sequence[tuple[Rollout, Row]]
-"""The rows of a batch in their order, each with its rollout."""
+"""The rows of a batch in order, each with its rollout."""
 
 
 def pack_rollouts(
     rollouts: Sequence[Rollout], among: Sequence[Rollout] = (), roles: Sequence[str] = ()
 ) -> TensorDict:
-    """Pack graded rollouts, each with a token after its prompt at least, into a batch, in order.
+    """Pack graded rollouts, each with at least one token after its prompt, into a batch, in order.
 
-    Groups are numbered as they come, or as they came ``among`` all that were collected: then a
-    group that was lost leaves its number unused, and the others have theirs on any number of ranks.
-    Roles are numbered by their places in ``roles``; without any, those that there are in the order
-    of their names.
+    Groups are numbered in the order of ``among``, all collected rollouts, or else of ``rollouts``:
+    a group that was lost leaves its number unused, and the others have the same numbers on any
+    number of ranks. Roles are numbered by their places in ``roles``, or else in the order of their
+    names.
 
     Raises:
-        ConfigError: if one was held to a form, so that its tokens cannot be scored, or was written
-            by another role than ``roles``.
-        DataError: if one recorded its calls, but not all that its model wrote, or some twice.
+        ConfigError: if one was sampled with constrained output, so that its tokens cannot be
+            scored, or has a role that is not in ``roles``.
+        DataError: if one recorded calls that miss some of its model's tokens, or overlap.
     """
     _require_scorable(rollouts)
     sources = packed_rows(rollouts)
@@ -66,7 +66,7 @@ def pack_rollouts(
 
 
 def packed_rows(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Row]]:
-    """The rows of a batch, each with its rollout: those with tokens after their prompts."""
+    """Return the rows of a batch, those with tokens after their prompts, each with its rollout."""
     return [(rollout, row) for rollout in rollouts for row in rollout.own_rows() if row.token_ids]
 
 
@@ -74,14 +74,14 @@ def _require_scorable(rollouts: Sequence[Rollout]) -> None:
     held = next((r for r in rollouts if r.structured and not r.expert), None)
     if held is not None:
         raise ConfigError(
-            f"rollout {held.id!r} was held to sampling.structured_outputs: which tokens were "
-            "allowed where, the trainer does not know, so it cannot score them; use "
+            f"rollout {held.id!r} was constrained by sampling.structured_outputs: the trainer does "
+            "not know which tokens were allowed where, so it cannot score them; use "
             "structured_outputs in eval_sampling only, or train on such completions by SFT or DPO"
         )
 
 
 def _column(numbers: Sequence[float], kind: type) -> Tensor:
-    """A tensor on the CPU, also where another device is the default."""
+    """Make a tensor on the CPU, even if another device is the default."""
     return torch.from_numpy(np.array(numbers, dtype=kind))  # in a third of torch.tensor's time
 
 
@@ -116,7 +116,7 @@ def _expert_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
 def _condition_columns(
     rows: Sequence[Row], sampling: Sequence[SamplingDistribution]
 ) -> dict[str, Tensor]:
-    """What was sampled otherwise for what its turn had before it."""
+    """Return columns for settings whose effect depends on the tokens before, in a turn."""
     columns = {}
     if any(s.min_tokens for s in sampling):
         flags = map(_no_end, rows, (s.min_tokens for s in sampling))
@@ -128,7 +128,7 @@ def _condition_columns(
 
 
 def _no_end(row: Row, least: int) -> list[bool]:
-    """Flags of the tokens, prompt included, among the first ``least`` of a turn."""
+    """Flag the tokens, prompt included, that are among the first ``least`` of a turn."""
     flags, written = [False] * len(row.prompt_ids), 0
     for mine in row.loss_mask:
         written = written + 1 if mine else 0
@@ -137,7 +137,7 @@ def _no_end(row: Row, least: int) -> list[bool]:
 
 
 def _turn_starts(row: Row) -> list[int]:
-    """Of each token, prompt included, where its turn begins, counted from the row's start."""
+    """Return where each token's turn begins, prompt included, counted from the row's start."""
     begin = len(row.prompt_ids)
     starts = [0] * begin
     for place, mine in enumerate(row.loss_mask, begin):
@@ -153,7 +153,7 @@ def _turn_starts(row: Row) -> list[int]:
 def _number_columns(
     sources: Sources, among: Sequence[Rollout], roles: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Lengths, and the numbers by which rows belong together."""
+    """Return lengths, and the numbers that say which rows belong together."""
     number_of = {name: number for number, name in enumerate(_roles_of(sources, roles))}
     columns = {
         "length": [row.length for _, row in sources],
@@ -168,7 +168,7 @@ def _number_columns(
 
 
 def _numbered(keys: Iterable[Hashable], before: Iterable[Hashable] = ()) -> list[int]:
-    """Of each key the number with which it first came, in ``before`` or else among the others."""
+    """Number keys by their first occurrence, in ``before`` or else among themselves."""
     number: defaultdict[Hashable, int] = defaultdict(count().__next__)
     for key in before:
         number[key]  # takes the next number
@@ -176,9 +176,10 @@ def _numbered(keys: Iterable[Hashable], before: Iterable[Hashable] = ()) -> list
 
 
 def _read_alike(row: Row) -> tuple[tuple[int, ...], tuple[Placed, ...], str]:
-    """Equal for rows whose prompts are one in a pack: same tokens, pictures and choice of experts.
+    """Return a key that is equal for rows whose prompts are one in a pack.
 
-    In 16 bits an engine may read one prompt in two batches with another rounding.
+    These have the same tokens, pictures and routed experts; in 16 bits an engine may round one
+    prompt differently in two batches, and route it to other experts.
     """
     length = len(row.prompt_ids)
     shown = tuple(one for one in row.placed if one.start < length)
@@ -186,7 +187,7 @@ def _read_alike(row: Row) -> tuple[tuple[int, ...], tuple[Placed, ...], str]:
 
 
 def _roles_of(sources: Sequence[tuple[Rollout, Row]], known: Sequence[str]) -> Sequence[str]:
-    """All roles in the order of their numbers."""
+    """Return all roles in the order of their numbers."""
     found = sorted({row.role for _, row in sources})
     if known and (unknown := [role for role in found if role not in known]):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Pictures of prompts: which columns of a table hold some, and where a row has its own."""
+"""Pictures of prompts: which columns of a table hold them, and which belong to a row."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,9 +20,9 @@ from lightning_rl.vision.messages import (
 
 
 def as_stored(features: Any) -> Any:
-    """Features of 🤗 datasets that leave pictures as they are stored; None if there are none.
+    """Return 🤗 datasets features that keep pictures encoded; None if there are none.
 
-    Decoded, a picture is a hundred times as large, and a broken one is an error of the whole row.
+    A decoded picture is a hundred times as large, and a broken one would fail the whole row.
     """
     import datasets
 
@@ -46,13 +46,13 @@ def as_stored(features: Any) -> Any:
 
 
 class PictureSource:
-    """Reads the pictures of rows, when they are drawn.
+    """Reads the pictures of rows when they are drawn.
 
     Args:
-        column: of pictures beside the prompt.
-        limits: bounds.
-        place: asked where a row has pictures: the folder of relative paths, None for the working
-            directory, and what a row may name.
+        column: column of pictures in addition to the prompt's.
+        limits: bounds of the pictures.
+        place: returns the folder of relative paths, None for the working directory, and what a row
+            may name.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class PictureSource:
         columns: dict[str, Any],
         later: Iterable[tuple[str | list[Message], Mapping[str, Any]]] = (),
     ) -> tuple[str | list[Message], list[Picture]]:
-        """A prompt as templates take it, and its pictures; their column is taken from the others.
+        """Return a prompt in the form for templates, and its pictures; removes their column.
 
-        Where they are downloaded, those of rows to come are begun meanwhile.
+        If pictures are downloaded, downloads for upcoming rows are started meanwhile.
 
         Args:
-            prompt: of the row.
-            columns: the row's others.
-            later: both of the rows that are probably drawn next.
+            prompt: the row's prompt.
+            columns: the row's other columns.
+            later: both for the rows that are probably drawn next.
 
         Raises:
-            PictureError: if one cannot be had, or is beyond a bound.
+            PictureError: if one is unavailable or out of bounds.
         """
         if urls := list(self._urls(prompt, columns)):
             self._downloads.want(urls, (url for row in later for url in self._urls(*row)))
@@ -121,7 +121,7 @@ class PictureSource:
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    """What a column holds: several pictures, one, or none."""
+    """Return what a column holds, several pictures, one or none, as a list."""
     if given is None:
         return []
     return given if isinstance(given, list | tuple) else [given]

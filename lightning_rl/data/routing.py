@@ -1,7 +1,7 @@
 """Routing: the experts that each token of a text was sent to, as compact text in rollouts.
 
-``2x8x1:...`` is of 2 layers and 8 experts a token, in 1 byte each; the rest is base64 of their
-numbers, token by token and layer by layer. An empty text says that nothing was recorded.
+``2x8x1:...`` stands for 2 layers and 8 experts per token, in 1 byte each; the rest is base64 of
+their numbers, token by token and layer by layer. An empty text means that nothing was recorded.
 """
 
 from base64 import b64decode, b64encode
@@ -13,21 +13,21 @@ from torch import Tensor
 from lightning_rl.errors import DataError
 
 UNKNOWN = -1
-"""In place of an expert: the router is to choose."""
+"""Stands for an expert that the router is to choose."""
 
 
 def to_text(experts: Tensor) -> str:
-    """Text for the experts (T, L, K) of T tokens."""
+    """Encode the experts (T, L, K) of T tokens as text."""
     narrow = not experts.numel() or int(experts.max()) < 256
     form = f"{experts.shape[1]}x{experts.shape[2]}x{1 if narrow else 2}"
     return _joined(form, experts.cpu().numpy().astype("<u1" if narrow else "<i2").tobytes())
 
 
 def of_text(text: str) -> Tensor:
-    """Experts (T, L, K) as int16; inverse of :func:`to_text`.
+    """Decode experts (T, L, K) as int16; inverse of :func:`to_text`.
 
     Raises:
-        DataError: if the text is none of its.
+        DataError: if the text is not of this form.
     """
     form, data = _split(text)
     layers, top_k, width = _sizes(form)
@@ -36,7 +36,7 @@ def of_text(text: str) -> Tensor:
 
 
 def beginning(text: str, tokens: int) -> str:
-    """Of the first so many tokens, or of as many as there are."""
+    """Return the experts of the first ``tokens`` tokens, or of as many as there are."""
     if not text:
         return text
     form, data = _split(text)
@@ -44,9 +44,9 @@ def beginning(text: str, tokens: int) -> str:
 
 
 def extended(known: str, longer: str) -> str:
-    """Of a text of which ``known`` is recorded, and ``longer`` when it was read once more.
+    """Extend the experts that are ``known`` by those of ``longer``, a repeated reading of the text.
 
-    What was recorded stands: with these experts the logprobs of its tokens were computed.
+    Known ones are kept: the logprobs of these tokens were computed with them.
 
     Raises:
         DataError: if they are of two models.
@@ -62,7 +62,7 @@ def extended(known: str, longer: str) -> str:
 
 
 def column(texts: list[str], lengths: list[int]) -> Tensor | None:
-    """Experts (T, L, K) of rows of these lengths, one after another; None: none is recorded.
+    """Return experts (T, L, K) of rows of these lengths, concatenated; None if none are recorded.
 
     Raises:
         DataError: if rows are of several models.

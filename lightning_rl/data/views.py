@@ -1,6 +1,6 @@
-"""The packed batch in the shapes that TensorDict code of others expects, such as torchrl's.
+"""The packed batch in the shapes that other TensorDict code expects, such as torchrl's.
 
-None of it is on the way of training: these are copies, made when somebody asks for them.
+Training does not use these; they are copies, made on request.
 """
 
 import math
@@ -18,16 +18,16 @@ from lightning_rl.rollout import Rollout, as_text
 
 
 def as_padded(batch: TensorDict, length: int | None = None, pad_token_id: int = 0) -> TensorDict:
-    """All tokens of a packed batch, one rollout a row, padded on the right: batch size [R, L].
+    """Return all tokens of a packed batch, one row per rollout, right-padded: batch size [R, L].
 
     It holds every column of ``batch["tokens"]`` under its name, zero (``versions``, ``call`` and
     ``state`` -1, ``input_ids`` ``pad_token_id``) where ``attention_mask`` is False.
 
     Args:
         batch: R packed rollouts.
-        length: L; None: that of the longest rollout. Give one where several batches shall go into
+        length: L; None: that of the longest rollout. Set it if several batches are to go into
             one buffer.
-        pad_token_id: stands in ``input_ids`` after a rollout's end.
+        pad_token_id: fills ``input_ids`` after a rollout's end.
 
     Raises:
         ConfigError: if a rollout has more than ``length`` tokens.
@@ -71,7 +71,7 @@ def as_torchrl(
         batch: R packed rollouts.
         rollouts: those that were packed, in order; None: without text.
         length: L of ``tokens``, see :func:`as_padded`.
-        pad_token_id: stands in ``input_ids`` after a rollout's end.
+        pad_token_id: fills ``input_ids`` after a rollout's end.
 
     Raises:
         ConfigError: if ``rollouts`` do not have R rows, or a row has more than ``length`` tokens.
@@ -99,8 +99,8 @@ def as_torchrl(
 def as_steps(batch: TensorDict) -> TensorDict:
     """One step per token that the model wrote, batch size [R, S], S the most of any rollout.
 
-    What ``torchrl.objectives.value.GAE`` takes, with ``gamma`` and ``lam`` per token as in
-    :class:`~lightning_rl.GAE`: an environment's tokens are no steps. Its keys:
+    ``torchrl.objectives.value.GAE`` takes it, with ``gamma`` and ``lam`` per token as in
+    :class:`~lightning_rl.GAE`: an environment's tokens are not steps. Its keys:
 
     - ``mask``: True for a step, False for padding, whose values are all zero;
     - ``action``: the token, ``action_log_prob``: its logprob under the old policy (the engine's,
@@ -121,8 +121,8 @@ def as_steps(batch: TensorDict) -> TensorDict:
     written = torch.bincount(row, minlength=count)
     if not bool((written > 0).all()):
         raise ConfigError(
-            f"rollout {int((written == 0).nonzero()[0])} has no token of the model's, so it has no "
-            "steps; leave it out"
+            f"rollout {int((written == 0).nonzero()[0])} has no token that the model wrote, "
+            "so it has no steps; leave it out"
         )
     grid = _Grid(row, count)
     mask = grid.fill(torch.ones_like(live, dtype=torch.bool))
@@ -183,7 +183,7 @@ def _with_text(view: TensorDict, rollouts: Sequence[Rollout]) -> TensorDict:
     rollouts = [rollout for rollout, _ in packed_rows(rollouts)]
     if len(rollouts) != count:
         raise ConfigError(
-            f"{given} rollouts do not go with a batch of {count}; give those that were "
+            f"{given} rollouts do not match a batch of {count}; pass those that were "
             "packed, in order"
         )
     texts = {

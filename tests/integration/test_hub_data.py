@@ -197,7 +197,7 @@ def test_what_is_not_there_is_named_with_what_is(read):
 def test_a_name_that_is_not_there_is_told_with_the_nearest(read, token):
     refused(
         read("openai/gsm9k", token=token),
-        "'openai/gsm9k' is no dataset of the hub",
+        "'openai/gsm9k' is neither a dataset of the hub",
         r"did you mean 'openai/gsm8k'\?",
         "if it is private, set HF_TOKEN",
     )
@@ -240,7 +240,7 @@ def test_a_hub_that_is_asked_too_often_is_left_alone_after_a_while(read, hub):
     hub.fail(request, repeat((429, {"Retry-After": "1"})))
     refused(
         read("us/busy"),
-        r"asked too often \(status 429\), also after 4 tries; try again in 1 s, or set HF_TOKEN",
+        r"the request rate \(status 429\), even after 4 tries; try again in 1 s, or set HF_TOKEN",
     )
     assert hub.requests[request] == 4
 
@@ -258,7 +258,7 @@ def test_a_hub_that_breaks_off_each_time_is_named(read, hub):
     hub.fail("HEAD /datasets/us/gone", repeat("drop"))
     refused(
         read("us/gone"),
-        rf"'us/gone': the hub \({hub.url}\) breaks off: .*disconnected.*, also after 4 tries",
+        rf"'us/gone': the hub \({hub.url}\) breaks off: .*disconnected.*, even after 4 tries",
     )
 
 

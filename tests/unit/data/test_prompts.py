@@ -181,7 +181,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, tokenizer):
 def test_a_damaged_folder_of_save_to_disk_is_named(tmp_path, tokenizer, name, content):
     prompts = from_datasets(tmp_path)
     (tmp_path / "set" / name).write_bytes(content)
-    with pytest.raises(DataError, match="set: damaged, or not all of what save_to_disk wrote"):
+    with pytest.raises(DataError, match="set: damaged, or an incomplete copy of what"):
         prompts.load(tokenizer)
 
 

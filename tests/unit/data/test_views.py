@@ -60,7 +60,7 @@ def test_a_row_per_rollout_has_its_numbers_and_its_text(rollouts):
     assert view["reward_parts", "seldom"].isnan().tolist() == [False] + [True] * 11
     assert (view[4]["finish_reason"], view[5]["query"]) == ("", "user: 2+2")
     assert as_torchrl(pack_rollouts(rollouts))[2:4].batch_size == (2,)
-    with pytest.raises(ConfigError, match="11 rollouts do not go with a batch of 12"):
+    with pytest.raises(ConfigError, match="11 rollouts do not match a batch of 12"):
         as_torchrl(pack_rollouts(rollouts), rollouts[1:])
 
 
@@ -112,5 +112,5 @@ def test_gae_agrees_with_torchrl(random_batch, gamma, lam):
 
 def test_a_rollout_without_steps_is_refused(make_rollout):
     batch = pack_rollouts([make_rollout([3], [4]), make_rollout([3], [4], loss_mask=[False])])
-    with pytest.raises(ConfigError, match="rollout 1 has no token of the model's"):
+    with pytest.raises(ConfigError, match="rollout 1 has no token that the model wrote"):
         as_steps(batch)
