@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 
 def own(value: Any) -> Any:
-    """A copy of lists and dictionaries at any depth; what is in them otherwise is shared."""
+    """Copy lists and dictionaries at any depth; other values in them are shared."""
     if type(value) is list:
         return [own(item) for item in value]
     if type(value) is dict:
@@ -25,9 +25,9 @@ _SCALARS = {int, float, bool, str, bytes, type(None)}
 
 
 def primitives(value: Any) -> Any:
-    """What ``dataclasses.asdict`` makes of a record, without a call per token.
+    """Convert a record as ``dataclasses.asdict`` does, but without a call per token.
 
-    A run that is told to end writes as many records as it has rollouts, and it may have 100,000.
+    An interrupted run writes all of its rollouts, of which it may have 100,000.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -44,9 +44,9 @@ def primitives(value: Any) -> Any:
 
 
 def of_whole_characters(value: Any) -> Any:
-    """Texts at any depth of lists and dictionaries, with U+FFFD for halves of characters.
+    """Replace lone surrogates by U+FFFD in texts, at any depth of lists and dictionaries.
 
-    No file and no tokenizer takes half of a character, a lone surrogate.
+    Neither files nor tokenizers accept a lone surrogate, which is half of a character.
     """
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -71,10 +71,10 @@ class RolloutStatus(StrEnum):
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as Prompt
 class Picture:
-    """A picture as it came: the bytes of a PNG, JPEG, WebP or GIF file, and what they show.
+    """A picture as it was given: the bytes of a PNG, JPEG, WebP or GIF file, and its size.
 
     ``digest`` is the SHA-256 of ``data`` in hex; equal digests are the same picture. ``width`` and
-    ``height`` are in pixels. :mod:`lightning_rl.vision` reads, checks and decodes them.
+    ``height`` are in pixels. :mod:`lightning_rl.vision` reads, checks and decodes pictures.
     """
 
     digest: str
@@ -94,11 +94,11 @@ class Placed(NamedTuple):
 class Prompt:
     """One dataset row, tokenised once.
 
-    ``prompt`` is what the user wrote (text, or chat messages), ``token_ids`` what the model reads,
+    ``prompt`` is what the user wrote (text or chat messages), ``token_ids`` what the model reads,
     ``columns`` the row's other fields, which rewards receive by name. ``set`` is the name of the
-    prompt set it was drawn from, where a run has several; ids are unique within it. ``pictures``
-    are the prompt's, in order: each is as many placeholders in ``token_ids`` as the model reads of
-    it, from the index on that ``places`` has.
+    prompt set it was drawn from, if a run has several; ids are unique within a set. ``pictures``
+    are in order: each stands in ``token_ids`` as as many placeholders as the model reads for
+    it, from its index in ``places`` on.
     """
 
     id: str
@@ -113,16 +113,17 @@ class Prompt:
         self.pictures = _pictures(self.pictures)
 
     def copy(self) -> "Prompt":
-        """An equal prompt with lists and dictionaries of its own: who changes it changes no other.
+        """Return an equal prompt with its own lists and dictionaries, so that it can be changed
+        safely.
 
-        Texts, pictures and what else is in them is shared, so a copy takes little time and memory.
+        Texts, pictures and other values in them are shared, so a copy takes little time and memory.
         """
         values = {each.name: own(getattr(self, each.name)) for each in fields(self)}
         return Prompt(**values)
 
     @property
     def placed(self) -> list[Placed]:
-        """Its pictures with their places."""
+        """The prompt's pictures with their places."""
         return _placed(self.places, self.pictures)
 
     @property
@@ -133,10 +134,10 @@ class Prompt:
 
 @dataclass(slots=True)
 class SamplingDistribution:
-    """The distribution of sampled tokens: every setting that changes it, to score under it.
+    """The distribution that tokens are sampled from: every setting needed to score under it.
 
-    The defaults change nothing. :class:`~lightning_rl.engines.sampling.Sampling` says what each
-    does, and what besides it a request asks for.
+    The defaults change nothing. :class:`~lightning_rl.engines.sampling.Sampling` documents each
+    setting, and what else a request asks for.
     """
 
     temperature: float = 1.0
@@ -150,25 +151,25 @@ class SamplingDistribution:
 
     @property
     def penalizes(self) -> bool:
-        """True if what was written makes tokens more or less likely."""
+        """True if tokens already written change the probability of the next one."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 SAMPLED_BY = tuple(f.name for f in fields(SamplingDistribution))
-"""Names of the settings that change what is sampled from."""
+"""Names of the settings that change the sampling distribution."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a model within a rollout: ``token_ids[start:stop]`` of a row are its completion.
+    """One model call within a rollout: ``token_ids[start:stop]`` of a row are its completion.
 
-    Its prompt is the row's prompt and ``token_ids[:start]``. ``reward`` is what fell on it alone,
-    None where nobody said; it is part of the rollout's reward, not beside it. ``state`` names what
-    the call was asked in, if an environment told: calls of a group in equal states are comparable.
-    ``scorable`` is False where the call was held to a form that scoring does not know: its tokens
-    have no loss. ``asked`` is False for a call of an interrupted attempt until it is asked for
-    again. ``tool_choice`` is what its request said of the tools that it offered: ``auto``,
-    ``none``, ``required``, or the name of the one to call; None where it offered none.
+    Its prompt is the row's prompt and ``token_ids[:start]``. ``reward`` is this call's own reward,
+    a part of the rollout's reward and not in addition to it; None if nobody gave one. ``state``
+    names the state the call was made in, if an environment told it: calls of a group in equal
+    states are comparable. ``scorable`` is False if the output was constrained to a form that
+    scoring cannot reproduce: its tokens have no loss. ``asked`` is False for a call of an
+    interrupted attempt until it is requested again. ``tool_choice`` is the request's: ``auto``,
+    ``none``, ``required``, or the name of the one tool to call; None if it offered no tools.
     """
 
     row: int
@@ -185,10 +186,11 @@ class Call:
 
 @dataclass(slots=True)
 class Fork:
-    """Where a rollout branched off from another of its group, of the same ``sample_index``.
+    """The point where a rollout branched off from another of its group, with the same
+    ``sample_index``.
 
-    The first ``calls`` calls are that one's, token by token. What follows is the ``number``-th
-    continuation from there; its requests have seeds of their own, derived from ``seed``.
+    The first ``calls`` calls are the other's, token by token. What follows is the ``number``-th
+    continuation from there; the seeds of its requests are derived from ``seed``.
     """
 
     calls: int
@@ -198,14 +200,14 @@ class Fork:
 
 @dataclass(slots=True)
 class Row:
-    """Tokens that continue one prompt: they are scored in one pass, and trained on.
+    """Tokens that continue one prompt: scored in one pass, and trained on.
 
-    The other lists have one entry for each token after the prompt: ``loss_mask`` is True where the
-    model wrote it (False where it was given, as by an environment), ``logprobs`` are the engine's
+    The other lists have one entry per token after the prompt: ``loss_mask`` is True where the
+    model wrote it (False where it was given, e.g. by an environment), ``logprobs`` are the engine's
     (0.0 where the token was given), and ``versions`` the version of the weights that wrote it (-1
-    where it was given). ``role`` is the policy that wrote the row. ``sampling`` is None where the
-    row was sampled as its rollout says. ``routed_experts`` are those that an engine sent its first
-    tokens to, those of the prompt included (:mod:`lightning_rl.data.routing`); empty: not recorded.
+    where it was given). ``role`` is the policy that wrote the row. ``sampling`` is None if the
+    row has the rollout's. ``routed_experts`` are those to which an engine routed its first
+    tokens, including the prompt's (:mod:`lightning_rl.data.routing`); empty: not recorded.
     ``pictures`` are all of the row in order, those of its prompt first; ``places`` say where each
     begins, counted from the start of the prompt.
     """
@@ -226,17 +228,17 @@ class Row:
 
     @classmethod
     def of(cls, prompt: Prompt) -> "Row":
-        """A row that continues a prompt; it has no tokens yet."""
+        """Return a row that continues a prompt; it has no tokens yet."""
         return cls(prompt.token_ids, pictures=list(prompt.pictures), places=list(prompt.places))
 
     @property
     def length(self) -> int:
-        """Tokens with those of the prompt."""
+        """Number of tokens, including the prompt's."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def placed(self) -> list[Placed]:
-        """Its pictures with their places."""
+        """The row's pictures with their places."""
         return _placed(self.places, self.pictures)
 
     def append_written(
@@ -249,7 +251,7 @@ class Row:
         self.versions += versions
 
     def append_given(self, token_ids: Sequence[int], placed: Sequence[Placed] = ()) -> None:
-        """Append tokens that the model reads and did not write, maybe with pictures among them.
+        """Append tokens that the model reads but did not write, maybe with pictures among them.
 
         ``placed`` counts from the first of these tokens.
         """
@@ -264,23 +266,23 @@ class Row:
 
 @dataclass(slots=True)
 class Rollout:
-    """One trajectory, at the level of tokens. Text is only ever decoded from it, never encoded.
+    """One trajectory of tokens. Text is only ever decoded from it, never encoded.
 
-    ``rows`` hold the tokens. The first row continues the prompt, and may be without tokens; an
-    agent that starts over in between, with a shorter history or as another role, makes more of
-    them. ``sampling`` is what the tokens were sampled from, unless a row has its own.
-    ``calls`` are the models' calls in their order; without any recorded, each stretch of tokens
-    that a model wrote is one (:meth:`model_calls`). ``fork`` is where the rollout branched off,
-    None for one that began with its prompt. ``dropped`` counts tokens that a model wrote for it and
-    that are not in its rows (any more). ``expert`` marks a given completion to imitate, which no
-    engine wrote. ``structured``: it was held to a form that scoring does not know.
+    ``rows`` hold the tokens. The first row continues the prompt, and may have no tokens; an agent
+    that starts over in between, with a shorter history or in another role, adds further rows.
+    ``sampling`` is the distribution the tokens were sampled from, unless a row has its own.
+    ``calls`` are the model calls in order; if none were recorded, each stretch of tokens that a
+    model wrote is one (:meth:`model_calls`). ``fork`` is where the rollout branched off; None if it
+    began with its prompt. ``dropped`` counts tokens that a model wrote for it but that are not, or
+    no longer, in its rows. ``expert`` marks a given completion to imitate, which no engine wrote.
+    ``structured`` marks output constrained to a form that scoring cannot reproduce.
 
     ``environment_reward`` is what an environment paid, for rewards to use. ``reward_parts`` are the
-    scores of the reward functions by name, and as ``name/part`` what a score consists of.
-    ``role_rewards`` are rewards of roles that differ from the rollout's. ``extra`` and
-    ``logged`` are what reward functions and agents told: a value per column for this rollout (such
-    as ``session_id`` and ``tools``, the schemas that its models were offered), and numbers for all
-    of its group.
+    scores of the reward functions by name, and their parts as ``name/part``. ``role_rewards`` are
+    the rewards of roles whose reward differs from the rollout's. ``extra`` and ``logged`` come from
+    reward functions and agents: ``extra`` has one value per column for this rollout (such as
+    ``session_id``, or ``tools``, the schemas that its models were offered), ``logged`` numbers for
+    the whole group.
     """
 
     prompt: Prompt
@@ -311,31 +313,31 @@ class Rollout:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens after the prompts of all rows, row by row; to write some, see :class:`Row`."""
+        """The tokens after the prompts of all rows, row by row; :class:`Row` appends tokens."""
         return _joined([row.token_ids for row in self.rows])
 
     @property
     def loss_mask(self) -> list[bool]:
-        """Of each token in ``token_ids``, whether the model wrote it and is trained on it."""
+        """For each token in ``token_ids``, True if the model wrote it and it is trained on."""
         return _joined([row.loss_mask for row in self.rows])
 
     @property
     def logprobs(self) -> list[float]:
-        """Of each token in ``token_ids``, the engine's logprob."""
+        """The engine's logprob of each token in ``token_ids``."""
         return _joined([row.logprobs for row in self.rows])
 
     @property
     def versions(self) -> list[int]:
-        """Of each token in ``token_ids``, the version of the weights that wrote it."""
+        """The version of the weights that wrote each token in ``token_ids``."""
         return _joined([row.versions for row in self.rows])
 
     @property
     def length(self) -> int:
-        """Tokens after the prompts of all rows, written or given."""
+        """Number of tokens after the prompts of all rows, written or given."""
         return sum(len(row.token_ids) for row in self.rows)
 
     def shared(self) -> list[int]:
-        """How many tokens of each row precede the fork."""
+        """Return how many tokens of each row precede the fork."""
         counts = [0] * len(self.rows)
         if self.fork is not None:
             for call in self.model_calls()[: self.fork.calls]:
@@ -343,7 +345,7 @@ class Rollout:
         return counts
 
     def own_rows(self) -> list[Row]:
-        """All rows; tokens before the fork have no loss."""
+        """Return all rows, with tokens before the fork excluded from the loss."""
         if self.fork is None:
             return self.rows
         return [
@@ -352,26 +354,26 @@ class Rollout:
         ]
 
     def written_versions(self) -> list[int]:
-        """The versions of the tokens that are trained on, row by row."""
+        """Return the weight versions of the tokens that are trained on, row by row."""
         pairs = zip(self.versions, self.loss_mask, strict=True)
         return [version for version, mine in pairs if mine]
 
     def prompt_of(self, call: Call) -> list[int]:
-        """The tokens that a call was asked to continue."""
+        """Return the tokens that a call was asked to continue."""
         row = self.rows[call.row]
         return row.prompt_ids + row.token_ids[: call.start]
 
     def pictures_of(self, call: Call) -> list[Placed]:
-        """The pictures among the tokens that a call was asked to continue."""
+        """Return the pictures among the tokens that a call was asked to continue."""
         read = self.read_by(call)
         return [one for one in self.rows[call.row].placed if one.start < read]
 
     def read_by(self, call: Call) -> int:
-        """How many tokens a call was asked to continue."""
+        """Return how many tokens a call was asked to continue."""
         return len(self.rows[call.row].prompt_ids) + call.start
 
     def model_calls(self) -> list[Call]:
-        """The models' calls: as recorded, or else the stretches that a model wrote."""
+        """Return the recorded model calls, or else the stretches that a model wrote."""
         if self.calls:
             return self.calls
         calls = []
@@ -385,7 +387,7 @@ class Rollout:
         return calls
 
     def reward_of(self, role: str) -> float:
-        """A role's reward; 0 if it was not graded."""
+        """Return a role's reward; 0 if it was not graded."""
         return self.role_rewards.get(role, 0.0 if self.reward is None else self.reward)
 
     @property
@@ -399,21 +401,21 @@ class Rollout:
 
     @property
     def own_seed(self) -> int:
-        """The base of the seeds of its own tokens, not of those it shares."""
+        """The base seed of the rollout's own tokens, those after its fork."""
         return self.seed if self.fork is None else self.fork.seed
 
     @property
     def completed(self) -> bool:
-        """Completely written, whether graded or not."""
+        """True if it is completely written, whether graded or not."""
         return self.status is RolloutStatus.COMPLETED
 
     @property
     def graded(self) -> bool:
-        """Completed, and with a reward: what can be trained on and counted."""
+        """True if it is completed and has a reward, so that it is trained on and counted."""
         return self.completed and self.reward is not None
 
     def fail(self, error: str) -> None:
-        """Make it FAILED for this reason. What it has so far stays, where its lists agree."""
+        """Mark the rollout as FAILED for this reason; it keeps tokens as far as its lists agree."""
         self.status, self.error = RolloutStatus.FAILED, error
         self.reward = self.finish_reason = None
         for row in self.rows:
@@ -426,14 +428,14 @@ class Rollout:
         self.calls = [c for c in self.calls if c.stop <= len(self.rows[c.row].token_ids)]
 
     def clear(self) -> None:
-        """Make it INIT again, as if nothing had been written; what had been counts as dropped."""
+        """Reset the rollout to INIT, with nothing written; its previous tokens count as dropped."""
         self.dropped += sum(self.loss_mask)
         self.rows, self.calls, self.role_rewards = [Row.of(self.prompt)], [], {}
         self.completion, self.environment_reward = "", None
         self.status, self.finish_reason = RolloutStatus.INIT, None
 
     def to_dict(self) -> dict[str, Any]:
-        """Primitives only, so that it survives JSON and ``torch.load(weights_only=True)``."""
+        """Convert to primitives, which survive JSON and ``torch.load(weights_only=True)``."""
         record: dict[str, Any] = primitives(self)
         record["status"] = self.status.value
         prompt_ids = record["prompt"]["token_ids"]
@@ -458,7 +460,7 @@ class Rollout:
 
 
 def _pictures(given: Sequence[Picture | dict[str, Any]]) -> list[Picture]:
-    """Pictures, of which some may be records of them."""
+    """Build pictures, some of which may be given as records."""
     return [one if isinstance(one, Picture) else Picture(**one) for one in given]
 
 
@@ -476,7 +478,7 @@ def _joined(lists: list[list[T]]) -> list[T]:
 
 
 def _known(kind: type, record: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass from a record, which may hold more."""
+    """Keep a record's entries that are fields of the dataclass; it may have others."""
     names = {f.name for f in fields(kind)}
     return {key: value for key, value in record.items() if key in names}
 
@@ -486,14 +488,14 @@ Group = list[Rollout]
 
 
 def last_text(completion: str | Sequence[Message]) -> str:
-    """Text as it is; of chat messages the last one's."""
+    """Return text as it is, and chat messages as the text of the last one."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def answer_in(completion: str | Sequence[Message], opened_thought: bool = False) -> str | None:
-    """The last message's text after its thought; None if the thought did not end.
+    """Return the last message's text after its thought; None if the thought did not end.
 
-    A thought stands before ``</think>``. It begins with ``<think>``, or before the text, if the
+    A thought ends with ``</think>``. It begins with ``<think>``, or with the text itself if the
     chat template has opened it (``opened_thought``).
     """
     _, ended, said = last_text(completion).rpartition("</think>")
@@ -501,14 +503,16 @@ def answer_in(completion: str | Sequence[Message], opened_thought: bool = False)
 
 
 def as_text(content: str | Sequence[Message]) -> str:
-    """Text as it is; chat messages as ``role: content`` lines."""
+    """Return text as it is, and chat messages as ``role: content`` lines."""
     if isinstance(content, str):
         return content
     return "\n".join(f"{m.get('role')}: {_said(m.get('content'))}" for m in content)
 
 
 def _said(content: Any) -> Any:
-    """A message's content; of content parts their texts, and ``[image]`` for a picture."""
+    """Return a message's content; of content parts, the joined texts, with ``[image]`` for
+    pictures.
+    """
     if not isinstance(content, list):
         return content
     parts = [part if isinstance(part, dict) else {"text": part} for part in content]
