@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from inspect import Parameter, getdoc, isclass
-from textwrap import fill
+from textwrap import fill, indent
 from typing import Any, NamedTuple
 
 from jsonargparse._parameter_resolvers import get_signature_parameters
@@ -15,7 +15,6 @@ from lightning_rl.config.names import HOME, added, public
 from lightning_rl.errors import ConfigError
 
 WIDTH = 100
-INDENT = {"initial_indent": "    ", "subsequent_indent": "    "}
 
 
 class Argument(NamedTuple):
@@ -53,7 +52,7 @@ def text_of(name: str) -> str:
         given = "required" if argument.default is None else f"default: {argument.default}"
         lines.append(f"{argument.name}: {argument.type} ({given})")
         if argument.says:
-            lines.append(fill(argument.says.replace("``", ""), WIDTH, **INDENT))
+            lines.append(indent(fill(argument.says.replace("``", ""), WIDTH - 4), " " * 4))
     return "\n".join(lines)
 
 
