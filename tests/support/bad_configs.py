@@ -106,7 +106,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.sampling [max_tokens]": ["keys of Sampling", "got ['max_tokens']"],
         "--model.lora true": ["lora: expected keys of LoRA (e.g. {rank: 16}) or null, got True"],
         "--data.rewards my_rewards.length": ["rewards: expected a list", "my_rewards.length"],
-        "--model.loss torch.nn.MSELoss": ["torch.nn.MSELoss is no PolicyLoss"],
+        "--model.loss torch.nn.MSELoss": ["torch.nn.MSELoss is not a PolicyLoss"],
     },
     "files": {
         "--config nope.yaml": ["nope.yaml: there is no such file"],

@@ -82,7 +82,7 @@ def test_a_script_is_read_by_its_calls_and_never_run(tmp_path, capsys):
         "reward_len is a function of the script",
         "lambda **k: [0.0] (line",
         "the script goes on with map, shuffle",
-        "tools: tools are an agent here",
+        "tools: tools belong to an agent here",
         "no_lora=False, num_generations=4",
     ):
         assert unread in said, unread
@@ -173,8 +173,8 @@ GRPOTrainer(model=model.model_name_or_path, args=config, reward_funcs=[f])
     ("text", "message"),
     [
         ("x = (", "s.py:1: not valid Python"),
-        ("print(1)", "no call of GRPOConfig or GRPOTrainer is in it"),
-        ("DPOTrainer(model)", r"is in it \(it starts DPOTrainer\)"),
+        ("print(1)", "it has no call of GRPOConfig or GRPOTrainer"),
+        ("DPOTrainer(model)", r"GRPOTrainer \(it starts DPOTrainer\)"),
         ("x = " + "(" * 5000 + ")" * 5000, "s.py"),
         ("x = " + "1 + " * 50_000 + "1", "s.py"),
         ("x = 'a'\n" + "x = x + x\n" * 500 + "y = 9 ** 9 ** 9", "no call of"),
