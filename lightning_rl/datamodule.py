@@ -182,7 +182,7 @@ class RLDataModule(CollectingDataModule):
         self.train_tasks = tasks_of(
             train_prompts, agent, self._common_rewards, sampling, group_size, success_reward
         )
-        """What becomes of the training prompts: of each set, or of all."""
+        """The task of each set of training prompts, or of all of them."""
         held_out = (
             []
             if eval_prompts is None
@@ -196,7 +196,7 @@ class RLDataModule(CollectingDataModule):
             )
         )
         self.evaluation = Evaluation(held_out, self.train_tasks, self.seed, self.eval_metrics)
-        """What becomes of the held-out prompts."""
+        """Makes the groups and metrics of held-out prompts."""
         self.rewards = grader_of(self.train_tasks)
         """Grades what is trained on."""
         if reward_weights is not None and rewards is None:
@@ -214,9 +214,9 @@ class RLDataModule(CollectingDataModule):
         """All ranks' rollouts of the last iteration (where there are several, without logprobs)."""
 
     @property
-    def eval_tasks(self) -> list[Task]:
-        """What becomes of the held-out prompts, of each set; [] without any."""
-        return self.evaluation.tasks
+    def _tasks(self) -> list[Task]:
+        """The tasks of training, and those of evaluation."""
+        return [*self.train_tasks, *self.evaluation.tasks]
 
     def task_of(self, prompt: Prompt) -> Task:
         """The task of a training prompt.
@@ -234,14 +234,13 @@ class RLDataModule(CollectingDataModule):
     @property
     def all_agents(self) -> list[Agent]:
         """The data module's own, and those of all tasks, each once."""
-        tasks = (*self.train_tasks, *self.eval_tasks)
-        return list({id(a): a for a in (self.agent, *(task.agent for task in tasks))}.values())
+        agents = (self.agent, *(task.agent for task in self._tasks))
+        return list({id(agent): agent for agent in agents}.values())
 
     @property
     def all_rewards(self) -> list[Rewards]:
         """Those of all tasks, each once."""
-        tasks = (*self.train_tasks, *self.eval_tasks)
-        return list(dict.fromkeys(task.rewards for task in tasks))
+        return list(dict.fromkeys(task.rewards for task in self._tasks))
 
     def hanging(self) -> Hanging | None:
         found = next((call for rewards in self.all_rewards if (call := rewards.hanging())), None)
@@ -267,13 +266,12 @@ class RLDataModule(CollectingDataModule):
         with dist.every_rank():
             room = self._start_engine(module)
         room = dist.from_rank_zero(room)
-        for task in (*self.train_tasks, *self.eval_tasks):
+        for task in self._tasks:
             with naming(task.name):
                 task.prompts.bound(room_for_prompts(room, task.sampling))
-        self._pipeline = self._made_pipeline(self.train_tasks)
         works = stage == "fit" and drives_engine(self.engine)
         self._collection = Collection(
-            self._pipeline,
+            self._made_pipeline(self.train_tasks),
             self.collector if works else SyncCollector(),
             self._source(stage),
             self.filters,
@@ -364,7 +362,7 @@ class RLDataModule(CollectingDataModule):
         # Where the configuration tells the engine's length, do not start it only to refuse.
         limit = getattr(self.engine, "max_model_len", None)
         if limit is not None:
-            for task in (*self.train_tasks, *self.eval_tasks):
+            for task in self._tasks:
                 with naming(task.name):
                     room_for_prompts(limit, task.sampling)
 
@@ -550,7 +548,7 @@ class RLDataModule(CollectingDataModule):
         clock = self._module().clock
         groups = self.evaluation.groups(self.eval_limit)
         with clock("eval"), self._ready().yielding():
-            pipeline = self._made_pipeline(self.eval_tasks)
+            pipeline = self._made_pipeline(self.evaluation.tasks)
             rollouts = pipeline.complete_together(groups, self.eval_sampling)
         return rollouts, self.evaluation.all_metrics(rollouts)
 
@@ -562,7 +560,7 @@ class RLDataModule(CollectingDataModule):
             RewardError: if too large a share could not be graded.
         """
         prompts = self.train_prompts.first(groups)
-        return self._pipeline.run(prompts, group_size, self.sampling, self.seed)
+        return self._ready().pipeline.run(prompts, group_size, self.sampling, self.seed)
 
     def peek(self, module: RolloutModule, groups: int = 2, group_size: int | None = None) -> Peek:
         """A small batch to look at, in a notebook say: collected, graded and packed.

@@ -115,7 +115,7 @@ def _row_for(rollout: Rollout, one: Captured, prefixes: Prefixes) -> int:
     counts = sampling.penalizes or bool(sampling.min_tokens)
 
     def may(row: Row) -> bool:
-        """Whether pictures match, and given tokens separate calls whose sampling counts tokens."""
+        """Tell whether a row may go on: same pictures, and given tokens between counted calls."""
         if row.placed != [shown for shown in one.pictures if shown.start < row.length]:
             return False
         return not (counts and row.token_ids and row.length == len(one.prompt_ids))

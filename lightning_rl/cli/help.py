@@ -3,14 +3,12 @@
 import argparse
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from inspect import Parameter, getdoc, isclass
 from textwrap import fill, indent
 from typing import Any, NamedTuple
 
-from jsonargparse._parameter_resolvers import get_signature_parameters
-
 from lightning_rl.cli.process import CommandParser, printable
+from lightning_rl.config.hints import did_you_mean, parameters
 from lightning_rl.config.names import HOME, added, public
 from lightning_rl.errors import ConfigError
 
@@ -27,7 +25,7 @@ class Argument(NamedTuple):
 
 
 def arguments_of(cls: type) -> list[Argument]:
-    """The arguments of a class in their order, with those that it passes on to its bases."""
+    """Return the arguments of a class in order, with those that it passes on to its bases."""
     return [
         Argument(
             parameter.name,
@@ -35,12 +33,12 @@ def arguments_of(cls: type) -> list[Argument]:
             None if parameter.default is Parameter.empty else _default(parameter.default),
             " ".join((parameter.doc or "").split()),
         )
-        for parameter in get_signature_parameters(cls, None)
+        for parameter in parameters(cls).values()
     ]
 
 
 def text_of(name: str) -> str:
-    """What a class does, where it is imported from, and its arguments.
+    """Describe a class: its purpose, where to import it from, and its arguments.
 
     Raises:
         ConfigError: if no public class has this name.
@@ -59,12 +57,12 @@ def text_of(name: str) -> str:
 def _class_called(name: str) -> type:
     known = [*HOME, *added()]
     if name not in known:
-        close = get_close_matches(name, known, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
+        meant = did_you_mean(name, known)
         raise ConfigError(f"help: no class of this library is called {name!r}{meant}")
     found: Any = public(name)
-    if not isclass(found):
-        raise ConfigError(f"help: {name} is no class, and has no arguments to configure")
+    if not isclass(found) or issubclass(found, Exception):
+        kind = "an error" if isclass(found) else "no class"
+        raise ConfigError(f"help: {name} is {kind}, and has no arguments to configure")
     return found
 
 

@@ -9,7 +9,7 @@ from lightning_rl.rollout import Group, Rollout
 
 
 class Evaluation:
-    """What is done with held-out prompts.
+    """Makes the groups of held-out prompts, and the metrics of their rollouts.
 
     Args:
         tasks: one for each set of held-out prompts.

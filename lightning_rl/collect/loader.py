@@ -50,7 +50,7 @@ class EpochLoader(ABC):
 
     @property
     def untrained(self) -> bool:
-        """Whether the batch begun last has not been trained on."""
+        """True while the batch that was begun last has not been trained on."""
         return self._trained() < self._due
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What convert reads: a file of values, Hydra overrides, or a script that starts a run."""
+"""Sources of a conversion: a file of values, Hydra overrides, or a script that starts a run."""
 
 import itertools
 import json

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -45,9 +44,3 @@ class NothingAhead:
 
     def clear(self) -> None:
         """Forget the batch."""
-
-
-def others(*flags: Tensor | None) -> Tensor | None:
-    """Indices of the rows that none of these flags (R,) mark; None where no flags are given."""
-    given = [some.cpu() for some in flags if some is not None]
-    return (~torch.stack(given).any(0)).nonzero().squeeze(1) if given else None

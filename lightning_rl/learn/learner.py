@@ -18,9 +18,9 @@ from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
 from lightning_rl.data.batch import empty_like, host_of, select, token_rows, with_host
 from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.ahead import NothingAhead, others
+from lightning_rl.learn.ahead import NothingAhead
 from lightning_rl.learn.gradients import clip_gradients, scale_gradients
-from lightning_rl.learn.left_out import LeftOut, without, without_flags
+from lightning_rl.learn.left_out import LeftOut, rows_beside, without, without_flags
 from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import Reference
@@ -163,7 +163,7 @@ class Learner:
     ) -> TensorDict:
         """Score the rollouts that are not left out, and were not scored ahead."""
         known = self.ahead.known(name)
-        rows = others(left_out, known)
+        rows = rows_beside(left_out, known)
         records = self.routing_replay is not None and self.routing_replay.is_of(name)
         with self.clock("logprob"):
             batch = policy.score(batch, name, self.max_tokens_per_pack, rows, records)

@@ -64,3 +64,9 @@ def without_flags(flags: Tensor, left_out: Tensor) -> Tensor:
     left_out = left_out.cpu()
     nothing = torch.zeros(1, dtype=torch.bool, device="cpu")
     return nothing if left_out.all() else flags[~left_out]
+
+
+def rows_beside(*flags: Tensor | None) -> Tensor | None:
+    """Return the indices of the rows that none of these flags (R,) mark; None without flags."""
+    given = [some.cpu() for some in flags if some is not None]
+    return (~torch.stack(given).any(0)).nonzero().squeeze(1) if given else None

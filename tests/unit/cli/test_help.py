@@ -49,6 +49,7 @@ def test_every_public_class_has_a_list():
         ("PolicyModul", "'PolicyModul'; did you mean PolicyModule?"),
         ("Frobnicate", "no class of this library is called 'Frobnicate'"),
         ("pack_rollouts", "pack_rollouts is no class"),
+        ("LightningRLError", "LightningRLError is an error"),
     ],
 )
 def test_names_of_no_class_are_refused(name, says, capsys):
