@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import re
 import sys
 from functools import cache
@@ -84,6 +85,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze = lambda: freeze(with_vllm="vllm.v1.engine.core" in sys.modules)
     gc.unfreeze = lambda: None
+
+
+def pytest_runtest_setup() -> None:
+    """Draw the same in every test, and in the fixtures made for it, whichever tests ran before."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

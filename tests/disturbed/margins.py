@@ -22,7 +22,6 @@ import inspect
 import json
 import math
 import os
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -232,11 +231,6 @@ def pytest_load_initial_conftests() -> None:
         watch(recorder, module, "isclose", 1e-5, 1e-8)
     watch(recorder, np.testing, "assert_allclose", 1e-7)
     watch(recorder, torch.testing, "assert_close", None)
-
-
-def pytest_runtest_setup() -> None:
-    """Have what a test draws from Python's generator, such as a wait's length, be the same."""
-    random.seed(0)
 
 
 @dataclass(frozen=True, order=True)

@@ -13,6 +13,7 @@ from lightning_rl.models.lora import LoRA
 from tests.support.lots import LotEngine
 from tests.support.recorded_run import make_place, stand_in, train
 from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.tolerances import bfloat16_rounding
 
 
 class Apart(LotEngine):
@@ -39,7 +40,8 @@ def test_what_is_exported_is_what_was_sampled(tiny_model, tmp_path):
     module.loaded_policy.save_pretrained(whole)
     # The base came before the first iteration, then adapters alone, after each.
     assert engine.came == [False, True, True, True]
-    assert float(trainer.callback_metrics["rollout/logprob_gap_max"]) < 0.25
+    gap = float(trainer.callback_metrics["rollout/logprob_gap_max"])
+    assert gap < bfloat16_rounding(tiny_model, magnitude=4.0)
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         one, other = (

@@ -21,6 +21,7 @@ from tests.support.engine_checks import (
 )
 from tests.support.lots import LotEngine
 from tests.support.small_run import SaveAfter, data_module, grpo, trainer_of
+from tests.support.tolerances import bfloat16_rounding
 
 FIXED = Sampling(max_tokens=12, min_tokens=12, temperature=0.8)
 
@@ -74,7 +75,8 @@ def test_a_run_in_bfloat16_keeps_what_is_packed(tiny_model, tmp_path, form):
     export = HFExport(str(tmp_path / "whole"), merge_adapters=True)
     packed = Policy(str(tiny_model), lora=LoRA(quantization=form)).lm
     module, trainer = fitted(tiny_model, tmp_path, form, SaveAfter(2, saved), export)
-    assert float(trainer.callback_metrics["rollout/logprob_gap_max"]) < 0.25
+    gap = float(trainer.callback_metrics["rollout/logprob_gap_max"])
+    assert gap < bfloat16_rounding(tiny_model, magnitude=4.0)
     layers = quantized_layers(module.loaded_policy.lm)
     state = torch.load(saved, weights_only=True)["state_dict"]
     for name, layer in quantized_layers(packed).items():

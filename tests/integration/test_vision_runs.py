@@ -54,6 +54,12 @@ from tests.support.tiny_vision import (
     save_vision_model,
     share_of_even,
 )
+from tests.support.tolerances import rounding
+
+AGREED = rounding(additions=4_000, magnitude=8.0)
+"""In nats, 3e-4: of logprobs up to 8, by the sums of these models. An engine that misses what two
+iterations changed is off by 4e-3 where it is the tower, and by 0.8 where it is the language model.
+"""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -108,14 +114,14 @@ def changed(module, model):
 
 def test_every_family_learns(model, rows, tmp_path):
     module, trainer = run(model, rows, tmp_path)
-    assert gap(trainer) < 1e-5
+    assert gap(trainer) < AGREED
     assert changed(module, model) <= {"language_model", "lm_head.weight"}
 
 
 def test_a_tower_is_trained_at_its_own_rate(qwen, rows, tmp_path):
     vision = Vision(train_tower=True, train_projector=True, tower_lr=1e-4)
     module, trainer = run(qwen, rows, tmp_path, vision=vision)
-    assert gap(trainer) < 1e-5  # the engine has got the tower's weights, too
+    assert gap(trainer) < AGREED  # the engine has got the tower's weights, too
     assert changed(module, qwen) == {"language_model", "lm_head.weight", "visual", "visual.merger"}
     assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [3e-3, 1e-4]
 
@@ -133,7 +139,7 @@ def test_the_way_through_minibatches_epochs_and_a_critic(qwen, rows, tmp_path):
         minibatches=2, max_tokens_per_pack=64, kl=K3Penalty(), gradient_checkpointing=True,
         vision=Vision(train_tower=True),
     )  # fmt: skip
-    assert gap(trainer) < 1e-5
+    assert gap(trainer) < AGREED
     assert "visual" in changed(module, qwen)
 
 
@@ -141,7 +147,7 @@ def test_a_critic_with_a_tower_of_its_own(qwen, rows, tmp_path):
     module, trainer = run(
         qwen, rows, tmp_path, advantage=GAE(), value_head=SeparateValueHead(), value_lr=1e-2
     )
-    assert gap(trainer) < 1e-5
+    assert gap(trainer) < AGREED
     assert changed(module, qwen) == {"language_model", "lm_head.weight"}
     before, body = Policy(str(qwen)).lm.model, module.policy.value_head.body
     moved = {
@@ -162,22 +168,22 @@ def test_lora_adapts_what_is_trained(qwen, rows, tmp_path):
     module, trainer = run(qwen, rows, tmp_path, lora=LoRA(rank=2), vision=seeing)
     adapted = set(adapted_layers(module.policy.lm))
     assert {"model.visual.blocks.0.attn.qkv", "model.visual.merger.mlp.0"} <= adapted
-    assert gap(trainer) < 1e-5
+    assert gap(trainer) < AGREED
     one = LoRA(rank=2, target_modules=r".*visual\.blocks\.\d\.attn\.qkv")
     module, trainer = run(qwen, rows, tmp_path, lora=one)
     assert {name.rpartition(".")[2] for name in adapted_layers(module.policy.lm)} == {"qkv"}
-    assert gap(trainer) < 1e-5
+    assert gap(trainer) < AGREED
 
 
 def test_adapters_apart_are_of_the_language_model_only(qwen, rows, tmp_path):
     apart = {"engine": TransformersEngine(device="cpu", adapters="apart")}
     _, trainer = run(qwen, rows, tmp_path, lora=LoRA(rank=2), data=apart)
-    assert gap(trainer) < 1e-5
+    assert gap(trainer) < AGREED
     seeing = Vision(train_tower=True)
     with pytest.raises(ConfigError, match=r"apart.*tower"):
         run(qwen, rows, tmp_path, lora=LoRA(rank=2), vision=seeing, data=apart)
     _, trainer = run(qwen, rows, tmp_path, lora=LoRA(rank=2), vision=seeing)  # merged
-    assert gap(trainer) < 1e-5
+    assert gap(trainer) < AGREED
 
 
 def test_the_probe_has_a_picture_in_it(qwen, rows, tmp_path, monkeypatch):
@@ -192,7 +198,7 @@ def test_the_probe_has_a_picture_in_it(qwen, rows, tmp_path, monkeypatch):
     only = {"train_prompts": JSONLPrompts(str(rows), seed=1, shuffle=False)}
     _, trainer = run(qwen, rows, tmp_path, data=only)
     assert seen
-    assert trainer.callback_metrics["sync/probe_gap"] < 1e-5
+    assert trainer.callback_metrics["sync/probe_gap"] < AGREED
 
 
 class Shower(Environment):
@@ -219,7 +225,7 @@ def test_an_environment_shows_pictures(qwen, rows, tmp_path):
     kept = {"engine": TransformersEngine(device="cpu", kept_tokens=10_000)}
     for options in (data, data | kept):
         _, trainer = run(qwen, rows, tmp_path, data=options)
-        assert gap(trainer) < 1e-5
+        assert gap(trainer) < AGREED
         rollouts = trainer.datamodule._loader.current
         assert all(len(r.rows) == 1 and r.completed for r in rollouts)
         assert {len(r.rows[0].pictures) - len(r.prompt.pictures) for r in rollouts} == {2}
@@ -273,7 +279,7 @@ def test_a_streamed_update_is_the_same(qwen, rows, tmp_path):
         }
         module, trainer = run(qwen, rows, tmp_path, vision=vision, data=data, optimizer=sgd)
         weights.append(dict(module.policy.lm.named_parameters()))
-        assert gap(trainer) < 1e-5
+        assert gap(trainer) < AGREED
     assert trainer.callback_metrics["policy/streamed_share"] > 0
     for name, weight in weights[0].items():
         assert torch.allclose(weight, weights[1][name], atol=1e-6), name

@@ -64,6 +64,17 @@ def scores_rounding(model: Model, *scores: Tensor) -> float:
     return 2 * rounding(forward_additions(model), magnitude)
 
 
+def bfloat16_rounding(model: Model, magnitude: float) -> float:
+    """Bound for logprobs of that magnitude, where all products take and give bfloat16.
+
+    They add in float32, so what counts is how often a number is rounded on its way from a token to
+    a logprob: twice in each of the six products of a layer (projection, scores,
+    values, output, and the MLP's two), and in the head.
+    """
+    config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
+    return rounding(2 * (6 * config.num_hidden_layers + 1), magnitude, torch.bfloat16)
+
+
 def gradient_rounding(model: Model, tokens: int) -> float:
     """Relative bound for the norm of a gradient: there, back twice as far, and summed over tokens.
 

@@ -12,6 +12,7 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.dpo import DPOModule, PairDataModule, RolloutPairs, dpo
 from lightning_rl.models.policy import load_tokenizer
+from tests.support.doubles import EXACT, doubled
 from tests.support.small_run import trainer_of
 
 
@@ -60,7 +61,7 @@ def test_first_loss_is_log_2_and_training_separates_the_pairs(tiny_model, tmp_pa
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_margins_equal_plain_transformers(tiny_model, tmp_path):
+def test_margins_equal_plain_transformers(tiny_model, in_double):
     """The pair's loss, computed from each completion alone by a plain forward."""
     module = DPOModule(str(tiny_model), beta=0.7)
     data = PairDataModule(IterablePrompts(PAIRS[:5]), batch_size=5)
@@ -68,15 +69,16 @@ def test_margins_equal_plain_transformers(tiny_model, tmp_path):
     data.train.load(tokenizer)
     data._tokenizer = tokenizer
     module.configure_model()
+    module.double()
     with torch.no_grad():
         for parameter in module.policy.lm.parameters():
             nn.init.normal_(parameter, std=0.2)  # away from the reference
-    loss, _ = module._loss(data.collate(data.rows(data.train)))
+    loss, _ = module._loss(doubled(data.collate(data.rows(data.train))))
 
     def total(lm, prompt, completion):
         ids = torch.tensor([tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]])
         start = len(tokenizer(prompt)["input_ids"])
-        logprobs = lm(input_ids=ids).logits[0].double().log_softmax(-1)
+        logprobs = lm(input_ids=ids).logits[0].log_softmax(-1)
         return logprobs[start - 1 : -1].gather(-1, ids[0, start:, None]).sum()
 
     policy, reference = module.policy.lm, module.reference.policy.lm
@@ -89,7 +91,7 @@ def test_margins_equal_plain_transformers(tiny_model, tmp_path):
             for lm in (policy, reference)
         ]
         expected.append(-nn.functional.logsigmoid(0.7 * (margins[0] - margins[1])))
-    assert float(loss) == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
+    assert float(loss) == pytest.approx(float(torch.stack(expected).mean()), rel=EXACT)
 
 
 def record(make_rollout, group, reward, tokens):

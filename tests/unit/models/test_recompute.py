@@ -18,6 +18,7 @@ from lightning_rl.models.recompute import FUSED_ATTENTION, TiledMLP, layers_of, 
 from lightning_rl.rollout import Prompt
 from tests.support.followed import kept_for_backward
 from tests.support.mixtures import saved_mixture
+from tests.support.tolerances import scores_rounding
 
 LIKE_TRUE = (
     True,
@@ -160,7 +161,9 @@ def test_tiles_need_no_gradient(tiny_model, pack):
     tiled = Policy(str(tiny_model), gradient_checkpointing=Recompute(mlp_tokens=100))
     assert all(isinstance(mlp.forward, TiledMLP) for mlp in tiled_mlps(tiled))
     with torch.no_grad():
-        torch.testing.assert_close(tiled(pack).logprobs, plain(pack).logprobs)
+        ours, theirs = tiled(pack).logprobs, plain(pack).logprobs
+    bound = scores_rounding(tiny_model, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
 
 
 def test_it_is_written_as_a_dictionary_too():
