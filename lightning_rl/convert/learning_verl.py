@@ -160,7 +160,7 @@ def _critic(given: Given, result: Conversion) -> None:
     result.put_class("model.value_head", "SeparateValueHead")
     result.put("model.value_loss", {"coef": 1.0, "clip": given["critic.cliprange_value"]})
     result.put("model.value_lr", given["critic.optim.lr"])
-    given.cover("critic.grad_clip")  # as the policy's
+    given.cover("critic.grad_clip", "critic.optim.clip_grad")  # as the policy's
     if given.says("critic.loss_agg_mode") and given["critic.loss_agg_mode"] != given.look(
         ACTOR + "loss_agg_mode"
     ):
@@ -236,7 +236,9 @@ def _optimizer(given: Given, result: Conversion, total: int | None) -> None:
         betas=list(given[name + "betas"]),
         fused=True,
     )
-    result.put("model.max_grad_norm", given[ACTOR + "grad_clip"])
+    newer = name + "clip_grad"  # a configuration that verl wrote has the older one, too
+    unset = given.look(newer) == given.row(newer).default
+    result.put("model.max_grad_norm", given[ACTOR + "grad_clip" if unset else newer])
     kind, warmup = given[name + "lr_scheduler_type"], given[name + "lr_warmup_steps"]
     share, final = given[name + "lr_warmup_steps_ratio"], given[name + "min_lr_ratio"] or 0.0
     if warmup is None or warmup <= 0:

@@ -373,7 +373,8 @@ VERL_BESIDE = {
 # They hold here always, or are covered by what is written for the policy.
 ALWAYS = (
     "use_dynamic_bsz", "filter_overlong_prompts", "critic.grad_clip", "critic.enable",
-    "critic.ppo_epochs", "critic.ppo_mini_batch_size", "critic.loss_agg_mode",
+    "critic.optim.clip_grad", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
+    "critic.loss_agg_mode",
 )  # fmt: skip
 
 
@@ -395,6 +396,18 @@ def test_no_parameter_of_verl_is_dropped_in_silence(name):
     )
     told = [item.key for item in after.left] + after.missing + after.remarks
     assert after.config != before.config or any(name in text for text in told), (name, other)
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [(0.5, None), (None, 0.5), (0.5, 1.0), (1.0, 0.5), (0.7, 0.5)]
+)
+def test_either_bound_that_verl_has_for_a_gradient_is_carried_over(older, newer):
+    """A configuration that verl wrote has both, one of which is the default."""
+    values = {"grad_clip": older, "optim.clip_grad": newer}
+    said = [f"actor_rollout_ref.actor.{key}={bound}" for key, bound in values.items() if bound]
+    done = convert_verl(said)
+    assert done.config["model"]["init_args"]["max_grad_norm"] == 0.5
+    assert [item.value for item in done.left] == ([older] if older == 0.7 else [])
 
 
 def test_verl_as_hydra_keeps_it(tmp_path, capsys):
