@@ -30,6 +30,12 @@ class RLCallback(Callback):
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before an iteration's rollouts are generated."""
 
+    def on_collect_wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called about five times a second while a single process waits for rollouts to train on.
+
+        The engine goes on meanwhile. Several processes do not call it.
+        """
+
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:

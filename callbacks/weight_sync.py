@@ -1,5 +1,6 @@
 """WeightSync: the engine samples from the weights that its version names."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,6 @@ from itertools import cycle, islice
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from tensordict import TensorDict
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.checks import check_sleep, check_sync
@@ -30,18 +30,21 @@ from lightning_rl.sync.sent import SentWeights
 
 @dataclass
 class _Link:
-    """A policy, the engine that writes for it, and what carries its weights there.
+    """A policy by its name, the engine that writes for it, and what carries its weights there.
 
     ``probe`` are prompts to verify with; ``sent``, digests of what was pushed, None without any;
-    ``pushed``, the version that the engine was given last, -1 before.
+    ``pushed``, the version that the engine was given last, -1 before; ``kl``, from those weights to
+    the policy's, as measured after the last iteration, nan if it was not.
     """
 
+    name: str
     policy: OwnLoop
     engine: Engine
     transport: WeightTransport
     probe: list[Prompt]
     sent: SentWeights | None
     pushed: int = -1
+    kl: float = math.nan
 
     @property
     def behind(self) -> bool:
@@ -54,11 +57,14 @@ class WeightSync(RLCallback):
     """Pushes the policy's weights to the engine, stamps them with a version, and checks.
 
     A push happens before training (also before ``validate``, ``test`` and ``rollout``) and whenever
-    the schedule says so. After each, before the engine goes on, a digest of each tensor that it
-    holds is compared with that of what was sent. Then the engine has dropped its prefix cache, and
-    a probe compares the logprobs of engine and trainer on tokens that the engine writes for real
-    prompts. Between pushes, while the trainer trains, an engine with a ``sleep_level`` sleeps; if
-    it wakes without a push, its weights are compared again.
+    the schedule says so. It is asked after each iteration, and on a single process again and again
+    while the trainer waits for its next batch.
+
+    After each push, before the engine goes on, a digest of each tensor that it holds is compared
+    with that of what was sent. Then the engine has dropped its prefix cache, and a probe compares
+    the logprobs of engine and trainer on tokens that the engine writes for real prompts. Between
+    pushes, while the trainer trains, an engine with a ``sleep_level`` sleeps; if it wakes without a
+    push, its weights are compared again.
 
     Of several policies the schedule is asked for each, and only those are pushed that have changed.
 
@@ -123,7 +129,7 @@ class WeightSync(RLCallback):
             count = max(len(prompts), engine.replica_count) if prompts else 0
             probe = list(islice(cycle(prompts), count))
             sent = SentWeights(module.clock) if self.digests else None
-            self._links[name] = _Link(policy, engine, transport, probe, sent)
+            self._links[name] = _Link(name, policy, engine, transport, probe, sent)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         links, self._links = self._links, {}
@@ -166,19 +172,17 @@ class WeightSync(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
-        due = []
-        for name, link in self._links.items():
-            state = datamodule.sync_state(link.policy.iteration, name)
-            own = partial(module.written_by, name, batch)
-            # On a rank that drives no engine, that has no version.
-            state = replace(
-                state,
-                engine_version=link.pushed,
-                measure_kl=partial(self._measure_kl, trainer, link, own),
-            )
-            # All ranks push together: as soon as one engine needs new weights.
-            if any_rank(self.schedule.should_sync(state) and drives_engine(link.engine)):
-                due.append(link)
+
+        def measure(link: _Link) -> float:
+            with trainer.precision_plugin.forward_context():
+                own = module.written_by(link.name, batch)
+                link.kl = link.policy.kl_from_engine(own, link.pushed)
+            self._record(link.policy, {"sync/kl": link.kl})
+            return link.kl
+
+        for link in self._links.values():
+            link.kl = math.nan
+        due = self._due(trainer, measure)
         self._asked = module.iteration
         if due:
             self._sync(trainer, pl_module, due)
@@ -187,11 +191,27 @@ class WeightSync(RLCallback):
                 self._compare_awake()
             self._tell(datamodule.engine, self._asked)
 
-    def _measure_kl(self, trainer: Trainer, link: _Link, own: Callable[[], TensorDict]) -> float:
-        with trainer.precision_plugin.forward_context():
-            kl = link.policy.kl_from_engine(own(), link.pushed)
-        self._record(link.policy, {"sync/kl": kl})
-        return kl
+    def on_collect_wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # No weights have changed since the iteration's end, and so neither has the KL.
+        if due := self._due(trainer, lambda link: link.kl):
+            self._sync(trainer, pl_module, due)
+
+    def _due(self, trainer: Trainer, measure_kl: Callable[[_Link], float]) -> list[_Link]:
+        """The links whose policies the schedule wants to be pushed now."""
+        due, datamodule = [], self.rl_data_of(trainer)
+        for link in self._links.values():
+            if not link.behind:  # on all ranks
+                continue
+            # On a rank that drives no engine, that has no version.
+            state = replace(
+                datamodule.sync_state(link.policy.iteration, link.name),
+                engine_version=link.pushed,
+                measure_kl=partial(measure_kl, link),
+            )
+            # All ranks push together: as soon as one engine needs new weights.
+            if any_rank(self.schedule.should_sync(state) and drives_engine(link.engine)):
+                due.append(link)
+        return due
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sync, unless the engine has the present weights, without waiting for the schedule.

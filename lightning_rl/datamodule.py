@@ -281,6 +281,8 @@ class RLDataModule(CollectingDataModule):
             self.buffer if stage == "fit" else None,
             None if self.expert_prompts is None else self._experts,
         )
+        if works and dist.world_size() == 1:  # ranks that wait may not agree on a push
+            self._collection.meanwhile = self._while_waiting
         policies = list(module.policies.values())
         for policy in policies:
             policy.ahead = NothingAhead()
@@ -476,6 +478,10 @@ class RLDataModule(CollectingDataModule):
         if collection.buffer is not None:
             module.record(collection.buffer.metrics)
         return rollouts
+
+    def _while_waiting(self) -> None:
+        assert self.trainer is not None
+        call_hook(self.trainer, "on_collect_wait")
 
     def _collected(self, rollouts: list[Rollout]) -> None:
         """Record what was collected on all ranks, and tell prompts and callbacks of it."""

@@ -59,8 +59,9 @@ class WorkingAhead(Collector):
                 raise self._failure
             if self._ready(count):
                 break
-            if not self._running:
-                raise self._stuck(self.pipeline.engine.version)
+            version = self.pipeline.engine.version
+            if not self._running and version >= 0:  # else a push is under way
+                raise self._stuck(version)
             await self._progress.wait()
         taken, self._done = self._done[:count], self._done[count:]
         self._missing = 0
@@ -201,6 +202,7 @@ class WorkingAhead(Collector):
 
     async def after_sync(self) -> None:
         self._fill()
+        self._progress.set()  # for a batch that is awaited while weights are pushed
 
     @asynccontextmanager
     async def yielding(self) -> AsyncIterator[None]:

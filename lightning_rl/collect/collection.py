@@ -48,6 +48,8 @@ class Collection:
 
     stream: Consumer | None = None
     """The part of an update that is done while the batch is still being written."""
+    meanwhile: Callable[[], None] | None = None
+    """Called again and again while a batch is awaited; may push weights."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class Collection:
         with self.pipeline.clock("generate"):
             if self.stream is not None and isinstance(self.collector, StreamedCollector):
                 self._work_ahead(self.collector, iteration, count, self.stream)
-            groups = run_async(self._in_loop(iteration, count, seconds))
+            groups = run_async(self._in_loop(iteration, count, seconds), meanwhile=self.meanwhile)
         self.seconds += time.perf_counter() - begin
         self.pipeline.grade(groups)
         return groups

@@ -89,8 +89,16 @@ class Runtime:
         self.abandon_loop()
         return True
 
-    def run_async(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    def run_async(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> T:
         """Run to the end in the background loop, and return or raise what it does.
+
+        The main thread calls ``meanwhile`` about five times a second while it waits. That may call
+        ``run_async`` in turn, and what it raises breaks the wait off.
 
         Interrupting the wait (Ctrl-C), or its end after ``timeout`` seconds, cancels the coroutine.
         A loop that something blocks is given up then.
@@ -104,7 +112,7 @@ class Runtime:
         with self._taking_calls():  # before the loop can have one for it
             future = asyncio.run_coroutine_threadsafe(_tell(coroutine, done, broken_off), loop)
             try:
-                return self._wait(future, timeout)
+                return self._wait(future, timeout, meanwhile)
             except BaseExceptionGroup as group:
                 raise innermost(group) from group
             except BaseException:
@@ -135,19 +143,28 @@ class Runtime:
         with self._taking_calls():
             return self._wait(future, timeout)
 
-    def _wait(self, future: Future[T], timeout: float | Callable[[], float] | None) -> T:
+    def _wait(
+        self,
+        future: Future[T],
+        timeout: float | Callable[[], float] | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> T:
         left = timeout if callable(timeout) else _countdown(timeout)
         if not _in_main_thread():
             while not future.done() and left() > 0:
                 wait_for([future], min(left(), _LISTEN_S))
             return future.result(0)
         self.note_progress()
+        due = time.monotonic() + _LISTEN_S
         future.add_done_callback(lambda _: self.main_calls.wake())
         try:
             try:
                 self._awaited = future
                 self._look_up()  # only now, so that no signal falls in between unheard
                 while not future.done():
+                    if meanwhile is not None and time.monotonic() >= due:
+                        self._make(meanwhile)
+                        due = time.monotonic() + _LISTEN_S
                     seconds = left()
                     if seconds <= 0:
                         raise TimeoutError
@@ -163,10 +180,23 @@ class Runtime:
                 raise
             raise error from None
 
+    def _make(self, call: Callable[[], None]) -> None:
+        """Make a call in the middle of a wait, whose seconds do not count as waiting."""
+        future, self._awaited = self._awaited, None
+        progress, begin = self._progress, time.monotonic()
+        try:
+            call()
+        finally:
+            self._awaited = future
+            self._progress = progress + time.monotonic() - begin
+
     @contextmanager
     def _taking_calls(self) -> Iterator[None]:
         """Have the main thread take calls in the block; others take none."""
         if not _in_main_thread():
+            yield
+            return
+        if self.main_calls.is_open:  # in a wait that makes another meanwhile
             yield
             return
         self.main_calls.open()

@@ -78,7 +78,11 @@ class SyncState:
 
 
 class SyncSchedule(ABC):
-    """Decides after every iteration whether to push weights."""
+    """Decides whether to push weights: after every iteration, and while the trainer waits.
+
+    It is asked in a wait only as long as the engine's weights are not the newest, and only on a
+    single process.
+    """
 
     @property
     def least_updates(self) -> int:

@@ -1,5 +1,6 @@
 """Runs whose engine works while the trainer does: resumed, repeated, greedy, and failing."""
 
+import asyncio
 import json
 import threading
 
@@ -19,7 +20,7 @@ from lightning_rl.engines.base import RunState
 from lightning_rl.errors import EngineError, RewardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.loop import run_async
-from lightning_rl.sync.schedule import FixedSchedule
+from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from tests.support import small_run
 from tests.support.small_run import numbers, trainer_of
 
@@ -180,6 +181,57 @@ def test_a_blocked_loop_does_not_keep_a_failed_run_from_ending(monkeypatch, tiny
     ):
         trainer.fit(make_module(tiny_model), data_module(Blocks(1)))
     released.set()
+
+
+class WhileItWaits(SyncSchedule):
+    """Pushes only where the trainer waits for its next batch."""
+
+    least_updates = 1
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def should_sync(self, state):
+        self.seen.append((state.trainer, state.updates, state.kl()))
+        return state.trainer is RunState.WAITING
+
+
+def test_a_schedule_is_asked_while_the_trainer_waits(tiny_model, tmp_path):
+    """Weights are pushed in the middle of collecting, and what is written from then on has them."""
+    order = []
+
+    class Noted(RLCallback):
+        def on_collect_start(self, trainer, pl_module):
+            order.append("collects")
+
+        def on_weights_synced(self, trainer, pl_module, version):
+            order.append(version)
+
+        def on_collect_end(self, trainer, pl_module, rollouts):
+            order.append("has them")
+
+    async def slow(completions, **columns):
+        await asyncio.sleep(0.5)
+        return sevens(completions)
+
+    schedule, trained = WhileItWaits(), Trained()
+    trainer = make_trainer(tmp_path, Noted(), trained)
+    trainer.callbacks[0].schedule = schedule
+    collector = AsyncCollector(max_staleness=2, max_groups_in_flight=1)
+    trainer.fit(make_module(tiny_model), datamodule=data_module(collector, rewards=[slow]))
+    expected = [0, "collects", "has them"]
+    for version in (1, 2, 3):
+        expected += ["collects", version, "has them"]
+    assert order == expected
+    assert trainer.callback_metrics["sync/version"] == 3
+    assert 0 <= max(trained.ages) <= 2
+    # It is asked at an iteration's end, then where the trainer waits, until it says yes.
+    states = [state for state, _, _ in schedule.seen]
+    assert states == 3 * [RunState.RUNNING, RunState.WAITING] + [RunState.RUNNING]
+    kls = [kl for _, _, kl in schedule.seen]
+    assert all(kl > 0 for kl in kls)
+    assert kls[:6:2] == kls[1:6:2]  # measured once
+    assert all(updates == 1 for _, updates, _ in schedule.seen)
 
 
 class Watching(FixedSchedule):

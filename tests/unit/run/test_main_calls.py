@@ -131,6 +131,45 @@ def test_a_call_that_lasts_counts_as_no_progress():
     assert run_async(runtime.in_main_thread(lasts)) >= 0.3
 
 
+def test_meanwhile_the_main_thread_may_wait_for_something_else():
+    """It serves calls again then, and what it did counts as no progress."""
+    seen, before = [], time.monotonic()
+
+    async def lasts() -> str:
+        while len(seen) < 3:
+            await asyncio.sleep(0.05)
+        return await runtime.in_main_thread(here)
+
+    def looks() -> None:
+        waiting, stalled = runtime.is_waiting(), runtime.stalled_seconds()
+        seen.append((waiting, stalled, run_async(runtime.in_main_thread(here))))
+
+    main = threading.main_thread().name
+    stalls = []
+    runtime.guard = lambda: stalls.append(runtime.stalled_seconds())
+    try:
+        assert run_async(lasts(), meanwhile=looks) == main
+    finally:
+        runtime.guard = None
+    assert seen == [(False, 0.0, main)] * 3
+    assert max(stalls) > 0.4  # of about 0.6 s, for which it asked in vain
+    assert time.monotonic() - before >= 0.6
+
+
+def test_what_is_raised_meanwhile_ends_the_wait():
+    cancelled = threading.Event()
+
+    async def lasts() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    with pytest.raises(ZeroDivisionError):
+        run_async(lasts(), meanwhile=lambda: 1 / 0)
+    assert cancelled.is_set()
+
+
 def test_a_signal_waits_for_the_end_of_the_call():
     done = []
 
