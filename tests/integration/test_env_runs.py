@@ -222,7 +222,7 @@ def test_what_an_environment_does_wrong_is_one_line(
     [
         ("data.num_envs", 5, "frames_per_iteration=84 must be a multiple of num_envs=5"),
         ("data.env.init_args.nam", "X", "no such key in Gym; did you mean name?"),
-        ("model.agents", {"agnt": {}}, "has no agent 'agnt', but agent"),
+        ("model.agents", {"agnt": {}}, "has no agent 'agnt'; it has agent"),
         ("model.agents", {"agent": {"body": "MLPBdy"}}, "did you mean MLPBody?"),
         ("model.agents", {"agent": {"bdy": "MLPBody"}}, "did you mean body?"),
         ("model.agents", {"agent": {"body": "CNNBody"}}, "reads one observation with three dim"),

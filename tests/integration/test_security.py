@@ -214,7 +214,7 @@ ATTACKS = {
     "--data.rewards+=lightning_rl.rewards.rules.RunTests": "not among the trusted modules' public",
     "--trainer.callbacks+=evil_module.Callback": "--trust evil_module",
     '--trainer.callbacks=\'[{"class_path": "evil_module.Callback"}]\'': "--trust evil_module",
-    "--trainer.callbacks+=part.txt": "'part.txt' is a configuration of its own",
+    "--trainer.callbacks+=part.txt": "'part.txt' is a configuration file, which is not read here",
     "--data.engine part.txt": "there is no module 'part'",
     "--ckpt_path named.ckpt": "'evil_module.Model' is not among",
     "--data.agent ProgramAgent --data.agent.command 'touch ran'": "may be run",
