@@ -60,6 +60,12 @@ from lightning_rl.algos.objective import (
 from lightning_rl.algos.tree import (
     TreeRLOO as TreeRLOO,
 )
+from lightning_rl.algos.trust_regions import (
+    DPPO as DPPO,
+    GMPO as GMPO,
+    VESPO as VESPO,
+    OffPolicyMask as OffPolicyMask,
+)
 from lightning_rl.algos.turns import (
     GiGPO as GiGPO,
     RewardToGo as RewardToGo,

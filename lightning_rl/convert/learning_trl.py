@@ -9,9 +9,17 @@ EPS = 1e-4
 """TRL adds this to a standard deviation of rewards."""
 GREATEST_RATIO = 1e9
 """Stands for no upper bound."""
+_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
+_VESPO = {
+    "k_positive": "vespo_k_pos",
+    "rate_positive": "vespo_lambda_pos",
+    "k_negative": "vespo_k_neg",
+    "rate_negative": "vespo_lambda_neg",
+}
 _UNUSED = {
-    "cispo": ("delta", "sapo_temperature_pos", "sapo_temperature_neg"),
-    "sapo": ("delta", "epsilon_high"),
+    "cispo": ("delta", *_SAPO, *_VESPO.values()),
+    "sapo": ("delta", "epsilon_high", *_VESPO.values()),
+    "vespo": ("delta", "epsilon", "epsilon_high", *_SAPO),
 }
 """Parameters that have no effect in TRL with a loss."""
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -50,12 +58,16 @@ def _loss(given: Given, result: Conversion) -> None:
     kind, low = given["loss_type"], given["epsilon"]
     high = low if given["epsilon_high"] is None else given["epsilon_high"]
     sequence = result.choose(given, "importance_sampling_level") == "sequence"
-    given.cover(*_UNUSED.get(kind, ("sapo_temperature_pos", "sapo_temperature_neg")))
+    given.cover(*_UNUSED.get(kind, (*_SAPO, *_VESPO.values())))
     if kind == "cispo":
         _cispo(high, result, given)
     elif kind == "sapo":
         positive, negative = given["sapo_temperature_pos"], given["sapo_temperature_neg"]
         result.put_class("model.loss", "SAPO", tau_positive=positive, tau_negative=negative)
+    elif kind == "vespo":
+        result.put_class(
+            "model.loss", "VESPO", **{o: given[theirs] for o, theirs in _VESPO.items()}
+        )
     else:
         if kind not in CLIPPED:
             result.leave(given, "loss_type", "there is no such loss here; PPOClip is written")
@@ -67,6 +79,9 @@ def _loss(given: Given, result: Conversion) -> None:
             f"with {kind} TRL uses the sequence's mean ratio, but here each token has its own: the "
             "gradients differ as much as the ratios within a sequence",
         )
+    if (threshold := given["off_policy_mask_threshold"]) is not None:
+        inner = result.config["model"]["init_args"]["loss"]
+        result.put_class("model.loss", "OffPolicyMask", loss=inner, threshold=threshold)
 
 
 def _clipped(given: Given, result: Conversion, name: str, low: float, high: float) -> None:
@@ -104,7 +119,7 @@ def _aggregation(given: Given, result: Conversion, updates: Updates) -> None:
         result.put_class("model.aggregation", "TokenSum", max_tokens=longest)
     else:
         result.put_class("model.aggregation", "TokenMean")
-    if kind in ("dapo", "cispo") and updates.minibatches > 1:
+    if kind in ("dapo", "cispo", "vespo") and updates.minibatches > 1:
         result.leave(
             given,
             "loss_type",
@@ -177,6 +192,14 @@ def _correction(given: Given, result: Conversion) -> None:
     low, high = (given[f"vllm_importance_sampling_clip_{end}"] for end in ("min", "max"))
     high = given["vllm_importance_sampling_cap"] or high
     level, _, kind = str(result.choose(given, "vllm_importance_sampling_mode")).partition("_")
+    if given["loss_type"] == "vespo":
+        result.leave(
+            given,
+            "vllm_importance_sampling_correction",
+            "with vespo TRL multiplies the weights into the ratio of a sequence; here a correction "
+            "multiplies the loss, and none is written",
+        )
+        return
     name = f"{level.capitalize()}{'TIS' if kind == 'truncate' else 'MIS'}"
     bound = GREATEST_RATIO if high is None else float(high)
     if bound <= 1 or (low or 0.0) >= 1:

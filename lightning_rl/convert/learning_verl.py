@@ -15,7 +15,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 ESTIMATORS = {"kl": "K1", "k1": "K1", "mse": "K2", "k2": "K2", "low_var_kl": "K3", "k3": "K3"}
 KL_CAP = 10.0
 """verl caps k3 of a token at this value."""
-BY_SEQUENCE = ("gspo", "sapo")
+BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
 """Losses that verl averages over each sequence, then over sequences, whatever is configured."""
 
 
@@ -49,6 +49,9 @@ def _loss(given: Given, result: Conversion, mode: str) -> None:
     elif mode == "sapo":
         positive, negative = given[ACTOR + "tau_pos"], given[ACTOR + "tau_neg"]
         result.put_class("model.loss", "SAPO", tau_positive=positive, tau_negative=negative)
+    elif mode == "geo_mean":
+        result.put_class("model.loss", "GMPO", **clips)
+        _geometric(given, result)
     elif mode == "gpg":
         result.put_class("model.loss", "Reinforce")
     elif mode == TRUNCATED:  # CISPO is that, where the old policy is the engine's
@@ -62,6 +65,24 @@ def _loss(given: Given, result: Conversion, mode: str) -> None:
     _aggregation(given, result, mode)
     if given[ACTOR + "entropy_coeff"]:
         result.put_class("model.entropy", "EntropyBonus", coef=given[ACTOR + "entropy_coeff"])
+
+
+def _geometric(given: Given, result: Conversion) -> None:
+    """Note what verl's ``geo_mean`` averages over a sequence that is a token's own here."""
+    if given.look("algorithm.adv_estimator") == "gae":
+        result.leave(
+            given,
+            ACTOR + "policy_loss.loss_mode",
+            "geo_mean multiplies a sequence's ratio by its mean advantage; GMPO multiplies it by "
+            "each token's own",
+        )
+    if given.look(CORRECTION + "rollout_is") == "token":
+        result.leave(
+            given,
+            CORRECTION + "rollout_is",
+            "geo_mean weights a sequence by the geometric mean of its tokens' weights; here each "
+            "token has its own",
+        )
 
 
 def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:

@@ -109,6 +109,8 @@ def trl_micro_batch(o, s, leaves, mask, advantages, tokens_of_a_step) -> Tensor:
         loss = -A * 4 / tau / (1 + (-tau * (w - 1)).exp())
     elif kind == "vespo":
         product = sums((leaves.logprobs - s.old).detach().clamp(-20, 20), mask)
+        if o["use_vllm"] and o["vllm_importance_sampling_correction"]:
+            product = product + sums(trl_weights(o, s, mask).log().clamp(-18.42, 20), mask)
         gains = A >= 0
         k = torch.where(gains, o["vespo_k_pos"], o["vespo_k_neg"])
         rate = torch.where(gains, o["vespo_lambda_pos"], o["vespo_lambda_neg"])
@@ -117,6 +119,10 @@ def trl_micro_batch(o, s, leaves, mask, advantages, tokens_of_a_step) -> Tensor:
     else:
         bounded = w if o["delta"] is None else w.clamp(max=o["delta"])
         loss = -torch.min(bounded * A, w.clamp(1 - low, 1 + high) * A)
+    if o["off_policy_mask_threshold"] is not None:
+        sampled = s.engine if o["use_vllm"] else s.old
+        gap = means(sampled - leaves.logprobs.detach(), mask)
+        loss = loss * ((A >= 0) | (gap <= o["off_policy_mask_threshold"]))
     if o["use_vllm"] and o["vllm_importance_sampling_correction"] and kind != "vespo":
         loss = loss * trl_weights(o, s, mask)
     if o["beta"]:
@@ -257,6 +263,10 @@ def verl_policy_loss(o, mode: str, logprobs: Tensor, old: Tensor, A: Tensor, mas
     if mode == "sapo":
         tau = torch.where(A > 0, o[ACTOR + "tau_pos"], o[ACTOR + "tau_neg"])
         return -A * 4 / tau / (1 + (-tau * (w - 1)).exp())
+    if mode == "geo_mean":
+        c, sign = logprobs - old, A.sign()
+        c = sign * torch.min(sign * c, sign * c.clamp(-low, high))
+        return (-means(A, mask) * means(c, mask).exp()).expand_as(A)
     if mode == "gspo":
         s = means(logprobs - old, mask).detach()
         w = (s + logprobs - logprobs.detach()).clamp(max=10).exp()
@@ -282,13 +292,15 @@ def verl_objective(o: Mapping[str, Any], s: Sampled, leaves: Leaves) -> Tensor:
     A, returns = verl_advantages(o, s, rewards, mask)
     mode, average = o[ACTOR + "policy_loss.loss_mode"], o[ACTOR + "loss_agg_mode"]
     factor = o[ACTOR + "loss_scale_factor"] or o["data.max_response_length"]
-    kept, by_sequence = mask, mode in ("gspo", "sapo") and not bypass
+    kept, by_sequence = mask, mode in ("gspo", "sapo", "geo_mean") and not bypass
     if bypass:
         log_w = (leaves.logprobs - s.engine).detach()
         reinforce = o[CORRECTION + "loss_type"] == "reinforce"
         mode = "gpg" if reinforce else "vanilla"
         weights = verl_weights(o, log_w, mask) if reinforce else weights
         kept = verl_rejected(o, log_w, mask)
+    if mode == "geo_mean":
+        weights = means((weights + 1e-10).log(), mask).exp()
     loss = weights * verl_policy_loss(o, mode, leaves.logprobs, old, A, mask)
     of_loss = "seq-mean-token-mean" if by_sequence else average
     total = verl_average(of_loss, loss, kept, factor)

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PPOClip, Reinforce
+from lightning_rl.algos.trust_regions import DPPO, GMPO, VESPO, OffPolicyMask
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
@@ -16,7 +17,7 @@ from tests.support.tolerances import distance, gradient_rounding
 CASES = [(w, a) for w in (0.3, 0.79, 0.9, 1.0, 1.1, 1.21, 2.5, 5.0) for a in (2.0, -1.5, 0.0)]
 
 
-def evaluate(loss, ratios, advantages, row=None, old=-1.3):
+def evaluate(loss, ratios, advantages, row=None, old=-1.3, engine=-1.3):
     """Loss and its gradient by logprob per token, in float64, and the metrics."""
     count = len(ratios)
     old_logprobs = torch.full((count,), old, dtype=torch.double)
@@ -24,6 +25,7 @@ def evaluate(loss, ratios, advantages, row=None, old=-1.3):
     tokens = TensorDict(
         {
             "old_logprobs": old_logprobs,
+            "rollout_logprobs": torch.full_like(old_logprobs, engine),
             "advantages": torch.tensor(advantages, dtype=torch.double),
             "row": torch.tensor(row or list(range(count))),
         },
@@ -172,13 +174,71 @@ def test_sapo_in_all_cases(tau):
         assert g == pytest.approx(-slope * w * a, rel=1e-6, abs=1e-12), (w, a)
 
 
+# ---------------------------------------------------------------- other trust regions
+
+
+def test_dppo_by_hand():
+    """Of an old probability 0.4: up by 0.1 or 0.32, down by 0.1 or 0.3, and of rare tokens."""
+    w, a = [1.25, 1.8, 0.75, 0.25, 1.8, 0.25], [1, 1, -1, -1, -1, 1]
+    value, gradient, metrics = evaluate(DPPO(square=0.0), w, a, old=math.log(0.4))
+    assert value == pytest.approx([-1.25, 0, 0.75, 0, 1.8, -0.25])
+    assert gradient == pytest.approx([-1.25, 0, 0.75, 0, 1.8, -0.25])
+    assert metrics["clip_frac"].tolist() == [0, 1, 0, 1, 0, 0]
+    value, gradient, metrics = evaluate(DPPO(square=0.5), [9.0, 9.0], [1, 0], old=math.log(0.01))
+    square = 0.5 * math.log(9) ** 2  # whose derivative is log 9
+    assert value == pytest.approx([-9 + square, square])
+    assert gradient == pytest.approx([-9 + math.log(9), math.log(9)])
+    assert metrics["clip_frac"].tolist() == [0, 0]  # nine times as likely, and 0.08 more
+    assert DPPO(square=0.0).zero_at_zero_advantage
+    assert not DPPO().zero_at_zero_advantage
+
+
+def test_gmpo_by_hand():
+    # Log ratios clamped at ±ln 2 where PPO would clip: sqrt(2 * 1), then sqrt(8 * 1/4).
+    ratios, row = [4.0, 1.0, 8.0, 0.25], [0, 0, 1, 1]
+    loss = GMPO(clip_low=math.log(2), clip_high=math.log(2))
+    value, gradient, metrics = evaluate(loss, ratios, [1.0, 1.0, -1.0, -1.0], row)
+    first, second = math.sqrt(2.0), math.sqrt(8 / 2)
+    assert value == pytest.approx([-first, -first, second, second])
+    assert gradient == pytest.approx([0, -first, second, 0])
+    assert metrics["clip_frac"].tolist() == [1, 0, 0, 1]
+
+
+def test_vespo_by_hand():
+    # Sequence ratios 1 and 2 * 3 / 2 = 3: phi(3) = 3^k exp(rate (1 - 3)), of k 3 and rate 1 if bad.
+    ratios, row = [1.0, 2.0, 3.0, 0.5], [0, 1, 1, 1]
+    loss = VESPO(k_positive=2.0, rate_positive=0.5, k_negative=3.0, rate_negative=1.0)
+    logp = [-2 + math.log(w) for w in ratios]
+    for a, phi in ((2.0, 9 * math.exp(-1)), (-2.0, 27 * math.exp(-2))):
+        value, gradient, metrics = evaluate(loss, ratios, [a] * 4, row, old=-2.0)
+        weights = [1.0, phi, phi, phi]
+        assert value == pytest.approx([-w * a * x for w, x in zip(weights, logp, strict=True)])
+        assert gradient == pytest.approx([-w * a for w in weights])
+        assert metrics["sequence_weight"].tolist() == pytest.approx(weights)
+
+
+def test_bad_rollouts_that_have_become_unlikely_are_left_out():
+    """The mean over the rollout counts, and the engine's logprobs, not the old policy's."""
+    loss = OffPolicyMask(Reinforce(), threshold=0.1)
+    # Gaps to the engine in the mean: ln 4 / 2 = 0.69, ln 1.1 = 0.095, and 0.69 of a good one.
+    ratios, row = [0.25, 1.0, 1 / 1.1, 0.5], [0, 0, 1, 2]
+    value, gradient, metrics = evaluate(loss, ratios, [-1.0, -1.0, -1.0, 1.0], row)
+    logp = [-1.3 + math.log(w) for w in ratios]
+    assert value == pytest.approx([0, 0, logp[2], -logp[3]])
+    assert gradient == pytest.approx([0, 0, 1, -1])
+    assert metrics["masked_share"].tolist() == [1, 1, 0, 0]
+    _, gradient, _ = evaluate(loss, ratios, [-1.0] * 4, row, engine=-2.0)
+    assert gradient == pytest.approx([1.0] * 4)
+
+
 # ---------------------------------------------------------------- all of them
 
 
 @pytest.mark.parametrize(
     "loss",
-    [Reinforce(), PPOClip(), PPOClip(dual_clip=3.0), GSPO(), CISPO(), SAPO(), SAPO(0.5, 3.0)],
-)
+    [Reinforce(), PPOClip(), PPOClip(dual_clip=3.0), GSPO(), CISPO(), SAPO(), SAPO(0.5, 3.0),
+     DPPO(), GMPO(), VESPO(), OffPolicyMask()],
+)  # fmt: skip
 def test_on_policy_all_have_the_gradient_of_reinforce(loss):
     _, gradient, metrics = evaluate(loss, [1.0] * 3, [2.0, -1.0, 0.0], row=[0, 1, 1])
     # GSPO's bounds are met exactly at 1; the two tokens of its second rollout share s = 1.
@@ -195,6 +255,10 @@ def test_on_policy_all_have_the_gradient_of_reinforce(loss):
         (lambda: CISPO(clip_high=0.0), "both must be > 0"),
         (lambda: SAPO(tau_positive=0.0), "both must be > 0"),
         (lambda: SAPO(tau_negative=-1.0), "both must be > 0"),
+        (lambda: DPPO(low=0.0), r"DPPO\(low=0.0, high=0.2\): .* > 0 and <= 1"),
+        (lambda: DPPO(square=-1.0), "square=-1.0 must be >= 0"),
+        (lambda: GMPO(clip_high=0.0), r"GMPO\(clip_low=0.4, clip_high=0.0\)"),
+        (lambda: VESPO(k_negative=-1.0), "k_negative=-1.0 must be >= 0"),
     ],
 )
 def test_impossible_parameters_are_refused(loss, message):
@@ -204,8 +268,9 @@ def test_impossible_parameters_are_refused(loss, message):
 
 @pytest.mark.parametrize(
     "loss",
-    [Reinforce(), PPOClip(dual_clip=1.5), GSPO(0.01, 0.02), CISPO(0.2, 0.3), SAPO()],
-)
+    [Reinforce(), PPOClip(dual_clip=1.5), GSPO(0.01, 0.02), CISPO(0.2, 0.3), SAPO(),
+     DPPO(0.01, 0.01), GMPO(0.1, 0.1), VESPO(), OffPolicyMask(threshold=0.01)],
+)  # fmt: skip
 def test_updates_do_not_depend_on_packs_or_order(tiny_model, train_on, random_rollouts, loss):
     """Two epochs of large steps, so that ratios leave 1; the first has no ratio but 1."""
     weights, clipped = [], []

@@ -40,6 +40,8 @@ TRL_SWEEPS = {
     "importance_sampling_level": (None, TRL_LOSSES),
     "sapo_temperature_pos": ([2.0], TRL_LOSSES),
     "sapo_temperature_neg": ([2.0], TRL_LOSSES),
+    **{name: ([0.5], TRL_LOSSES) for name in table("trl") if name.startswith("vespo_")},
+    "off_policy_mask_threshold": ([0.2], [VLLM | x for x in TRL_LOSSES]),
     "scale_rewards": (["group", "batch", "none", True, False], [{}]),
     "mask_truncated_completions": ([True, False], TRL_LOSSES),
     "entropy_coef": ([0.01], TRL_LOSSES),
@@ -298,7 +300,7 @@ def test_what_is_written_is_theirs_or_said_to_differ(library, said, batches):
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
 EXACT = [
-    *(("trl", x) for x in TRL_LOSSES if x["loss_type"] not in ("cispo", "vespo")),
+    *(("trl", x) for x in TRL_LOSSES if x["loss_type"] != "cispo"),
     *(("trl", SEQUENCE | {"loss_type": kind}) for kind in ("grpo", "luspo", "dapo")),
     *(("trl", {"delta": delta} | more) for delta in (4.0, 1.1) for more in ({}, SEQUENCE)),
     ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}),

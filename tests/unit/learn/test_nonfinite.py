@@ -27,6 +27,8 @@ SETTINGS = [
     (rl.GSPO, "clip_low"), (rl.GSPO, "clip_high"),
     (rl.CISPO, "clip_low"), (rl.CISPO, "clip_high"),
     (rl.SAPO, "tau_positive"), (rl.SAPO, "tau_negative"),
+    (rl.DPPO, "low"), (rl.DPPO, "square"), (rl.GMPO, "clip_low"), (rl.GMPO, "clip_high"),
+    (rl.VESPO, "k_positive"), (rl.OffPolicyMask, "threshold"),
     (rl.SFTMix, "coef"), (ValueLoss, "coef"), (ValueLoss, "clip"),
     (rl.GRPO, "eps"), (rl.GAE, "gamma"), (rl.GAE, "lam"), (rl.OPMD, "tau"),
     (rl.PassAtK, "success_reward"), (rl.RunningBaseline, "decay"),
@@ -110,7 +112,8 @@ def test_others_are_not(kind):
 
 # ---------------------------------------------------------------- log ratios
 
-LOSSES = [rl.PPOClip(), rl.PPOClip(dual_clip=3.0), rl.GSPO(), rl.CISPO(), rl.SAPO()]
+LOSSES = [rl.PPOClip(), rl.PPOClip(dual_clip=3.0), rl.GSPO(), rl.CISPO(), rl.SAPO(),
+          rl.DPPO(square=0.0), rl.GMPO(), rl.VESPO()]  # fmt: skip
 
 
 def gradient_of(loss, log_ratio: float, advantage: float):

@@ -24,6 +24,7 @@ from lightning_rl.algos.objective import (
     SequenceMean,
     TokenSum,
 )
+from lightning_rl.algos.trust_regions import DPPO, GMPO, OffPolicyMask
 from lightning_rl.algos.turns import GiGPO, RewardToGo, TurnGAE
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback
 from lightning_rl.collect.collector import RewardSpread, SyncCollector
@@ -103,6 +104,8 @@ ALGORITHMS = {
     "opmd": {"advantage": OPMD(), "loss": CISPO()},
     "gspo": {"loss": GSPO(), "aggregation": SequenceMean()},
     "sapo": {"loss": SAPO()},
+    "gmpo": {"loss": GMPO(), "aggregation": SequenceMean()},
+    "dppo": {"loss": OffPolicyMask(DPPO())},
     "corrected": {"correction": TokenTIS(), "minibatches": 2},
     "corrected_sequences": {"correction": SequenceTIS(), "ppo_epochs": 2},
     "kl_and_entropy": {"kl": K3Penalty(0.1), "entropy": EntropyBonus(0.01)},
