@@ -244,6 +244,9 @@ class GAE(CriticAdvantage):
     may be in another row of the episode.
 
     Args:
+        gamma: discount per token.
+        lam: weight of longer estimates: 0 for one step and the value that follows, 1 for the whole
+            return.
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all ranks.
         unbiased: compute that deviation with n - 1 instead of n tokens, as torch and verl do.
 

@@ -56,6 +56,9 @@ class TokenTIS(Correction):
 
     TRL's ``token_truncate`` and verl's ``rollout_is: token``.
 
+    Args:
+        cap: largest weight; larger ones count as much.
+
     Raises:
         ConfigError: unless ``cap`` is at least 1, and finite.
     """
@@ -78,6 +81,8 @@ class TokenMIS(Correction):
     TRL's ``token_mask``. What is dropped still counts where the loss is averaged.
 
     Args:
+        low: smallest weight that is kept.
+        high: largest weight that is kept.
         weighted: a kept token weighs w; False: 1, which is rejection sampling as in verl.
 
     Raises:

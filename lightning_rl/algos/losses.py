@@ -124,6 +124,8 @@ class PPOClip(PolicyLoss):
     ``clip_high`` above ``clip_low`` is DAPO's clip-higher (Yu et al. 2025).
 
     Args:
+        clip_low: largest decrease of the ratio w below 1.
+        clip_high: largest increase of the ratio w above 1.
         dual_clip: bound on the loss of negative advantages, in units of the advantage (3 in the
             paper); None for none.
 
@@ -213,6 +215,8 @@ class GSPO(PolicyLoss):
     Use it with ``SequenceMean``. Bounds are far narrower than PPO's, since s is a geometric mean.
 
     Args:
+        clip_low: largest decrease of the sequence's ratio s below 1.
+        clip_high: largest increase of the sequence's ratio s above 1.
         dual_clip: bound on the loss of negative advantages, as in :class:`PPOClip`; None for none.
 
     Raises:
@@ -242,8 +246,12 @@ class GSPO(PolicyLoss):
 class CISPO(PolicyLoss):
     """-sg(clip(w, 1 - low, 1 + high)) A log p (MiniMax-M1, 2025, eqs. 4-5).
 
-    The clip bounds a weight, so no token loses its gradient. ``clip_low`` >= 1 means no lower
-    bound, as in the paper.
+    The clip bounds a weight, so no token loses its gradient.
+
+    Args:
+        clip_low: largest decrease of the weight w below 1; 1 or more means no lower bound, as in
+            the paper.
+        clip_high: largest increase of the weight w above 1.
 
     Raises:
         ConfigError: unless both bounds are positive.
@@ -274,6 +282,10 @@ class SAPO(PolicyLoss):
 
     -f(w) A with f(w) = 4 / tau sigmoid(tau (w - 1)): slope 1 at w = 1, falling smoothly on both
     sides. Negative advantages get the steeper gate.
+
+    Args:
+        tau_positive: temperature of the gate where A > 0; the larger, the steeper it falls.
+        tau_negative: temperature of the gate where A <= 0.
 
     Raises:
         ConfigError: unless both temperatures are positive.

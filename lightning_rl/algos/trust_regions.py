@@ -71,6 +71,10 @@ class GMPO(PolicyLoss):
     ``SequenceMean``; the objective is the paper's if all tokens of a rollout have the same
     advantage. verl calls it ``geo_mean``.
 
+    Args:
+        clip_low: largest decrease of a token's log ratio, in nats.
+        clip_high: largest increase of a token's log ratio, in nats.
+
     Raises:
         ConfigError: unless both bounds are positive and finite.
     """

@@ -1,6 +1,7 @@
 """``lightning-rl help``: the arguments of a class, as a configuration or a script gives them."""
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 from inspect import Parameter, getdoc, isclass
@@ -25,16 +26,36 @@ class Argument(NamedTuple):
 
 
 def arguments_of(cls: type) -> list[Argument]:
-    """Return the arguments of a class in order, with those that it passes on to its bases."""
+    """Return the arguments of a class in order, with those that it passes on to its bases.
+
+    An argument that the class does not describe has the description of the nearest base that does.
+    """
     return [
         Argument(
-            parameter.name,
+            name,
             _type(parameter.annotation),
-            None if parameter.default is Parameter.empty else _default(parameter.default),
-            " ".join((parameter.doc or "").split()),
+            None if parameter.default is Parameter.empty else _default(_made(cls, parameter)),
+            " ".join(_description(cls, name).split()),
         )
-        for parameter in parameters(cls).values()
+        for name, parameter in parameters(cls).items()
     ]
+
+
+def _description(cls: type, name: str) -> str:
+    described = (parameters(base)[name].doc for base in cls.__mro__ if name in _known(base))
+    return next(filter(None, described), "")
+
+
+def _known(base: type) -> dict[str, Any]:
+    return {} if base is object else parameters(base)
+
+
+def _made(cls: type, parameter: Any) -> Any:
+    """Return the default, also of a dataclass's field that makes one for each instance."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    factories = {field.name: field.default_factory for field in fields}
+    make = factories.get(parameter.name, dataclasses.MISSING)
+    return parameter.default if make is dataclasses.MISSING else make()
 
 
 def text_of(name: str) -> str:

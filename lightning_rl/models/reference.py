@@ -72,6 +72,9 @@ class FrozenReference(Reference):
 class PeriodicReference(FrozenReference):
     """A frozen copy that is renewed from the policy every ``every_n_iterations`` iterations.
 
+    Args:
+        every_n_iterations: iterations between two renewals.
+
     Raises:
         ConfigError: if ``every_n_iterations`` is less than 1.
     """

@@ -99,6 +99,9 @@ class SyncSchedule(ABC):
 class FixedSchedule(SyncSchedule):
     """Push every ``every_n_iterations`` iterations.
 
+    Args:
+        every_n_iterations: iterations between two pushes.
+
     Raises:
         ConfigError: if that is less than 1.
     """
@@ -122,6 +125,9 @@ class TrainerSchedule(SyncSchedule):
     """The trainer decides: after ``min_updates`` iterations, as soon as the collector is ready.
 
     The collector is ready when a batch is done, nothing is in flight, or it needs new weights.
+
+    Args:
+        min_updates: least number of iterations between two pushes.
 
     Raises:
         ConfigError: if ``min_updates`` is less than 1.

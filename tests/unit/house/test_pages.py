@@ -13,7 +13,10 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rl.cli import find_command, main
+from lightning_rl.cli.help import arguments_of
+from lightning_rl.config.names import SURFACES, public
 from lightning_rl.errors import LightningRLError
+from tests.support import argument_tables
 from tests.support.command_parser import read
 from tests.support.pages import (
     BLOCKS,
@@ -42,6 +45,32 @@ def test_every_block_says_what_it_is():
 @per_block(blocks_in("python"))
 def test_python_compiles(block):
     compile(block.text, block.place, "exec")
+
+
+RECORDS = {"Prompt", "Rollout"}
+"""What rewards and agents are given, and nobody configures."""
+
+
+def test_each_class_has_a_table_of_its_arguments_in_one_page():
+    classes = {name: public(name) for name in SURFACES["lightning_rl"] if name not in RECORDS}
+    with_arguments = {
+        name
+        for name, found in classes.items()
+        if inspect.isclass(found) and not issubclass(found, Exception) and arguments_of(found)
+    }
+    shown = [name for names in argument_tables.pages().values() for name in names]
+    assert len(shown) == len(set(shown))
+    assert with_arguments - set(shown) == set()
+    for name in shown:
+        undescribed = [one.name for one in arguments_of(public(name)) if not one.says]
+        assert not undescribed, name
+
+
+@pytest.mark.parametrize("page", argument_tables.pages(), ids=lambda page: page.name)
+def test_tables_of_arguments_are_of_this_code(page):
+    # If not: python -m tests.support.argument_tables
+    text = page.read_text(encoding="utf-8")
+    assert argument_tables.filled(text) == text
 
 
 # The package of docs/extend/package.md is installed in tests/integration/test_packages.py.

@@ -1,0 +1,64 @@
+"""Tables of the arguments of classes in the documentation, from signatures and docstrings.
+
+    python -m tests.support.argument_tables         writes them into the pages
+
+A page says which classes it introduces: ``<!-- arguments: WeightSync FixedSchedule -->``. What
+stands from there to ``<!-- /arguments -->`` is made.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from lightning_rl.cli.help import Argument, arguments_of
+from lightning_rl.config.names import public
+from tests.support.pages import ROOT
+
+DOCS = ROOT / "docs"
+MARKED = re.compile(r"<!-- arguments: ([\w ]+) -->\n.*?<!-- /arguments -->", re.DOTALL)
+
+
+def pages() -> dict[Path, list[str]]:
+    """The classes whose tables are in each page that has any."""
+    found = {path: classes_in(path.read_text(encoding="utf-8")) for path in DOCS.rglob("*.md")}
+    return {path: names for path, names in found.items() if names}
+
+
+def classes_in(text: str) -> list[str]:
+    return [name for match in MARKED.finditer(text) for name in match[1].split()]
+
+
+def filled(text: str) -> str:
+    """The page with its tables made anew."""
+    return MARKED.sub(
+        lambda match: "\n\n".join(
+            [
+                f"<!-- arguments: {match[1]} -->",
+                *map(table, match[1].split()),
+                "<!-- /arguments -->",
+            ]
+        ),
+        text,
+    )
+
+
+@cache
+def table(name: str) -> str:
+    lines = [f"**`{name}`**", "", "| argument | type | default | |", "|---|---|---|---|"]
+    return "\n".join([*lines, *map(row, arguments_of(public(name)))])
+
+
+def row(argument: Argument) -> str:
+    default = "required" if argument.default is None else f"`{argument.default}`"
+    cells = f"`{argument.name}`", f"`{argument.type}`", default, argument.says.replace("``", "`")
+    return "| " + " | ".join(plain(cell).replace("|", r"\|") for cell in cells) + " |"
+
+
+def plain(text: str) -> str:
+    """Without links of Sphinx: ``:class:`PPOClip``` is `PPOClip`."""
+    return re.sub(r":\w+:`~?\.?([^`]+)`", lambda match: f"`{match[1].rpartition('.')[2]}`", text)
+
+
+if __name__ == "__main__":
+    for path in pages():
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
