@@ -12,6 +12,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.lora import switch_adapters
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, model_of
+from lightning_rl.models.tokenizer import require_same_tokens
 
 
 class Reference(nn.Module, ABC):
@@ -44,10 +45,10 @@ class FrozenReference(Reference):
 
     def configure(self, policy: Policy) -> None:
         if self.model is not None:
+            loading = Loading(policy.loading.trust_remote_code)
+            require_same_tokens(self.model, policy.model, loading)
             self.policy = Policy(
-                self.model,
-                cast_lm_head_to_fp32=policy.cast_lm_head_to_fp32,
-                loading=Loading(policy.loading.trust_remote_code),
+                self.model, cast_lm_head_to_fp32=policy.cast_lm_head_to_fp32, loading=loading
             )
             if policy.reader is not None and not policy.reader.reads_as(self.policy.reader):
                 raise ConfigError(

@@ -53,6 +53,33 @@ def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerB
     return tokenizer
 
 
+def require_same_tokens(other: str, model: str, loading: Loading = PLAIN) -> None:
+    """Refuse another model that reads the policy's tokens otherwise.
+
+    What lies without a tokenizer is not compared, and tokens that only one of them has are ignored.
+
+    Args:
+        other: directory or hub name of the other model.
+        model: that of the policy.
+        loading: how both are loaded.
+
+    Raises:
+        ConfigError: names the token with the lowest number that means another one.
+    """
+    try:
+        theirs, ours = (_read_tokenizer(name, loading).get_vocab() for name in (other, model))
+    except (OSError, ValueError):
+        return
+    names = {number: token for token, number in theirs.items()}
+    apart = [(n, token) for token, n in ours.items() if names.get(n, token) != token]
+    if apart:
+        number, token = min(apart)
+        raise ConfigError(
+            f"model={other!r} has another tokenizer than the policy's {model!r}: token {number} is "
+            f"{names[number]!r} there and {token!r} here; use a model with the same tokenizer"
+        )
+
+
 def _read_config(model: str, loading: Loading) -> PretrainedConfig | None:
     try:
         return load_config(model, loading)

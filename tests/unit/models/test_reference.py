@@ -1,5 +1,7 @@
 """References: what they score, when they change, and that lending them leaves the policy alone."""
 
+import shutil
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -77,6 +79,19 @@ def test_another_checkpoint_as_reference(tiny_model, other_model, random_batch):
     expected = logprobs(Policy(str(other_model)), random_batch(9))
     assert torch.equal(ref_logprobs(module, random_batch(9)), expected)
     assert not torch.allclose(expected, logprobs(module.policy, random_batch(9)), atol=1e-2)
+
+
+def test_a_reference_that_reads_tokens_otherwise_is_refused(tiny_model, other_model, tmp_path):
+    shutil.copytree(other_model, tmp_path / "swapped")
+    written = tmp_path / "swapped" / "tokenizer.json"
+    text = written.read_text()
+    assert '"3": 6' in text
+    written.write_text(text.replace('"3": 6', '"4": 6').replace('"4": 7', '"3": 7'))
+    module = module_of(tiny_model, reference=FrozenReference(str(tmp_path / "swapped")))
+    with pytest.raises(
+        ConfigError, match=r"another tokenizer .*: token 6 is '4' there and '3' here"
+    ):
+        module.configure_model()
 
 
 def test_a_periodic_reference_is_renewed_after_every_second_iteration(
