@@ -214,6 +214,9 @@ class RolloutWriter(RLCallback):
 
     A fast dev run writes to its scratch directory instead.
 
+    Args:
+        path: the file or folder.
+
     Raises:
         ConfigError: for another ending, or if the file was written by another model or seed.
         DataError: if the file holds something else.

@@ -74,6 +74,9 @@ class JSONLPrompts(TablePrompts):
     """One JSON object per line of the file ``path``; blank lines are skipped.
 
     Lines are read when they are drawn, as they are: values of one column may be of several kinds.
+
+    Args:
+        path: the file.
     """
 
     def __init__(self, path: str, **options: Any) -> None:
@@ -90,7 +93,11 @@ class JSONLPrompts(TablePrompts):
 
 @configurable
 class ParquetPrompts(TablePrompts):
-    """The rows of a Parquet file or of a directory of them; 🤗 ``datasets`` keeps them as Arrow."""
+    """The rows of a Parquet file or of a directory of them; 🤗 ``datasets`` keeps them as Arrow.
+
+    Args:
+        path: the file or the directory.
+    """
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)

@@ -11,7 +11,11 @@ from lightning_rl.errors import ConfigError, require_finite
 
 @configurable
 class WarmupConstant(LambdaLR):
-    """From 0 to the optimizer's learning rate over ``warmup_steps``, then constant."""
+    """From 0 to the optimizer's learning rate over ``warmup_steps``, then constant.
+
+    Args:
+        warmup_steps: optimizer steps until the whole learning rate is reached.
+    """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 0) -> None:
         self.warmup_steps = warmup_steps
@@ -31,6 +35,11 @@ class WarmupConstant(LambdaLR):
 @configurable
 class WarmupLinear(WarmupConstant):
     """Linear warm-up, then linear decay to ``final`` times the learning rate at ``total_steps``.
+
+    Args:
+        total_steps: optimizer steps until the end of the decay, warm-up included.
+        warmup_steps: optimizer steps until the whole learning rate is reached.
+        final: share of the learning rate that is left from then on.
 
     Raises:
         ConfigError: if ``total_steps`` is not above ``warmup_steps``, or ``final`` not finite.

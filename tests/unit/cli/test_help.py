@@ -20,7 +20,7 @@ def test_the_arguments_of_a_class_are_printed(capsys):
     assert "from lightning_rl import WeightSync\n" in told
     assert "schedule: SyncSchedule (default: FixedSchedule)\n    when." in told
     assert "transport: WeightTransport | None (default: None)\n    how weights travel;" in told
-    assert told.endswith("cap: float (default: 2.0)\n")
+    assert told.endswith("(default: 2.0)\n    largest weight; larger ones count as much.\n")
     assert max(map(len, told.splitlines())) <= 100
 
 
