@@ -1,4 +1,7 @@
-"""What ``benchmarks.peers`` and ``benchmarks.wall`` run of ours: the same in each layout."""
+"""What ``benchmarks.peers`` and ``benchmarks.wall`` run of ours: the same in each layout.
+
+Slow: every layout is a command of its own, which starts processes and trains.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""recipes/hangman, shortened: a real package of verifiers, real vLLM, and a small model."""
+"""recipes/hangman, shortened: a real package of verifiers, real vLLM, and a small model.
+
+Slow: vLLM starts for the recipe, and chats of several turns are trained on.
+"""
 
 import json
 import shutil
