@@ -116,6 +116,16 @@ def clipped_surrogate(
     return -objective, cut
 
 
+def sequence_ratios(log_ratio: Tensor, row: Tensor) -> Tensor:
+    """Return the geometric mean of each rollout's ratios, (M,), for log ratios (M,) and rows (M,).
+
+    Every token has its rollout's value, and its own share of the gradient: that of its log ratio
+    times the value (Zheng et al. 2025, GSPO-token, eq. 13).
+    """
+    value = log_ratio.detach()
+    return ratios(row_means(value, row)) * (log_ratio - value).exp()
+
+
 @configurable
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
@@ -233,9 +243,7 @@ class GSPO(PolicyLoss):
         check_clip(self.clip_low, self.clip_high)
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
-        log_ratio = logprobs.detach() - tokens["old_logprobs"]
-        s = ratios(row_means(log_ratio, tokens["row"]))
-        s = s * (logprobs - logprobs.detach()).exp()  # value s, gradient s d log p
+        s = sequence_ratios(logprobs - tokens["old_logprobs"], tokens["row"])
         bounds = (self.clip_low, self.clip_high, self.dual_clip)
         loss, cut = clipped_surrogate(s, tokens["advantages"], *bounds)
         return loss, divergence(logprobs, tokens) | {"clip_frac": cut.float()}

@@ -8,7 +8,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.kl import LARGEST_LOG_RATIO, ratios, row_means, row_sums
-from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, divergence
+from lightning_rl.algos.losses import (
+    Metrics,
+    PolicyLoss,
+    PPOClip,
+    divergence,
+    sequence_ratios,
+)
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 
@@ -99,10 +105,9 @@ class GMPO(PolicyLoss):
         kept = torch.where(
             advantages >= 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
         )
-        s = ratios(row_means(kept.detach(), tokens["row"]))
-        s = s * (kept - kept.detach()).exp()  # value s, gradient s d c
         cut = (kept != log_ratio).float()
-        return -s * advantages, divergence(logprobs, tokens) | {"clip_frac": cut}
+        loss = -sequence_ratios(kept, tokens["row"]) * advantages
+        return loss, divergence(logprobs, tokens) | {"clip_frac": cut}
 
 
 @configurable

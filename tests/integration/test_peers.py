@@ -1,4 +1,4 @@
-"""What ``benchmarks.peers`` and ``benchmarks.wall`` run of ours: the same in each layout.
+"""Our runs of ``benchmarks.peers`` and ``benchmarks.wall`` are the same in each layout.
 
 Slow: every layout is a command of its own, which starts processes and trains.
 """

@@ -178,7 +178,7 @@ def test_sapo_in_all_cases(tau):
 
 
 def test_dppo_by_hand():
-    """Of an old probability 0.4: up by 0.1 or 0.32, down by 0.1 or 0.3, and of rare tokens."""
+    """A probability of 0.4 moves up by 0.1 or 0.32, or down by 0.1 or 0.3; then rare ones move."""
     w, a = [1.25, 1.8, 0.75, 0.25, 1.8, 0.25], [1, 1, -1, -1, -1, 1]
     value, gradient, metrics = evaluate(DPPO(square=0.0), w, a, old=math.log(0.4))
     assert value == pytest.approx([-1.25, 0, 0.75, 0, 1.8, -0.25])

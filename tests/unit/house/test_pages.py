@@ -48,7 +48,7 @@ def test_python_compiles(block):
 
 
 RECORDS = {"Prompt", "Rollout"}
-"""What rewards and agents are given, and nobody configures."""
+"""Rewards and agents are given these; nobody configures them."""
 
 
 def test_each_class_has_a_table_of_its_arguments_in_one_page():
