@@ -60,7 +60,7 @@ from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 
 STOP_SECONDS = 10.0
-"""How long a failed run waits for what is in flight to stop."""
+"""Maximum seconds for which a failed run waits until requests in flight have stopped."""
 
 
 @configurable(train_prompts=prompts_of, eval_prompts=prompts_of, expert_prompts=prompts_of)
@@ -68,42 +68,46 @@ class RLDataModule(CollectingDataModule):
     """Collects graded rollouts, one batch of groups per iteration.
 
     Args:
-        train_prompts: what to train on; a :class:`Mixture` for several sets, each with its own
-            agent, rewards and sampling. Also the path of a file of them; in Python a list of
-            prompts or rows, or a table (so with the other prompts).
+        train_prompts: prompts to train on; a :class:`Mixture` for several sets, each with its own
+            agent, rewards and sampling. Also the path of a file; in Python also a list of prompts
+            or rows, or a table (the same holds for the other prompts).
         rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async; in
-            Python also one of them, or import paths. None: every set of a mixture has its own.
-        engine: generates; None: vLLM in process, or transformers where vLLM is not installed.
+            Python also a single one, or import paths. None: every set of a mixture has its own.
+        engine: generates; None: vLLM in process, or transformers if vLLM is not installed.
         eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``; a
             :class:`Mixture` for several sets, each evaluated as a whole.
-        expert_prompts: rows with a ``completion`` to imitate beside the rollouts; see ``SFTMix``.
-        expert_per_iteration: how many of them per iteration.
-        buffer: keeps the groups of a run, and mixes older ones into each batch; None: none.
-        filters: groups that any of them rejects are dropped and replaced by groups of new prompts.
-        max_rounds: how often to generate for one batch before giving up on the filters; each round
-            replaces only the groups that are missing.
-        refill_seconds: no round begins later than so many seconds after the first; None: no limit.
-        train_on_rest: complete a batch for which no round is left with the last groups that filters
-            rejected, in place of ending the run. After ``refill_seconds``, replacements that are
-            still being written are evicted.
-        agent: how one rollout comes about.
-        collector: when which group is generated for training; None: all of a batch at once,
-            ``SyncCollector``, which is also what collects without training.
-        sampling: for training.
-        eval_sampling: for evaluation; None: as ``sampling``. Greedy: ``temperature: 0``.
+        expert_prompts: rows with a ``completion`` to imitate in addition to the rollouts; see
+            ``SFTMix``.
+        expert_per_iteration: number of expert rows per iteration.
+        buffer: keeps the groups of a run, and mixes older ones into each batch; None: no buffer.
+        filters: groups rejected by any of them are replaced by groups of new prompts.
+        max_rounds: maximum rounds of generation for one batch, after which the run stops; each
+            round replaces only the groups that are missing.
+        refill_seconds: no round begins later than this many seconds after the first; None: no
+            limit.
+        train_on_rest: when no round is left, fill the batch with the groups that filters rejected
+            last, instead of stopping the run. Replacements still being generated after
+            ``refill_seconds`` are evicted.
+        agent: generates one rollout.
+        collector: decides when each group is generated for training; None: the whole batch at once,
+            by ``SyncCollector``, which is always used to collect without training.
+        sampling: sampling settings for training.
+        eval_sampling: sampling settings for evaluation; None: ``sampling``. Greedy:
+            ``temperature: 0``.
         group_size: rollouts per prompt (G).
         groups_per_iteration: prompts per iteration.
         iterations_per_epoch: iterations that Lightning counts as one epoch.
         eval_samples: rollouts per held-out prompt; from 2 on, pass@k is reported too.
-        eval_limit: use only the first held-out prompts, of each set; None: all.
-        success_reward: a held-out rollout with at least this reward counts as right.
+        eval_limit: evaluate only this many prompts, the first of each set; None: all.
+        success_reward: a held-out rollout with at least this reward counts as correct.
         eval_metrics: functions ``f(rollouts) -> dict[str, float]`` of all held-out rollouts, whose
-            numbers are recorded as ``eval/<name>`` beside accuracy.
+            numbers are recorded as ``eval/<name>`` in addition to accuracy.
         reward_weights: one per reward; None: all 1.
-        max_failed_share: share of an iteration's rollouts whose grading may fail before it stops.
-        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``:
-            for all prompts, and for the agent.
-        seed: from which every request's own seed is derived; None: ``seed_everything``'s.
+        max_failed_share: maximum share of an iteration's rollouts whose grading may fail; beyond it
+            the run stops.
+        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``,
+            for all prompts and for the agent.
+        seed: the seed from which every request's own seed is derived; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range.
@@ -182,7 +186,7 @@ class RLDataModule(CollectingDataModule):
         self.train_tasks = tasks_of(
             train_prompts, agent, self._common_rewards, sampling, group_size, success_reward
         )
-        """The task of each set of training prompts, or of all of them."""
+        """One task per set of training prompts, or a single one."""
         held_out = (
             []
             if eval_prompts is None
@@ -196,13 +200,13 @@ class RLDataModule(CollectingDataModule):
             )
         )
         self.evaluation = Evaluation(held_out, self.train_tasks, self.seed, self.eval_metrics)
-        """Makes the groups and metrics of held-out prompts."""
+        """Creates the groups of held-out prompts, and computes their metrics."""
         self.rewards = grader_of(self.train_tasks)
-        """Grades what is trained on."""
+        """Grades the training rollouts."""
         if reward_weights is not None and rewards is None:
             raise ConfigError(
-                f"reward_weights={reward_weights} are for rewards, which is null; name these, or "
-                "give the weights to the prompt sets that have rewards"
+                f"reward_weights={reward_weights} apply to rewards, which is null; set rewards, or "
+                "set the weights in the prompt sets that have rewards"
             )
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
         self._collection: Collection | None = None
@@ -211,35 +215,37 @@ class RLDataModule(CollectingDataModule):
         self.first_iteration = 0  # of those collected without training
         self.predict_series: LazyLoader | None = None  # in place of these
         self.generated: list[Rollout] = []
-        """All ranks' rollouts of the last iteration (where there are several, without logprobs)."""
+        """All ranks' rollouts of the last iteration; without logprobs if there are several ranks.
+        """
 
     @property
     def _tasks(self) -> list[Task]:
-        """The tasks of training, and those of evaluation."""
+        """The tasks of training and of evaluation."""
         return [*self.train_tasks, *self.evaluation.tasks]
 
     def task_of(self, prompt: Prompt) -> Task:
-        """The task of a training prompt.
+        """Return the task of a training prompt.
 
         Raises:
-            ConfigError: if there is no such set.
+            ConfigError: if there is no such prompt set.
         """
         tasks = {task.name: task for task in self.train_tasks}
         if prompt.set not in tasks:
             raise ConfigError(
-                f"there is no prompt set {prompt.set!r} in data.train_prompts ({', '.join(tasks)})"
+                f"data.train_prompts has no prompt set {prompt.set!r}; its sets are "
+                f"{', '.join(tasks)}"
             )
         return tasks[prompt.set]
 
     @property
     def all_agents(self) -> list[Agent]:
-        """The data module's own, and those of all tasks, each once."""
+        """The data module's own agent and those of all tasks, without duplicates."""
         agents = (self.agent, *(task.agent for task in self._tasks))
         return list({id(agent): agent for agent in agents}.values())
 
     @property
     def all_rewards(self) -> list[Rewards]:
-        """Those of all tasks, each once."""
+        """The rewards of all tasks, without duplicates."""
         return list(dict.fromkeys(task.rewards for task in self._tasks))
 
     def hanging(self) -> Hanging | None:
@@ -252,7 +258,7 @@ class RLDataModule(CollectingDataModule):
     # ---------------------------------------------------------------- Lightning's hooks
 
     def setup(self, stage: str) -> None:
-        """Load prompts and start the engine, after Lightning has made its process group."""
+        """Load the prompts and start the engine, after Lightning has created its process group."""
         self._module()  # is there one, and a Trainer?
         assert self.trainer is not None
         share_cores(self.trainer)
@@ -301,7 +307,7 @@ class RLDataModule(CollectingDataModule):
         )
 
     def _start_engine(self, module: RolloutModule) -> int:
-        """Start it where it is needed; return its longest prompt plus completion, else 0."""
+        """Start the engine if this rank drives it; return its maximum length in tokens, else 0."""
         if not drives_engine(self.engine):
             return 0
         if not self.engine.running:
@@ -333,7 +339,7 @@ class RLDataModule(CollectingDataModule):
         )
 
     def load_prompts(self, stage: str) -> None:
-        """The part of ``setup`` that needs no engine: check the settings, load the prompts."""
+        """Check the settings and load the prompts: the part of ``setup`` that needs no engine."""
         module = self._module()
         self.engine.serve(module.roles)
         check_policies(
@@ -392,17 +398,19 @@ class RLDataModule(CollectingDataModule):
             )
 
     def load_tokenizer(self, module: RolloutModule) -> PreTrainedTokenizerBase:
-        """The tokenizer of the module's model, with the ``chat_template_kwargs``."""
+        """Return the tokenizer of the module's model, with the ``chat_template_kwargs``."""
         return with_chat_variables(module.load_tokenizer(), self.chat_template_kwargs, module.day)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing goes on in the background of a run that failed or was interrupted."""
+        """Stop all background work when a run fails or is interrupted."""
         if self._collection is None:
             return
         try:
             self._collection.close(timeout=STOP_SECONDS)
         except TimeoutError:
-            rank_zero_warn("rollouts in flight could not be stopped: a reward or agent blocks")
+            rank_zero_warn(
+                "rollouts in flight could not be stopped, because a reward or agent blocks"
+            )
 
     def teardown(self, stage: str) -> None:
         if self._collection is not None:
@@ -448,17 +456,17 @@ class RLDataModule(CollectingDataModule):
         _load_states(state_dict, buffer=self.buffer, experts=self.expert_prompts)
 
     def predict_dataloader(self) -> Any:
-        """Batches of graded rollouts, as ``lightning-rl rollout`` runs through."""
+        """Return a loader of batches of graded rollouts, for ``lightning-rl rollout``."""
         return self.predict_series or LazyLoader(
             lambda place: self.collect(self.first_iteration + place), self.iterations_per_epoch
         )
 
     def rollout_state(self) -> dict[str, Any]:
-        """Tell where collecting without training stands, as primitives."""
+        """Return the state of collecting without training, as primitives."""
         return _states(batches=self._ready(), experts=self.expert_prompts)
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken, from ``first_iteration`` on."""
+        """Resume where the state was taken, from ``first_iteration`` on."""
         _load_states(state, batches=self._ready(), experts=self.expert_prompts)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
@@ -467,7 +475,7 @@ class RLDataModule(CollectingDataModule):
     # ---------------------------------------------------------------- collecting
 
     def collect(self, iteration: int) -> list[Rollout]:
-        """Generate and grade one iteration's rollouts, and tell the callbacks."""
+        """Generate and grade one iteration's rollouts, and notify the callbacks."""
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
@@ -484,7 +492,7 @@ class RLDataModule(CollectingDataModule):
         call_hook(self.trainer, "on_collect_wait")
 
     def _collected(self, rollouts: list[Rollout]) -> None:
-        """Record what was collected on all ranks, and tell prompts and callbacks of it."""
+        """Record the rollouts collected on all ranks, and pass them to prompts and callbacks."""
         module, prompts, trainer = self._module(), self.train_prompts, self.trainer
         assert trainer is not None
         groups, metrics = self._ready().of_all_ranks(module.iteration, module.role_versions)
@@ -496,7 +504,7 @@ class RLDataModule(CollectingDataModule):
         call_hook(trainer, "on_collect_end", rollouts)
 
     def _experts(self, iteration: int) -> list[Rollout]:
-        """This rank's share of an iteration's rows to imitate."""
+        """Return this rank's share of an iteration's expert rows."""
         assert self.expert_prompts is not None
         count = self.expert_per_iteration
         return expert_rollouts(self.expert_prompts, count, iteration, self._tokenizer)
@@ -512,9 +520,9 @@ class RLDataModule(CollectingDataModule):
         )
 
     def sync_state(self, trainer_version: int, policy: str = "") -> SyncState:
-        """Tell what a schedule of weight syncs decides by, and who does what; ask it any time.
+        """Return the state by which a sync schedule decides; may be called at any time.
 
-        ``policy``: the name of that whose version is told, where there are several.
+        ``policy`` is the name of the policy whose version is asked for, if there are several.
         """
         return SyncState(
             trainer_version,
@@ -536,7 +544,7 @@ class RLDataModule(CollectingDataModule):
             run_async(self._ready().collector.before_sync())
 
     def after_sync(self) -> None:
-        """Let it go on with them."""
+        """Let the collector continue with the new weights."""
         run_async(self._ready().collector.after_sync())
 
     @property
@@ -544,7 +552,7 @@ class RLDataModule(CollectingDataModule):
         return self.eval_prompts is not None
 
     def evaluate(self) -> tuple[list[Rollout], dict[str, float]]:
-        """Roll out and grade the held-out prompts, always with the same seeds.
+        """Generate and grade rollouts of the held-out prompts, always with the same seeds.
 
         Raises:
             ConfigError: without ``eval_prompts``, or if one of ``eval_metrics`` fails.
@@ -559,30 +567,31 @@ class RLDataModule(CollectingDataModule):
         return rollouts, self.evaluation.all_metrics(rollouts)
 
     def try_out(self, groups: int, group_size: int) -> list[Rollout]:
-        """Graded rollouts of the first prompts, beside training: no prompt is used up.
+        """Return graded rollouts of the first prompts, without using up any prompts of the
+        training.
 
         Raises:
             EngineError: if the engine is not ready, or fails.
-            RewardError: if too large a share could not be graded.
+            RewardError: if too large a share of the rollouts could not be graded.
         """
         prompts = self.train_prompts.first(groups)
         return self._ready().pipeline.run(prompts, group_size, self.sampling, self.seed)
 
     def peek(self, module: RolloutModule, groups: int = 2, group_size: int | None = None) -> Peek:
-        """A small batch to look at, in a notebook say: collected, graded and packed.
+        """Return a small batch for inspection, e.g. in a notebook: collected, graded and packed.
 
-        It is of the first prompts, and of the module's policy as it is. The engine starts and ends
-        for it; a run afterwards is the same as without.
+        It uses the first prompts and the module's current policy. The engine is started and stopped
+        for it; later runs are unaffected.
 
         Args:
-            module: whose policy writes; trained already or not.
-            groups: prompts.
-            group_size: rollouts of each; None: as in training.
+            module: the module whose policy generates; trained or not.
+            groups: number of prompts.
+            group_size: rollouts per prompt; None: as in training.
 
         Raises:
-            ConfigError: while either is in a run, or if the two do not go together.
+            ConfigError: if either is in a run, or if the two are incompatible.
             EngineError: if the engine does not start, or fails.
-            RewardError: if too large a share could not be graded.
+            RewardError: if too large a share of the rollouts could not be graded.
         """
         require_at_least(1, groups=groups, group_size=group_size)
         # By name: callbacks know the data module, not the other way round.
@@ -591,7 +600,7 @@ class RLDataModule(CollectingDataModule):
         return found
 
     def _epoch(self) -> int:
-        """Iterations in an epoch, within the Trainer's limits."""
+        """Return the number of iterations in an epoch, within the Trainer's limits."""
         length = self.iterations_per_epoch
         return length if self.trainer is None else limited_epoch(self.trainer, length)
 
@@ -602,8 +611,8 @@ class RLDataModule(CollectingDataModule):
     def _module(self) -> RolloutModule:
         if self.trainer is None:
             raise ConfigError(
-                "RLDataModule collects with the policy of a run, and belongs to none yet; look at "
-                "a batch with datamodule.peek(module), or give both to trainer.fit"
+                "RLDataModule collects with the policy of a run, but has no Trainer yet; call "
+                "datamodule.peek(module) to inspect a batch, or pass both to trainer.fit"
             )
         module = self.trainer.lightning_module
         if not isinstance(module, RolloutModule):
@@ -615,7 +624,7 @@ class RLDataModule(CollectingDataModule):
 
 
 def _states(**parts: Any) -> dict[str, Any]:
-    """The state of each part; None of one that is not there."""
+    """Return the state of each part; None for a part that is None."""
     return {name: None if part is None else part.state_dict() for name, part in parts.items()}
 
 

@@ -1,4 +1,4 @@
-"""PolicyModule: everything that is learning. One Lightning batch is one RL iteration."""
+"""PolicyModule: the learning half of a run. One Lightning batch is one RL iteration."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -51,7 +51,7 @@ from lightning_rl.run.seeding import run_seed
 from lightning_rl.vision.training import Vision
 
 LEAST_VALUE_LR = 1e-5
-"""A critic's learning rate unless it is given one; verl's default."""
+"""Default learning rate of a critic; verl's default."""
 
 
 @configurable(model=model_of, lora=as_lora)
@@ -59,11 +59,10 @@ class PolicyModule(OwnLoop, RolloutModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
     ``training_step`` runs the named steps of :class:`~lightning_rl.learn.learner.Learner` on one
-    packed batch; each can be called by itself, or overridden.
-    Optimizer steps with a NaN or infinite gradient are left out (``policy/nonfinite_skipped``).
-    Rollouts that cannot move the policy (``left_out``) are left out of them: the
-    gradient is the same, and ``policy/*`` and ``rollout/logprob_gap_*`` are over the tokens that
-    were trained on.
+    packed batch; each can be called on its own, or overridden. Optimizer steps with a NaN or
+    infinite gradient are skipped (``policy/nonfinite_skipped``). Rollouts that cannot change the
+    policy (``left_out``) are excluded from the update: the gradient is the same, and ``policy/*``
+    and ``rollout/logprob_gap_*`` are averaged over the trained tokens.
 
     Args:
         model: directory or hub name of the causal LM to train; in Python also a transformers model
@@ -73,43 +72,45 @@ class PolicyModule(OwnLoop, RolloutModule):
         aggregation: how token losses are averaged.
         value_head: critic, for ``GAE``: ``SharedValueHead()`` or ``SeparateValueHead()``.
         value_loss: the critic's loss.
-        correction: importance weights for what the engine sampled otherwise than the trainer would
-            have; None for none.
-        kl: penalty against the reference, in the loss; None for none.
-        kl_reward: the same in the reward of each token.
-        reference: what ``kl`` and ``kl_reward`` compare with; None: a frozen copy of the start.
-        entropy: bonus; None for none.
-        balance: load-balancing loss of a mixture's routers; None for none.
-        routing_replay: whose choice of experts the passes over a batch repeat: ``RolloutRouting()``
-            the engine's, ``OldRouting()`` that of the pass for the old logprobs; None: the routers
-            choose anew in each.
-        lora: train adapters only; None: all weights. In Python also a ``peft.LoraConfig``.
-        vision: what is trained of the part of an image-text model that sees; None: nothing.
+        correction: importance weights for the difference between the engine's and the trainer's
+            distribution; None: no correction.
+        kl: KL penalty against the reference, in the loss; None: no penalty.
+        kl_reward: KL penalty against the reference, in the reward of each token; None: no penalty.
+        reference: the policy that ``kl`` and ``kl_reward`` compare with; None: a frozen copy of the
+            initial model.
+        entropy: entropy bonus; None: no bonus.
+        balance: load-balancing loss of a mixture-of-experts router; None: no such loss.
+        routing_replay: whose expert choices all passes over a batch replay: ``RolloutRouting()``
+            the engine's, ``OldRouting()`` those of the pass for the old logprobs; None: the routers
+            choose again in each pass.
+        lora: train only adapters; None: train all weights. In Python also a ``peft.LoraConfig``.
+        vision: which parts of an image-text model's vision are trained; None: none.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         value_lr: learning rate of the critic's own parameters; None: the optimizer's, but at
             least 1e-5.
-        value_warmup_iterations: train only the critic in the first so many iterations.
-        trust_engine_logprobs: take the engine's logprobs for the old ones instead of recomputing
+        value_warmup_iterations: number of initial iterations in which only the critic is trained.
+        trust_engine_logprobs: use the engine's logprobs as the old ones instead of recomputing
             them.
-        mask_truncated: give rollouts that hit ``max_tokens`` no loss (DAPO's overlong filtering).
+        mask_truncated: exclude rollouts that reached ``max_tokens`` from the loss (DAPO's overlong
+            filtering).
         ppo_epochs: passes over each collected batch.
         minibatches: optimizer steps per pass; whole groups are dealt to them at random.
-        target_kl: no further pass over a batch once a pass's mean ``policy/kl_old`` is above it;
-            None: all passes are made.
-        max_tokens_per_pack: forward tokens in one forward/backward (bounds memory). ``auto``: as
+        target_kl: make no further pass over a batch once a pass's mean ``policy/kl_old`` exceeds
+            this; None: make all passes.
+        max_tokens_per_pack: tokens per forward/backward pass, which bounds memory. ``auto``: as
             many as fit on the GPU, measured before the first update, and then kept in checkpoints
             and in the run's ``config.yaml``; on a CPU 16,384.
-        max_grad_norm: clip the gradient's global norm; None: leave it.
-        gradient_checkpointing: recompute activations in backward, all of them or as
-            ``Recompute`` says.
-        compile: let ``torch.compile`` make the layers and the output faster; the first iteration
-            pays for it. None: on CUDA, where that is proven.
+        max_grad_norm: clip the gradient's global norm to this; None: do not clip.
+        gradient_checkpointing: recompute activations in backward; True for all of them, or
+            ``Recompute`` to choose.
+        compile: compile the layers and the output with ``torch.compile``, which makes the first
+            iteration slower. None: compile on CUDA, where it is tested.
         random_init: start from random weights instead of those in ``model``.
-        cast_lm_head_to_fp32: compute logits in float32 though the Trainer's precision has 16 bits.
+        cast_lm_head_to_fp32: compute logits in float32 even if the Trainer's precision has 16 bits.
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
-        seed: of the order in which groups are dealt to minibatches; None: ``seed_everything``'s.
+        seed: seed by which groups are dealt to minibatches; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range, or an advantage that needs a missing value head.
@@ -265,7 +266,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             self._shard(mesh)
 
     def _shard(self, mesh: DeviceMesh) -> None:
-        """Divide all of the module's policies among the ranks of a ``ModelParallelStrategy``."""
+        """Shard all of the module's policies over the ranks of a ``ModelParallelStrategy``."""
         precision = str(self.trainer.precision)
         strategy: Any = self.trainer.strategy
         offload = getattr(strategy, "cpu_offload", False)
@@ -279,17 +280,17 @@ class PolicyModule(OwnLoop, RolloutModule):
             if sequence > 1 or policy.tensor is not None:
                 if self.packs is not None:
                     raise ConfigError(
-                        "model.max_tokens_per_pack=auto is not measured where several processes "
+                        "model.max_tokens_per_pack=auto cannot be measured if several processes "
                         f"compute a pack (sequence={sequence}, or tensor > 1); set a number, such "
                         f"as {DEFAULT}"
                     )
                 policy.share_packs(sequence)
 
     def _use_routing(self, policy: Policy) -> None:
-        """Tell the policy what is asked of its routers.
+        """Configure the policy's routers for balancing and replay.
 
         Raises:
-            ConfigError: if it has none.
+            ConfigError: if the model has no routers.
         """
         balance = self.objective.balance
         if balance is not None or self.routing_replay is not None:
@@ -301,7 +302,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             self.objective = replace(self.objective, balance=found)
 
     def own_lm(self) -> PreTrainedModel | None:
-        """The causal LM where it is loaded already; None: ``model`` is still to be read."""
+        """Return the causal LM if it is already loaded; None: it has to be read from ``model``."""
         return None
 
     def configure_optimizers(self) -> Any:
@@ -318,7 +319,7 @@ class PolicyModule(OwnLoop, RolloutModule):
     # ---------------------------------------------------------------- learning
 
     def choose_packs(self, batch: TensorDict) -> None:
-        """Measure how many tokens a pack can have, where that is asked for and not known yet."""
+        """Measure how many tokens a pack can have, if that is requested and not known yet."""
         if self.packs is not None and self.packs.tokens is None:
             filling = self.loaded_policy.filling
             self.packs.measure(
@@ -327,7 +328,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             self._use_packs()
 
     def _trial(self, pack: TensorDict) -> None:
-        """Compute a pack forward and backward, and drop its gradient."""
+        """Run a pack forward and backward, and discard its gradient."""
         policy = self.loaded_policy
         scores = policy(pack)
         entropy = None if self.objective.entropy is None else scores.entropy
@@ -336,7 +337,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         policy.zero_grad()
 
     def _use_packs(self) -> None:
-        """Go by what was measured, and have it where the run is done again from."""
+        """Use the measured budget, and write it into the run's configuration, for later runs."""
         if self.packs is None or self.packs.tokens is None:
             return
         self.max_tokens_per_pack = self.packs.tokens
@@ -348,7 +349,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         self._use_packs()
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """One RL iteration on a packed batch: compute, let callbacks decide, update."""
+        """Run one RL iteration on a packed batch: score, ask callbacks, update."""
         self.require_packed(batch)
         batch = self.compute_all(batch)
         objective = self.decided(batch)
@@ -357,7 +358,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         self.record(metrics)
 
     def decided(self, batch: TensorDict) -> Objective | None:
-        """Apply what callbacks decide, each before the next is asked; None: no update."""
+        """Apply the callbacks' decisions, each before the next is asked; None: skip the update."""
         objective, skip = self.objective, False
         for decision in answers(self.trainer, "on_update_start", batch, module=self):
             skip = skip or decision.skip or decision.stop is not None
@@ -383,5 +384,5 @@ class PolicyModule(OwnLoop, RolloutModule):
 
 
 def policies_of(module: RolloutModule) -> Mapping[str, PolicyModule]:
-    """A module's policies, with all that they learn by."""
+    """Return a module's policies, typed as ``PolicyModule``."""
     return cast(Mapping[str, PolicyModule], module.policies)

@@ -185,7 +185,7 @@ CALLS: list[Call] = [
            trainer__max_epochs=10**17),
     values("iterations for as long", "would start", right=True,
            data__init_args__iterations_per_epoch=10**17),
-    values("a group of a billion", "rollouts, which no iteration holds",
+    values("a group of a billion", "an iteration holds all of them",
            data__init_args__group_size=10**9),
     values("packs without end", "max_tokens_per_pack", model__init_args__max_tokens_per_pack=HUGE),
     values("a group of a half", "group_size", data__init_args__group_size=2.5),

@@ -1,1 +1,1 @@
-"""Collecting: which group is generated when, and batch after batch of those worth training on."""
+"""Collecting: decides when each group is generated, and makes batches of the useful ones."""

@@ -1,4 +1,4 @@
-"""CollectingDataModule: what callbacks and commands ask of data that a policy makes by itself."""
+"""CollectingDataModule: what callbacks and commands need from data that the policy generates."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -11,71 +11,76 @@ from lightning_rl.run.rundir import require_writable_dirs
 
 
 class Hanging(NamedTuple):
-    """A call of code that is not ours, and that has not returned yet."""
+    """A call into foreign code, such as a reward or an environment, that has not returned yet."""
 
     what: str
     thread: threading.Thread
     advice: str
-    """What to do if it may take that long, as the beginning of a sentence."""
+    """What to do if the call may take that long, as the beginning of a sentence."""
 
 
 class CollectingDataModule(LightningDataModule, ABC):
-    """Collects what is trained on, one batch per iteration, and evaluates the present policy.
+    """Collects the training data, one batch per iteration, and evaluates the current policy.
 
-    ``setup`` begins with ``enter_directory(trainer)``, and ``teardown`` ends with
-    ``leave_directory(trainer)``: a run directory belongs to one process at a time.
+    Subclasses must begin ``setup`` with ``enter_directory(trainer)`` and end ``teardown`` with
+    ``leave_directory(trainer)``, because a run directory belongs to one process at a time.
     """
 
     nothing_to_evaluate = "use a data module that can evaluate"
-    """Advice, where ``evaluates`` is False."""
+    """Advice to the user if ``evaluates`` is False."""
     test_series: LazyLoader | None = None
-    """What ``test`` goes through in place of one evaluation; of several checkpoints."""
+    """The loader that ``test`` uses instead of a single evaluation, to evaluate several
+    checkpoints.
+    """
     collects = "rollout"
-    """What it collects, in a word."""
+    """What this data module collects, as a singular noun."""
 
     def hanging(self) -> Hanging | None:
-        """A call that runs in a thread of its own right now, of a reward or an environment."""
+        """Return the call of a reward or an environment that is running in its own thread; None if
+        none.
+        """
         return None
 
     def check(self, module: LightningModule) -> list[str] | None:
-        """Try out a run with this module, and say what it amounts to, for ``lightning-rl check``.
+        """Try out a run with this module, and return lines of a report for ``lightning-rl check``.
 
-        None: there is nothing to try. Both know the trainer already.
+        Both already have their trainer. Returns None if there is nothing to try out.
         """
         return None
 
     @property
     @abstractmethod
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """True if there is anything to evaluate on."""
 
     @abstractmethod
     def evaluate(self) -> tuple[Any, dict[str, float]]:
-        """What the present policy does on held-out tasks, with the same seeds each time.
+        """Evaluate the current policy on held-out tasks, with the same seeds every time.
 
         Returns:
-            What it did, and metrics of that, named ``eval/...``; the same on all ranks.
+            What the policy did (rollouts or episodes), and its ``eval/...`` metrics; the same on
+            all ranks.
 
         Raises:
             ConfigError: if there is nothing to evaluate on.
         """
 
     def prepare_data(self) -> None:
-        """Before loggers make their directories: can they?"""
+        """Fail early if loggers cannot create their directories."""
         if self.trainer is not None and self.trainer.state.fn == "fit":
             require_writable_dirs(self.trainer)
 
     def val_dataloader(self) -> Any:
-        """One evaluation; [] while fitting, when the ``Evaluate`` callback does it.
+        """Return a loader of one evaluation, or [] during ``fit``.
 
-        That also evaluates before training.
+        During ``fit`` the ``Evaluate`` callback evaluates instead, also before training.
         """
         if self.trainer is not None and self.trainer.state.fn == "fit":
             return []
         return self._one_evaluation()
 
     def test_dataloader(self) -> Any:
-        """One evaluation, or one for each of several checkpoints."""
+        """Return a loader of one evaluation, or of one per checkpoint if there are several."""
         return self._one_evaluation() if self.test_series is None else self.test_series
 
     def _one_evaluation(self) -> LazyLoader:

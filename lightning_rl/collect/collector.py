@@ -1,4 +1,4 @@
-"""Collectors: when which group is generated; filters: which are worth training on."""
+"""Collectors decide when each group is generated; filters, which groups are worth training on."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -19,14 +19,14 @@ from lightning_rl.sync.schedule import CollectorStatus
 class Collector(ABC):
     """Turns groups from a source into batches.
 
-    It remembers every group that was issued until ``ack`` says that it became part of a batch:
-    what a checkpoint holds, so that no prompt is lost or trained on twice.
+    It remembers every issued group until ``ack`` says that the group became part of a batch. This
+    is what a checkpoint holds, so that no prompt is lost or trained on twice.
 
-    ``pipeline`` (generates and grades) and ``source`` (issues groups) are those of the present run.
+    ``pipeline`` (generates and grades) and ``source`` (issues groups) belong to the current run.
     """
 
     works_between_batches = False
-    """Whether it generates while the trainer trains."""
+    """True if it generates while the trainer trains."""
 
     pipeline: RolloutPipeline
     source: GroupSource
@@ -44,26 +44,26 @@ class Collector(ABC):
             signature.bind("self", "count")
         except TypeError as error:
             raise ConfigError(
-                f"{cls.__name__}.take{signature} must be take(self, count): the pipeline is "
-                "self.pipeline, the source self.source, and self.issue() takes no argument"
+                f"{cls.__name__}.take{signature} must have the signature take(self, count); use "
+                "self.pipeline and self.source, and call self.issue() without arguments"
             ) from error
 
     def bind(self, pipeline: RolloutPipeline, source: GroupSource) -> None:
-        """Take over the parts of a run, before its first batch."""
+        """Store the pipeline and the source of a run; called before its first batch."""
         self.pipeline, self.source = pipeline, source
 
     @abstractmethod
     async def take(self, count: int) -> list[Group]:
-        """The next ``count`` generated groups, for iteration ``self.source.iteration``.
+        """Return the next ``count`` generated groups, for iteration ``self.source.iteration``.
 
-        What works ahead grades its groups too, as they are done.
+        A collector that works ahead also grades its groups as soon as they are complete.
 
         Raises:
             EngineError: if the engine fails.
         """
 
     def issue(self) -> Group:
-        """A restored group, or a new one; from now on remembered."""
+        """Return a restored group, or a new one, and remember it as issued."""
         require_awaited()  # to tokenise the prompts of many groups takes a while
         return self._remember(self._restored.pop(0) if self._restored else self.source.next())
 
@@ -72,16 +72,16 @@ class Collector(ABC):
         return group
 
     def _drop(self, group: Group, status: RolloutStatus) -> None:
-        """Give a group up that was issued."""
+        """Give up a group that was issued, with this status."""
         for rollout in group:
             rollout.status = status
         del self._issued[group[0].group_id]
         self.dropped.append(group)
 
     async def evict(self, taken: list[Group]) -> None:
-        """Give up the groups of a ``take`` that was cancelled; their prompts are issued again.
+        """Give up the groups of a cancelled ``take``; their prompts are issued again.
 
-        These are all in hand but those that were ``taken`` before.
+        These are all issued groups except those that were already ``taken``.
         """
         kept = {group[0].group_id for group in taken}
         for group in [g for name, g in self._issued.items() if name not in kept]:
@@ -89,43 +89,45 @@ class Collector(ABC):
             self.source.give_back(group[0].prompt)
 
     def ack(self, groups: list[Group]) -> None:
-        """These groups, that ``take`` returned, are in a batch (or rejected by a filter)."""
+        """Forget groups that ``take`` returned: they are in a batch, or a filter rejected them."""
         for group in groups:
             del self._issued[group[0].group_id]
 
     async def status(self) -> CollectorStatus:
-        """Tell where it stands between two batches; one that does not work ahead has nothing."""
+        """Return the collector's progress between two batches; empty unless it works ahead."""
         return CollectorStatus()
 
     async def before_sync(self) -> None:
         """Prepare for a change of the engine's weights."""
 
     async def after_sync(self) -> None:
-        """Go on with the new weights."""
+        """Continue with the new weights."""
 
     @asynccontextmanager
     async def yielding(self) -> AsyncIterator[None]:
-        """While an evaluation has the engine."""
+        """Leave the engine to an evaluation for the duration of this context."""
         yield
 
     async def close(self) -> None:
-        """Stop what is in flight. It stays in the state, and comes first if a run goes on."""
+        """Stop all generation in progress. It stays in the state, and comes first if a run
+        continues.
+        """
         self._restored = [*self._issued.values(), *self._restored]
         self._issued = {}
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of what it has in hand when a batch is complete."""
+        """Return metrics of the groups in progress when a batch is complete."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All groups that are not in a batch yet, with what they have so far; primitives only.
+        """Return all groups that are not in a batch yet, with their tokens so far, as primitives.
 
-        Every value is a list, whose items another number of ranks may share.
+        Every value is a list, whose items can be redistributed over another number of ranks.
         """
         return {"groups": [_records(g) for g in (*self._issued.values(), *self._restored)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Finish those groups first; what could not be graded is graded again."""
+        """Finish these groups first; rollouts that could not be graded are graded again."""
         self._restored = [
             [
                 _retried(rollout)
@@ -137,9 +139,9 @@ class Collector(ABC):
 
 
 def _records(group: Group) -> list[dict[str, Any]]:
-    """A record of each rollout; of a group that has not begun one, with the ``seeds`` of all.
+    """Return a record per rollout; for a group that has not begun, one record with all ``seeds``.
 
-    Of 100,000 groups in a batch nearly all have not begun when a run is told to end.
+    When a run is interrupted, nearly all of the 100,000 groups of a batch may not have begun.
     """
     first = group[0]
     new = Rollout(first.prompt, first.group_id, 0, 0, first.sampling, structured=first.structured)
@@ -151,7 +153,7 @@ def _records(group: Group) -> list[dict[str, Any]]:
 
 
 def _each(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A record of each rollout, from what :func:`_records` wrote."""
+    """Yield a record per rollout, from the output of :func:`_records`."""
     for record in records:
         if "seeds" not in record:
             yield record
@@ -160,7 +162,7 @@ def _each(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _is_lost(rollout: Rollout) -> bool:
-    """A branch that its agent failed: what it branched off from makes it anew."""
+    """Return True for a branch whose agent failed; the rollout it branched off from repeats it."""
     failed = rollout.status is RolloutStatus.FAILED and rollout.finish_reason is None
     return failed and rollout.fork is not None
 
@@ -182,7 +184,7 @@ class SyncCollector(Collector):
     """Generates the whole batch, and returns when its last rollout is done.
 
     Args:
-        max_concurrency: rollouts in flight at most; None: all (the engine queues them).
+        max_concurrency: maximum rollouts in flight; None: all (the engine queues them).
     """
 
     def __init__(self, max_concurrency: int | None = None) -> None:
@@ -199,7 +201,7 @@ class SyncCollector(Collector):
 class GroupFilter(ABC):
     """Keeps or rejects a graded group; rejected ones are replaced by groups of new prompts.
 
-    ``min_group_size``: it would reject every group with fewer rollouts.
+    ``min_group_size`` is the smallest group that the filter can keep.
     """
 
     min_group_size: ClassVar[int] = 1
@@ -212,12 +214,12 @@ class GroupFilter(ABC):
 @configurable
 @dataclass(frozen=True)
 class RewardSpread(GroupFilter):
-    """Rejects groups whose rewards are all alike: they have no advantage (DAPO, section 3.2).
+    """Rejects groups whose rewards are all equal: they have no advantage (DAPO, section 3.2).
 
     Args:
-        min_spread: largest minus smallest reward must exceed this.
-        part: the part of the reward that is looked at, such as the name of an exact reward beside
-            shaped ones, by which a group that is all wrong may still differ; None: the whole.
+        min_spread: the largest reward minus the smallest must exceed this.
+        part: name of the reward part to compare, such as an exact reward combined with shaped ones,
+            which may differ within a group that is all wrong; None: the total reward.
 
     Raises:
         ConfigError: if ``min_spread`` is negative or not finite, or rewards have no such part.
@@ -242,7 +244,7 @@ class RewardSpread(GroupFilter):
             return rollout.reward
         if self.part not in rollout.reward_parts:
             raise ConfigError(
-                f"RewardSpread: rewards have no part {self.part!r}; the parts are "
+                f"RewardSpread(part={self.part!r}): rewards have no part of that name; use one of "
                 f"{', '.join(rollout.reward_parts)}"
             )
         return rollout.reward_parts[self.part]

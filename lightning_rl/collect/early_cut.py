@@ -1,4 +1,4 @@
-"""Collectors that stop a batch early, and what becomes of its slow tail."""
+"""Collectors that end a batch early, and treat its slow rollouts in different ways."""
 
 import asyncio
 import math
@@ -16,15 +16,16 @@ from lightning_rl.rollout import Group, Prompt, RolloutStatus, primitives
 
 @configurable
 class PartialCollector(WorkingAhead):
-    """Issues more groups than a batch needs, and cuts when the first ones are enough.
+    """Issues more groups than a batch needs, and stops as soon as enough of them are complete.
 
-    The rest keep their tokens, sleep while the trainer trains, and go on in the next iteration with
-    its weights (partial rollouts: Kimi k1.5, Kimi Team 2025, section 2.6.2; APRIL, Zhou et al.
-    2025). For an engine that shares its device with the trainer.
+    The others keep their tokens, are paused while the trainer trains, and continue in the next
+    iteration with its weights (partial rollouts: Kimi k1.5, Kimi Team 2025, section 2.6.2; APRIL,
+    Zhou et al. 2025). Use it for an engine that shares its device with the trainer.
 
     Args:
-        over_issue: groups in flight, as a multiple of the batch.
-        max_staleness: versions by which a token may be older than the policy that trains on it.
+        over_issue: groups in flight, as a multiple of the batch size.
+        max_staleness: maximum number of versions by which a token may be older than the policy that
+            trains on it.
 
     Raises:
         ConfigError: unless over_issue > 1 and max_staleness >= 1.
@@ -59,21 +60,22 @@ class PartialCollector(WorkingAhead):
 
 @configurable
 class PartialTailCollector(PartialCollector):
-    """Partial rollouts, of which the slowest get a batch of their own: both modes in one.
+    """Partial rollouts (:class:`PartialCollector`), where slow groups get a batch of their own.
 
-    A group that has gone on through ``candidate_step`` iterations belongs to the tail. As soon as
-    ``trigger_size`` groups do, the next batch waits for them, and issues no group beyond its own
-    size; so they no longer compete with new ones, and end before they get too old.
+    A group that was carried over to the next iteration ``candidate_step`` times belongs to the
+    tail. When ``trigger_size`` groups do, the next batch waits for them, and issues no more groups
+    than its size; so they no longer compete with new groups, and end before they become too stale.
 
     Args:
-        over_issue: groups in flight in other iterations, as a multiple of the batch.
-        max_staleness: versions by which a token may be older than the policy that trains on it.
-        trigger_size: groups of the tail that make such a batch due; None: as many as a batch takes.
-        candidate_step: iterations through which a group has gone on when it counts as slow.
+        over_issue: groups in flight in other iterations, as a multiple of the batch size.
+        max_staleness: maximum number of versions by which a token may be older than the policy that
+            trains on it.
+        trigger_size: number of tail groups that triggers such a batch; None: the batch size.
+        candidate_step: how often a group is carried over before it counts as slow.
 
     Raises:
-        ConfigError: unless over_issue > 1, trigger_size >= 1 and
-            1 <= candidate_step <= max_staleness.
+        ConfigError: unless over_issue > 1, trigger_size >= 1 and 1 <= candidate_step <=
+            max_staleness.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class PartialTailCollector(PartialCollector):
         require_at_least(1, trigger_size=trigger_size, candidate_step=candidate_step)
         if candidate_step > max_staleness:
             raise ConfigError(
-                f"candidate_step={candidate_step} must be <= max_staleness={max_staleness}: no "
-                "group goes on for longer"
+                f"candidate_step={candidate_step} must be <= max_staleness={max_staleness}, since "
+                "no group is carried over more often; lower it, or raise max_staleness"
             )
         self.trigger_size = trigger_size
         self.candidate_step = candidate_step
@@ -104,7 +106,7 @@ class PartialTailCollector(PartialCollector):
         return await super().take(count)
 
     def _age(self, group: Group, iteration: int) -> int:
-        """Iterations since the weights that wrote its first tokens."""
+        """Return the number of iterations since the weights that wrote the group's first tokens."""
         return iteration - (self._deadline_of(group) - self.max_staleness)
 
     def _allowance(self) -> int:
@@ -118,18 +120,18 @@ class PartialTailCollector(PartialCollector):
 
 @configurable
 class TailBatchingCollector(Collector):
-    """Short rounds take the groups done first; the slow ones' prompts wait for a long round.
+    """Short rounds keep the groups that finish first; the prompts of slow ones get a long round.
 
-    A short round issues more groups than a batch needs and aborts what is not done when the batch
-    is full. Once enough prompts have been put off, their groups are generated without others beside
-    them, to the last rollout. Every rollout is on-policy (tail batching: RollPacker, Gao et al.
-    2025).
+    A short round issues more groups than a batch needs and aborts the unfinished ones when the
+    batch is full. When enough prompts have been postponed, their groups are generated without any
+    others, until the last rollout is complete. Every rollout is on-policy (tail batching:
+    RollPacker, Gao et al. 2025).
 
     Args:
-        over_issue: groups in a short round, as a multiple of the batch.
-        trigger_size: slow prompts that make a long round due, which new prompts fill up if they are
-            fewer than a batch; None: as many as a batch takes.
-        candidate_step: how often a prompt is put off before it counts as slow; until then it is
+        over_issue: groups in a short round, as a multiple of the batch size.
+        trigger_size: number of slow prompts that triggers a long round, which new prompts fill up
+            if they are fewer than a batch; None: the batch size.
+        candidate_step: how often a prompt is postponed before it counts as slow; until then it is
             issued again in the next short round.
 
     Raises:
@@ -174,7 +176,7 @@ class TailBatchingCollector(Collector):
         return [group for group in groups if group[0].group_id in done]
 
     async def _first_done(self, groups: list[Group], count: int) -> set[str]:
-        """Generate all until ``count`` are done; ids of those."""
+        """Generate all groups until ``count`` are complete; return the ids of those."""
         tasks = {
             asyncio.create_task(self.pipeline.generate([group], self.source.sampling)): group
             for group in groups
@@ -226,5 +228,5 @@ class TailBatchingCollector(Collector):
 def _require_more_than_one(over_issue: float) -> None:
     if not 1 < over_issue < math.inf:
         raise ConfigError(
-            f"over_issue={over_issue} must be > 1, and finite; 1.25 issues a quarter more"
+            f"over_issue={over_issue} must be > 1 and finite; 1.25 issues a quarter more groups"
         )

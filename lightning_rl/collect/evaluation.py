@@ -1,4 +1,4 @@
-"""Evaluation: rollouts of held-out prompts, always with the same seeds, and their metrics."""
+"""Evaluation on held-out prompts: rollouts, always with the same seeds, and their metrics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,12 +9,12 @@ from lightning_rl.rollout import Group, Rollout
 
 
 class Evaluation:
-    """Makes the groups of held-out prompts, and the metrics of their rollouts.
+    """Creates the groups of held-out prompts, and computes the metrics of their rollouts.
 
     Args:
-        tasks: one for each set of held-out prompts.
-        before: tasks of training, for whose rollouts an evaluation does not wait.
-        seed: from which every rollout's own is derived.
+        tasks: one per set of held-out prompts.
+        before: the training tasks; an evaluation's requests take priority over theirs.
+        seed: the seed from which the seed of every rollout is derived.
         own_metrics: functions ``f(rollouts) -> dict[str, float]`` for further metrics.
     """
 
@@ -31,7 +31,7 @@ class Evaluation:
         self.own_metrics = own_metrics
 
     def groups(self, limit: int | None = None) -> list[Group]:
-        """Empty groups, set by set; of each set the first ``limit`` prompts, or all."""
+        """Return empty groups, set by set, of each set's first ``limit`` prompts (None: all)."""
         return [
             group
             for task in self.tasks
@@ -39,11 +39,11 @@ class Evaluation:
         ]
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """``eval/*`` of graded rollouts, without the further metrics."""
+        """Return ``eval/*`` of graded rollouts, without ``own_metrics``."""
         return evaluation_metrics(rollouts, {task.name: task.success_reward for task in self.tasks})
 
     def all_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """``eval/*`` of graded rollouts.
+        """Return ``eval/*`` of graded rollouts, including ``own_metrics``.
 
         Raises:
             ConfigError: if one of ``own_metrics`` fails.

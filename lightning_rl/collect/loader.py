@@ -1,4 +1,4 @@
-"""Lightning's view of what a run collects: sized plain iterables, one batch per RL iteration."""
+"""Loaders for Lightning: sized plain iterables that yield one batch per RL iteration."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,16 +16,16 @@ from lightning_rl.run import dist
 
 
 class EpochLoader(ABC):
-    """A sized plain iterable that collects lazily, and resumes at any point.
+    """A sized plain iterable that collects lazily, and can be resumed at any point.
 
-    Plain, because Lightning then collects after ``on_train_epoch_start`` in every epoch, never
-    prefetches, and keeps ``state_dict`` in its checkpoints. A batch that was handed out and not
-    trained on is still to come in the state.
+    It is not a ``DataLoader``, so that Lightning collects after ``on_train_epoch_start`` in every
+    epoch, never prefetches, and keeps ``state_dict`` in its checkpoints. A batch that was yielded
+    but not trained on is yielded again after a resume.
 
     Args:
-        length: iterations per epoch, as Lightning is told.
-        epoch: how many of them the Trainer's own limits leave.
-        trained: tells how many iterations have been trained on.
+        length: iterations per epoch, as reported to Lightning.
+        epoch: how many of them remain under the Trainer's own limits.
+        trained: returns how many iterations have been trained on.
     """
 
     def __init__(self, length: int, epoch: int, trained: Callable[[], int]) -> None:
@@ -50,7 +50,7 @@ class EpochLoader(ABC):
 
     @property
     def untrained(self) -> bool:
-        """True while the batch that was begun last has not been trained on."""
+        """True while the most recent batch has not been trained on."""
         return self._trained() < self._due
 
     @abstractmethod
@@ -59,14 +59,14 @@ class EpochLoader(ABC):
 
     @abstractmethod
     def own_state(self) -> dict[str, Any]:
-        """This rank's state besides its place in the epoch; primitives and tensors only."""
+        """Return this rank's state except its place in the epoch; primitives and tensors only."""
 
     @abstractmethod
     def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Resume from what every rank's ``own_state`` was; now there may be another number."""
+        """Resume from the ``own_state`` of every rank, whose number may have changed since."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every rank's loader, since one rank writes the checkpoint."""
+        """Return the state of every rank's loader, since a single rank writes the checkpoint."""
         place = self._place - self.untrained
         return {"ranks": dist.gather({"place": place} | self.own_state())}
 
@@ -77,7 +77,7 @@ class EpochLoader(ABC):
 
 
 class Resumable(Protocol):
-    """Something that a checkpoint can hold, and any number of ranks can resume from."""
+    """Something whose state a checkpoint holds, and from which any number of ranks can resume."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -87,15 +87,16 @@ class Resumable(Protocol):
 class RolloutLoader(EpochLoader):
     """Packed batches of graded rollouts.
 
-    The state holds the source's, and the rollouts that were collected but not trained on yet.
+    The state holds the source's state, and the rollouts that were collected but not yet trained on.
 
     Args:
         collect: called with the iteration's number; returns its graded rollouts.
-        source: what ``collect`` draws on; its state is part of the loader's.
-        length: iterations per epoch, as Lightning is told.
-        trained: tells how many iterations have been trained on.
-        epoch: how many of them the Trainer's own limits leave; None: all.
-        roles: in the order of their numbers in a batch; see :func:`pack_rollouts`.
+        source: what ``collect`` draws from; its state is part of the loader's.
+        length: iterations per epoch, as reported to Lightning.
+        trained: returns how many iterations have been trained on.
+        epoch: how many of them remain under the Trainer's own limits; None: all.
+        roles: names of the roles, in the order of their numbers in a batch; see
+            :func:`pack_rollouts`.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class RolloutLoader(EpochLoader):
 
     @property
     def current(self) -> list[Rollout]:
-        """The rollouts that the last batch was made of, and those it left out."""
+        """The rollouts of the last batch, including those that were not packed."""
         return self._current
 
     def own_state(self) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class RolloutLoader(EpochLoader):
         }
 
     def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Hand out the pending rollouts first, dealt out anew to another number of ranks."""
+        """Yield the pending rollouts first, redistributed if the number of ranks has changed."""
         self._source.load_shares([state["source"] for state in states])
         self.first, self._collected = states[0]["first"], states[0]["collected"]
         groups = dist.reshard(
@@ -155,13 +156,15 @@ class RolloutLoader(EpochLoader):
 
 
 def limited_epoch(trainer: Trainer, length: int) -> int:
-    """Count an epoch's iterations that ``limit_train_batches`` and ``overfit_batches`` leave."""
+    """Return how many of an epoch's iterations ``limit_train_batches`` and ``overfit_batches``
+    leave.
+    """
     limit = trainer.limit_train_batches
     return min(limit, length) if isinstance(limit, int) else int(length * limit)
 
 
 class LazyLoader:
-    """A sized plain iterable: calls ``make`` with 0, 1, ... when each batch is due."""
+    """A sized plain iterable that calls ``make`` with 0, 1, ... when each batch is due."""
 
     def __init__(self, make: Callable[[int], Any], length: int) -> None:
         self._make = make
@@ -179,7 +182,7 @@ def _in_groups(records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def trainable(rollouts: list[Rollout]) -> list[Rollout]:
-    """Those that were completed and graded.
+    """Return the rollouts that were completed and graded.
 
     Raises:
         RewardError: if there are none.

@@ -30,21 +30,23 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 @configurable(prompts=prompts_of)
 @dataclass
 class PromptSet:
-    """Prompts with a name, and what is otherwise for them than the data module says.
+    """Prompts with a name, and their own settings in place of the data module's.
 
     Args:
-        name: of the set, in metrics and records: letters, digits, ``_``, ``.`` and ``-``.
-        prompts: the rows, or the path of a file; in Python also a list of them, or a table.
-        weight: how much is drawn from it, relative to the other sets; see ``Mixture.mixing``.
-        agent: how one of its rollouts comes about; None: the data module's.
-        rewards: what grades them; None: the data module's, with its weights.
+        name: name of the set in metrics and records: letters, digits, ``_``, ``.`` and ``-``.
+        prompts: the rows, or the path of a file; in Python also a list of rows, or a table.
+        weight: how many groups are drawn from it, relative to the other sets; see
+            ``Mixture.mixing``.
+        agent: generates the set's rollouts; None: the data module's.
+        rewards: reward functions that grade them; None: the data module's, with its weights.
         reward_weights: one per reward of ``rewards``; None: all 1.
-        max_failed_share: share of its rollouts in an iteration whose grading by ``rewards`` may
-            fail before the run stops.
-        sampling: all its settings, those not given at their defaults; None: the data module's.
+        max_failed_share: the maximum share of its rollouts in an iteration whose grading by
+            ``rewards`` may fail; beyond it the run stops.
+        sampling: all its sampling settings, with defaults for those not given; None: the data
+            module's.
         group_size: rollouts per prompt; None: the data module's ``group_size``, or
             ``eval_samples``.
-        success_reward: a rollout with at least this reward counts as right; None: the data
+        success_reward: a rollout with at least this reward counts as correct; None: the data
             module's.
 
     Raises:
@@ -65,7 +67,7 @@ class PromptSet:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"prompt set name={self.name!r} becomes part of metrics' names; use letters, "
+                f"prompt set name={self.name!r} is used in the names of metrics; use only letters, "
                 "digits, _, . and -"
             )
         require_finite(weight=self.weight, success_reward=self.success_reward)
@@ -76,13 +78,13 @@ class PromptSet:
             )
         if isinstance(self.prompts, Mixture):
             raise ConfigError(
-                f"prompt set {self.name!r} is a Mixture itself; list its sets beside the others"
+                f"prompt set {self.name!r} is itself a Mixture; list its sets beside the others"
             )
         require_at_least(1, group_size=self.group_size)
         if self.rewards is None and self.reward_weights is not None:
             raise ConfigError(
-                f"prompt set {self.name!r}: reward_weights={self.reward_weights} are for rewards "
-                "of its own; give these too, or set data.reward_weights"
+                f"prompt set {self.name!r}: reward_weights={self.reward_weights} apply to its own "
+                "rewards, which are not set; set rewards too, or use data.reward_weights"
             )
         with naming(self.name):
             self.grader = (
@@ -90,7 +92,7 @@ class PromptSet:
                 if self.rewards is None
                 else Rewards(self.rewards, self.reward_weights, self.max_failed_share)
             )
-            """Grades with ``rewards``; None without any."""
+            """Grades with ``rewards``; None if the set has none."""
 
 
 @configurable
@@ -98,12 +100,12 @@ class Mixture(PromptDataset):
     """Draws each group's prompt from one of several sets, without end.
 
     Args:
-        sets: what to draw from; each keeps its own order and place.
+        sets: the sets to draw from; each keeps its own order and position.
         mixing: decides which set is next; None: ``FixedWeights``.
-        seed: of the choice; None: ``seed_everything``'s.
+        seed: seed of that choice; None: ``seed_everything``'s.
 
     Raises:
-        ConfigError: without sets, or if two share a name.
+        ConfigError: without sets, or if two sets have the same name.
     """
 
     def __init__(
@@ -115,26 +117,26 @@ class Mixture(PromptDataset):
         super().__init__(seed=seed)
         names = [one.name for one in sets]
         if not names:
-            raise ConfigError("Mixture(sets=[]) draws nothing; list at least one set")
+            raise ConfigError("Mixture(sets=[]) has nothing to draw from; list at least one set")
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"two prompt sets are called {twice!r}; rename one")
+            raise ConfigError(f"two prompt sets have the name {twice!r}; rename one")
         self.sets = sets
         self.mixing = mixing if mixing is not None else FixedWeights()
         self.drawn = [0] * len(sets)
-        """Prompts drawn from each set, over the whole run."""
+        """Number of prompts drawn from each set so far in the whole run."""
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(one.name for one in self.sets)})"
 
     def read(self) -> Iterable[tuple[str, Any]]:
         raise ConfigError(
-            f"{self!r} has no rows of its own; wrap the prompts of its sets instead, each by itself"
+            f"{self!r} has no rows of its own; wrap the prompts of each of its sets instead"
         )
 
     def load(
         self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
     ) -> None:
-        """Load all sets; one with its own agent is rendered with that agent's chat options."""
+        """Load all sets; a set with its own agent is rendered with that agent's chat options."""
         for one in self.sets:
             with naming(one.name):
                 own = chat_options if one.agent is None else one.agent.chat_options
@@ -145,7 +147,7 @@ class Mixture(PromptDataset):
         return sum(len(one.prompts) for one in self.sets)
 
     def __getitem__(self, index: int) -> Prompt:
-        """The prompts of the first set, then those of the second, and so on."""
+        """Index the prompts of the first set, then those of the second, and so on."""
         for one in self.sets:
             if index < len(one.prompts):
                 return replace(one.prompts[index], set=one.name)
@@ -166,12 +168,12 @@ class Mixture(PromptDataset):
         return replace(prompt, set=chosen.name)
 
     def numbered(self) -> Iterator[tuple[int | None, Prompt]]:
-        """The prompts of all sets, taken from these in turn."""
+        """Yield the prompts of all sets, taking one from each set in turn."""
         rounds = zip_longest(*map(_named, self.sets))
         return ((None, prompt) for prompt in chain.from_iterable(rounds) if prompt is not None)
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Tell each set of its groups, and the mixing how they were graded."""
+        """Report the graded groups to their sets, and their rewards to the mixing."""
         by_set = [[g for g in groups if g[0].prompt.set == one.name] for one in self.sets]
         for one, mine in zip(self.sets, by_set, strict=True):
             one.prompts.observe(mine)
@@ -184,7 +186,7 @@ class Mixture(PromptDataset):
             one.prompts.bound(room)
 
     def shares(self) -> dict[str, float]:
-        """Expected share of each set in the groups to come."""
+        """Return the expected share of each set in the groups to come."""
         shares = self.mixing.shares([one.weight for one in self.sets])
         return {one.name: share for one, share in zip(self.sets, shares, strict=True)}
 
@@ -201,13 +203,13 @@ class Mixture(PromptDataset):
         if list(state.get("sets", ())) != names:
             then = ", ".join(state["sets"]) if "sets" in state else "rows without a set"
             raise ConfigError(
-                f"the checkpoint's prompts were {then}, now they are {', '.join(names)}; give it "
-                "the same sets in the same order to go on where the run stopped"
+                f"the checkpoint's prompts were {then}, now they are {', '.join(names)}; use "
+                "the same sets in the same order to resume"
             )
         if state["seed"] != self.seed:
             raise ConfigError(
-                f"the checkpoint's sets were mixed with seed={state['seed']}, now it is "
-                f"{self.seed}; set it back to go on where the run stopped"
+                f"the checkpoint's sets were mixed with seed={state['seed']}, but now "
+                f"seed={self.seed}; set it back to resume"
             )
         for one in self.sets:
             with naming(one.name):
@@ -221,7 +223,7 @@ class Mixture(PromptDataset):
 
 
 def _named(one: PromptSet) -> Iterator[Prompt]:
-    """A set's prompts, which say that they are its own."""
+    """Yield a set's prompts, marked with the name of the set."""
     return (replace(prompt, set=one.name) for _, prompt in one.prompts.numbered())
 
 
@@ -231,7 +233,7 @@ def _rewards(group: Sequence[Rollout]) -> list[float]:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Let an error about a set say which; one without a name is the only one."""
+    """Prefix errors about a set with its name; a set without a name is the only one."""
     try:
         yield
     except (ConfigError, DataError) as error:

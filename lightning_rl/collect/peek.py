@@ -1,4 +1,4 @@
-"""Peek: a small batch of rollouts, to look at."""
+"""Peek: a small batch of rollouts for inspection."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -9,18 +9,19 @@ from tensordict import TensorDict
 from lightning_rl.rollout import Rollout
 
 _WIDEST = 40
-"""Characters of a cell of the text; the rollouts hold all of it."""
+"""Maximum characters per cell of the printed table; the rollouts hold the whole text."""
 
 
 @dataclass(frozen=True)
 class Peek:
-    """A small batch, as text, as a table and as tensors. ``print`` shows the table.
+    """A small batch as rollouts, as tensors and as a table, which ``print`` shows.
 
     Args:
-        rollouts: as they were generated and graded.
-        batch: the same packed, which is what a training step gets.
+        rollouts: the generated and graded rollouts.
+        batch: the same rollouts packed as for a training step.
         columns: names of the table's columns.
-        rows: of the table, one for each rollout.
+        rows: rows of the table, one per rollout.
+        markdown: the table in Markdown.
     """
 
     rollouts: list[Rollout]
@@ -44,7 +45,7 @@ class Peek:
         return str(self)
 
     def _repr_markdown_(self) -> str:
-        """In a notebook."""
+        """Show the table in a notebook."""
         return self.markdown
 
 

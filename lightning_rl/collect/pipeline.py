@@ -1,4 +1,4 @@
-"""From prompts to graded rollouts: issue, generate, decode, grade."""
+"""RolloutPipeline: from prompts to graded rollouts (issue, generate, decode, grade)."""
 
 import asyncio
 import math
@@ -36,21 +36,22 @@ from lightning_rl.run.loop import note_progress, require_awaited, run_async
 
 
 class GroupSource:
-    """Draws prompts and turns each into a group; knows how many groups make a batch.
+    """Draws prompts and turns each into a group, at a fixed number of groups per batch.
 
-    On several ranks each has a source. All draw the same prompts, and each keeps every n-th, with
-    the place and the seeds that it would have on one process.
+    On several ranks each rank has its own source. All draw the same prompts, and each keeps every
+    n-th one, with the place and the seeds that it would have on one process.
 
     Args:
-        prompts: where prompts come from; loaded.
-        num_groups: groups per iteration (B), of this rank.
+        prompts: the prompts to draw from; already loaded.
+        num_groups: groups per iteration (B) on this rank.
         group_size: rollouts per group (G).
-        sampling: for all of them.
-        seed: from which every rollout's own is derived.
-        iterations: how many the run has; no collector works ahead beyond them. None: no end.
-        rank: which of the ``ranks`` this one is.
-        ranks: how many share the prompts.
-        tasks: by the sets of prompts that are sampled otherwise.
+        sampling: sampling settings of all rollouts.
+        seed: the seed from which the seed of every rollout is derived.
+        iterations: number of iterations of the run, beyond which no collector works ahead; None: no
+            limit.
+        rank: index of this rank among ``ranks``.
+        ranks: number of ranks that share the prompts.
+        tasks: tasks with their own sampling, by the name of their prompt set.
     """
 
     def __init__(
@@ -76,17 +77,17 @@ class GroupSource:
         self.tasks = tasks or {}
         self.iteration = 0
         self.drawn = 0
-        """Prompts of this rank's that were drawn, over the whole run."""
+        """Number of this rank's prompts drawn over the whole run."""
         self._place = 0
         self._again: deque[Prompt] = deque()
 
     def begin(self, iteration: int) -> None:
-        """From now on groups are issued for this iteration (or ahead of later ones)."""
+        """Issue groups for this iteration from now on, or ahead for later ones."""
         if iteration != self.iteration:
             self.iteration, self._place = iteration, 0
 
     def next(self) -> Group:
-        """The next prompt's group; prompts that were given back come first."""
+        """Return the group of the next prompt; prompts that were given back come first."""
         return self.issue(self._again.popleft() if self._again else self._draw())
 
     def _draw(self) -> Prompt:
@@ -94,12 +95,12 @@ class GroupSource:
         return self.prompts.draw(self.ranks)[self.rank]
 
     def catch_up(self, drawn: int) -> None:
-        """Draw as far as another rank has, so that all go on from the same place."""
+        """Draw as many prompts as another rank has, so that all continue from the same place."""
         while self.drawn < drawn:
             self.give_back(self._draw())
 
     def issue(self, prompt: Prompt) -> Group:
-        """A new group of this prompt."""
+        """Return a new group of this prompt."""
         place = self._place * self.ranks + self.rank
         task = self.tasks.get(prompt.set)
         size, sampling = (
@@ -110,7 +111,7 @@ class GroupSource:
         return group
 
     def give_back(self, prompt: Prompt) -> None:
-        """Issue a prompt again whose group came to nothing."""
+        """Issue a prompt again later, because its group was given up."""
         self._again.append(prompt)
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,9 +126,9 @@ class GroupSource:
         }
 
     def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on where the sources of all ranks stood; there may have been more of them, or fewer.
+        """Resume where the sources of all ranks stood, whose number may have changed since.
 
-        Prompts that only some had come to yet, and those to be issued again, are dealt out anew.
+        Prompts that only some ranks had drawn, and those to be issued again, are redistributed.
         """
         if len(states) == self.ranks:
             self.load_state_dict(states[self.rank])
@@ -146,7 +147,7 @@ class GroupSource:
         self.iteration, self._place = states[0]["iteration"], math.ceil(used / self.ranks)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken, with as many ranks."""
+        """Resume where the state was taken, with the same number of ranks."""
         self.prompts.load_state_dict(state["prompts"])
         self.drawn = state["drawn"]
         self.iteration, self._place = state["iteration"], state["place"]
@@ -155,10 +156,10 @@ class GroupSource:
 
 @dataclass
 class RolloutPipeline:
-    """Fills and grades rollouts; needs no Trainer, so a script of your own can use it.
+    """Generates and grades rollouts. It needs no Trainer, so your own scripts can use it.
 
-    ``clock`` times the stages. ``tasks`` are those of named prompt sets, whose prompts have another
-    agent and sampling.
+    ``clock`` times the stages. ``tasks`` holds the named prompt sets that have their own agent and
+    sampling, by name.
     """
 
     engine: Engine
@@ -179,11 +180,14 @@ class RolloutPipeline:
         seed: int = 0,
         iteration: int = 0,
     ) -> list[Rollout]:
-        """``group_size`` graded rollouts of every prompt, group by group, all at once.
+        """Generate and grade ``group_size`` rollouts of every prompt, all concurrently.
+
+        Returns:
+            The rollouts, group by group.
 
         Raises:
             EngineError: if the engine is not ready, or fails.
-            RewardError: if too large a share could not be graded.
+            RewardError: if too large a share of the rollouts could not be graded.
         """
         groups = [
             new_rollouts([p], group_size, self._by(p, sampling)[1], seed, iteration, place)
@@ -193,7 +197,7 @@ class RolloutPipeline:
         return [rollout for group in groups for rollout in group]
 
     def complete(self, groups: Sequence[Group], sampling: Sampling) -> None:
-        """Generate and grade empty groups; raises what :meth:`run` does."""
+        """Generate and grade empty groups in place; raises the same errors as :meth:`run`."""
         self.engine.require_ready()
         rollouts = [rollout for group in groups for rollout in group]
         with self.clock("generate"):
@@ -202,7 +206,10 @@ class RolloutPipeline:
         self.rewards.require_graded(rollouts)
 
     def complete_together(self, groups: Sequence[Group], sampling: Sampling) -> list[Rollout]:
-        """Do what :meth:`complete` does, of groups that all ranks have: they share the work."""
+        """Complete groups as :meth:`complete` does, sharing the work among all ranks.
+
+        All ranks must pass the same groups, and all get all rollouts back.
+        """
         share = groups if self.engine.serves_all_ranks else dist.shard(groups)
         with dist.every_rank():
             if drives_engine(self.engine):
@@ -219,20 +226,21 @@ class RolloutPipeline:
         max_concurrency: int | None = None,
         branching: bool = True,
     ) -> None:
-        """Let the agent fill rollouts that are not done yet, ``max_concurrency`` at a time.
+        """Let the agent generate all unfinished rollouts, at most ``max_concurrency`` at a time.
 
-        A rollout whose agent raises is FAILED with that reason; the others go on. Where agents have
-        rollouts branch, each branch follows what it branched off from in its group.
+        A rollout whose agent raises becomes FAILED with that reason; the others continue. If agents
+        branch rollouts and ``branching`` is True, each branch is added to its group behind the
+        rollout it branched off from.
 
         Raises:
             EngineError: if the engine fails.
-            ConfigError: if an agent refuses what it was configured with, or for rollouts that are
-                not in groups.
+            ConfigError: if an agent rejects its configuration, or if ``groups`` is a list of
+                rollouts.
         """
         if any(isinstance(group, Rollout) for group in groups):
             raise ConfigError(
-                "pipeline.generate(rollouts, ...) takes groups now, lists of rollouts, to which "
-                "branches may be added; give it [group] or a list of them"
+                "pipeline.generate(rollouts, ...) got a list of rollouts; it takes a list of "
+                "groups, to which branches may be added: pass [group]"
             )
         gate = asyncio.Semaphore(max_concurrency or sys.maxsize)
 
@@ -263,19 +271,21 @@ class RolloutPipeline:
         self._decode(list(done))  # also of a checkpoint
 
     def _by(self, prompt: Prompt, sampling: Sampling) -> tuple[Agent, Sampling]:
-        """Who answers a prompt, and sampled how, if ``sampling`` is for all that say no other."""
+        """Return the agent and the sampling settings of a prompt; ``sampling`` is the default."""
         task = self.tasks.get(prompt.set)
         return (self.agent, sampling) if task is None else (task.agent, task.sampling)
 
     def grade(self, groups: Sequence[Group]) -> None:
-        """Grade what is not graded yet, and wait for it."""
+        """Grade all ungraded rollouts, and wait for the result."""
         ungraded = [group for group in groups if any(_is_ungraded(r) for r in group)]
         if ungraded:
             with self.clock("reward"):
                 self.rewards.grade_here(ungraded)
 
     def _decode(self, rollouts: list[Rollout]) -> None:
-        """Set ``completion``, unless the agent did (it knows which tokens are whose message)."""
+        """Set ``completion`` unless the agent did, which knows which tokens belong to which
+        message.
+        """
         rollouts = [rollout for rollout in rollouts if not rollout.completion]
         if not rollouts:
             return
@@ -292,18 +302,18 @@ class RolloutPipeline:
 
 
 def _completions(rollout: Rollout) -> list[list[int]]:
-    """The tokens after the prompt of each row that has any; [[]] if none has."""
+    """Return the tokens after the prompt of each row that has any; [[]] if none has."""
     return [row.token_ids for row in rollout.rows if row.token_ids] or [[]]
 
 
 def _place(rollout: Rollout) -> tuple[int, int, int]:
-    """In a group's order."""
+    """Return the sort key of a rollout within its group."""
     fork = rollout.fork
     return rollout.sample_index, *((0, 0) if fork is None else (fork.calls, fork.number))
 
 
 def in_groups(rollouts: Sequence[Rollout]) -> list[Group]:
-    """Cut group by group."""
+    """Split rollouts into groups; the rollouts of a group must be adjacent."""
     return [list(group) for _, group in groupby(rollouts, lambda rollout: rollout.group_id)]
 
 
@@ -315,12 +325,12 @@ _ENDS_THE_RUN = (EngineError, ConfigError, RunInterrupted)
 
 
 async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sampling) -> None:
-    """Let the agent fill a rollout; one whose agent raises is FAILED, with that reason.
+    """Let the agent generate a rollout; if the agent raises, the rollout is FAILED with the reason.
 
     Raises:
-        EngineError: if the engine fails, also if the agent raises an error of its own because of
-            that; and whatever else the engine raises.
-        ConfigError: if a setting cannot be.
+        EngineError: if the engine fails, even if the agent then raises its own error because of it;
+            any other error of the engine is raised as well.
+        ConfigError: if the agent's configuration is invalid.
         RunInterrupted: if the agent raises KeyboardInterrupt.
     """
     try:
@@ -345,20 +355,20 @@ def _blame(agent: Agent, rollout: Rollout, error: BaseException) -> None:
     signals = next((cause for cause in _causes(error) if isinstance(cause, UsesSignals)), None)
     if signals is not None and not isinstance(error, LightningRLError):  # which tells whose it is
         what = (
-            f"{signals}, and agents run in another; bound what is awaited by asyncio.timeout, or "
-            "do the work in a process, by subprocess.run(..., timeout=...)"
+            f"{signals}, but agents run in another thread; bound the awaited call by "
+            "asyncio.timeout, or do the work in a process, by subprocess.run(..., timeout=...)"
         )
     rollout.fail(f"agent {type(agent).__name__}: {what} (prompt {rollout.prompt.id!r})")
 
 
 def _is_cancelled_from_outside() -> bool:
-    """Else the agent itself has cancelled what it then awaited."""
+    """Return True unless the agent itself cancelled the task that it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _comes_from(engine: Engine, error: BaseException) -> bool:
-    """Tell if the engine's ``generate`` or ``look`` raised it, of whatever class it is."""
+    """Return True if the engine's ``generate`` or ``look`` raised the error, whatever its class."""
     # The first goes through it, from the agent's timeout; the second is of what the agent gave it.
     if isinstance(error, asyncio.CancelledError | PictureError):
         return False
@@ -368,7 +378,7 @@ def _comes_from(engine: Engine, error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, those of its group, and what each was raised from."""
+    """Yield an error, the members of its group, and the causes of each."""
     seen, left = set[int](), [error]
     while left:
         error = left.pop(0)

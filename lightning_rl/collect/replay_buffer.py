@@ -1,4 +1,4 @@
-"""ReplayBuffer: recent groups are trained on again, beside the fresh ones."""
+"""ReplayBuffer: trains on recent groups again, together with fresh ones."""
 
 import math
 import warnings
@@ -22,24 +22,25 @@ from lightning_rl.run.seeding import run_seed
 
 @configurable
 class ReplayBuffer:
-    """Stores every group in an SQLite file, and mixes older ones into each batch.
+    """Stores every group in an SQLite file, and mixes older groups into each batch.
 
-    The buffer is the newest ``capacity`` groups of this run that are not staler than
-    ``max_staleness``. The others stay in the file, marked ``archived`` or ``expired``. A file may
-    be shared by runs, one after another: each sees only its own groups.
+    The buffer consists of the newest ``capacity`` groups of this run that are not staler than
+    ``max_staleness``. All other groups stay in the file, marked ``archived`` or ``expired``.
+    Several runs may share a file, one after another: each sees only its own groups.
 
-    On several ranks, rank 0 has the file and draws for all, and replayed groups are dealt out as
-    fresh ones are. So what is drawn does not depend on how many ranks there are.
+    On several ranks, rank 0 owns the file and draws for all, and replayed groups are distributed as
+    fresh ones are. So the draw does not depend on the number of ranks.
 
-    Replayed rollouts are off policy: they keep the logprobs and versions of the engine that wrote
+    Replayed rollouts are off-policy: they keep the logprobs and versions of the engine that wrote
     them. Use a correction (``TokenTIS``), or ``PPOClip`` with ``trust_engine_logprobs``.
 
     Args:
-        path: the file.
-        capacity: groups that may be replayed.
-        max_staleness: versions that the oldest token of a replayed group may be behind; None: any.
-        sampler: chooses what is replayed.
-        seed: of the choice; None: ``seed_everything``'s.
+        path: path of the SQLite file.
+        capacity: maximum number of groups that may be replayed.
+        max_staleness: maximum number of versions by which the oldest token of a replayed group may
+            be older than the policy; None: no limit.
+        sampler: chooses the groups to replay; None: ``Uniform``.
+        seed: seed of that choice; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range.
@@ -61,14 +62,14 @@ class ReplayBuffer:
         self.sampler = sampler or Uniform()
         self.seed = run_seed(seed)
         self.entries: list[BufferEntry] = []
-        """What can be replayed, in the order of arrival."""
+        """The groups that can be replayed, in order of arrival."""
         self.metrics: dict[str, float] = {}
         """``buffer/*``, ``sample/*`` and ``rollout/archived`` of the last exchange."""
         self._run: int | None = None
         self._exchanges = 0
 
     def check(self, objective: Objective, trust_engine_logprobs: bool) -> None:
-        """Refuse a loss that cannot use the experts; warn where nothing corrects for old rollouts.
+        """Reject a loss that cannot use experts; warn if nothing corrects for off-policy rollouts.
 
         Raises:
             ConfigError: if the sampler gives experts, and the loss is not ``SFTMix``.
@@ -76,23 +77,23 @@ class ReplayBuffer:
         if self.sampler.gives_experts and not isinstance(objective.loss, SFTMix):
             raise ConfigError(
                 f"buffer.sampler={type(self.sampler).__name__} with expert > 0 needs "
-                f"model.loss=SFTMix, not {type(objective.loss).__name__}"
+                f"model.loss=SFTMix, not {type(objective.loss).__name__}; change one of them"
             )
         warn_if_uncorrected("replayed", objective, trust_engine_logprobs)
 
     def use_file(self, path: Path) -> None:
-        """Begin with another file; does nothing if it is this one."""
+        """Switch to another file; does nothing if it is the current one."""
         if path != self.store.path:
             self.store.close()
             self.store = RolloutStore(path)
             self.entries, self._run, self._exchanges = [], None, 0
 
     def exchange(self, fresh: Sequence[Group], version: int) -> list[Group]:
-        """Store the groups just collected; return those to train on, the fresh ones first.
+        """Store the groups just collected; return the groups to train on, the fresh ones first.
 
-        ``version`` is the trainer's. No group is returned twice, on any rank. What is returned is
-        the same for the same history, seed and settings, also in a resumed run. On several ranks
-        call it on all of them, each with its share.
+        ``version`` is the trainer's. No group is returned twice, on any rank. The result is the
+        same for the same history, seed and settings, also in a resumed run. On several ranks, call
+        it on all of them, each with its own share.
         """
         everyone = dist.interleaved(dist.gather(list(fresh)))
         with dist.every_rank():
@@ -101,7 +102,7 @@ class ReplayBuffer:
         return [*fresh, *dist.scatter(added)]
 
     def _store_and_draw(self, fresh: Sequence[Group], version: int) -> list[Group]:
-        """Groups to train on beside all ranks' fresh ones."""
+        """Return the groups to train on in addition to the fresh ones of all ranks."""
         if self._run is None:
             self._run = self.store.next_run()
         places = self.store.add(fresh, version + 1, self._run)
@@ -131,7 +132,7 @@ class ReplayBuffer:
         return added
 
     def state_dict(self) -> dict[str, Any]:
-        """Name the groups of the file that are in the buffer, in primitives; they stay there."""
+        """Return references to the buffered groups, as primitives; the groups stay in the file."""
         return {
             "run": self._run,
             "exchanges": self._exchanges,
@@ -141,10 +142,10 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken; what the run wrote since then is marked ``undone``.
+        """Resume where the state was taken; groups written since then are marked ``undone``.
 
         Raises:
-            ConfigError: if the file does not hold the groups of the state.
+            ConfigError: if the file lacks groups of the state.
         """
         with dist.every_rank():
             if dist.rank() == 0:
@@ -168,7 +169,7 @@ class ReplayBuffer:
         if lost:
             raise ConfigError(
                 f"{self.store.path} lacks {len(lost)} of the {len(places)} groups that the "
-                "checkpoint's buffer holds; give the run the file that it wrote"
+                "checkpoint's buffer holds; use the file that the run wrote"
             )
         for place in sorted(places):
             self.entries += _entry(place, rewards[place], oldest[place])
@@ -180,7 +181,9 @@ class ReplayBuffer:
         self.store.close()
 
     def _evict(self, version: int) -> dict[str, float]:
-        """Drop what is too stale, then the oldest that are too many; returns how much that was."""
+        """Drop groups that are too stale, then the oldest beyond the capacity; return their
+        metrics.
+        """
         bound = float("inf") if self.max_staleness is None else self.max_staleness
         expired = [entry for entry in self.entries if version - entry.oldest > bound]
         fit = [entry for entry in self.entries if version - entry.oldest <= bound]
@@ -194,22 +197,22 @@ class ReplayBuffer:
         }
 
     def _mark(self, state: str, entries: Sequence[BufferEntry]) -> int:
-        """Set the state of groups in the file; return how many rollouts they have."""
+        """Set the state of groups in the file; return their number of rollouts."""
         return self.store.set_state(state, [entry.place for entry in entries]) if entries else 0
 
 
 def warn_if_uncorrected(kind: str, objective: Objective, trust_engine_logprobs: bool) -> None:
-    """Say so if rollouts of older policies would be taken for those of the present one."""
+    """Warn if rollouts of older policies would be treated as the current policy's."""
     if not trust_engine_logprobs and objective.correction is None:
         warnings.warn(
-            f"{kind} rollouts are off policy, and nothing corrects for it; set "
+            f"{kind} rollouts are off-policy, but nothing corrects for it; set "
             "model.trust_engine_logprobs: true, or model.correction, e.g. TokenTIS",
             stacklevel=3,
         )
 
 
 def _entry(place: int, rewards: Sequence[float], versions: Sequence[int]) -> list[BufferEntry]:
-    """The entry of a group from its rollouts' rewards; none if no rollout can be replayed."""
+    """Return the entry of a group, from its rollouts' rewards; [] if no rollout can be replayed."""
     if not rewards or not versions:
         return []
     mean = math.fsum(rewards) / len(rewards)

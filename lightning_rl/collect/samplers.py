@@ -1,4 +1,4 @@
-"""Samplers: which groups join the fresh ones in a batch."""
+"""Samplers choose which older groups join the fresh ones in a batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from lightning_rl.rollout import Group
 
 @dataclass(frozen=True)
 class BufferEntry:
-    """A group in the buffer, as far as samplers need to know it.
+    """A group in the buffer, with the statistics that samplers need.
 
     ``oldest`` is the version of its oldest token, ``reward`` the mean r̄ of its G rewards and
     ``spread`` their mean absolute deviation, sum |r - r̄| / G: the mean |advantage| of GRPO before
@@ -30,10 +30,10 @@ class BufferEntry:
 
 @configurable
 class Sampler(ABC):
-    """Chooses groups to replay. What it remembers is in its state, so that a resumed run agrees.
+    """Chooses groups to replay. Whatever it remembers must be in its state, for an exact resume.
 
     Args:
-        groups: how many groups to add to the fresh ones of an iteration, at most.
+        groups: maximum number of groups to add to the fresh ones of an iteration.
     """
 
     def __init__(self, groups: int = 8) -> None:
@@ -42,27 +42,29 @@ class Sampler(ABC):
 
     @property
     def gives_experts(self) -> bool:
-        """True if some of the groups of :meth:`experts` are to be imitated (``SFTMix``)."""
+        """True if :meth:`experts` returns groups to imitate, which needs ``SFTMix``."""
         return False
 
     def count(self, fresh: int) -> int:
-        """Number of groups to replay beside so many fresh ones."""
+        """Return the number of groups to replay with so many fresh ones."""
         return self.groups
 
     @abstractmethod
     def choose(
         self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
     ) -> list[BufferEntry]:
-        """At most ``count`` different entries; given ones are older than the fresh groups."""
+        """Return at most ``count`` different entries; all given ones are older than the fresh
+        groups.
+        """
 
     def experts(self, fresh: int, random: np.random.Generator) -> list[Group]:
-        """Groups from elsewhere, to be imitated."""
+        """Return groups from another source, to be imitated."""
         return []
 
     def metrics(self) -> dict[str, float]:
-        """What is to be known of the last choice; recorded as ``sample/<name>``.
+        """Return metrics of the last choice, which are recorded as ``sample/<name>``.
 
-        All of them in every iteration, also in one in which there was nothing to choose from.
+        Return the same keys in every iteration, even if there was nothing to choose from.
         """
         return {}
 
@@ -71,12 +73,12 @@ class Sampler(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Resume where the state was taken."""
 
 
 @configurable
 class FIFO(Sampler):
-    """Replays each group once, first in, first out: the oldest that was not replayed yet."""
+    """Replays each group once, first in, first out: the oldest one not replayed yet."""
 
     def __init__(self, groups: int = 8) -> None:
         super().__init__(groups)
@@ -98,11 +100,11 @@ class FIFO(Sampler):
 
 
 class _Weighted(Sampler):
-    """Draws without replacement; the first with probability w / sum w, and so on."""
+    """Draws without replacement; the first draw has probabilities w / sum w, and so on."""
 
     @abstractmethod
     def log_weights(self, entries: Sequence[BufferEntry]) -> np.ndarray:
-        """log w of each entry; -inf for those never to be drawn."""
+        """Return log w of each entry, of shape (entries,); -inf for entries never to be drawn."""
 
     def choose(
         self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
@@ -117,7 +119,7 @@ class _Weighted(Sampler):
 
 
 class Uniform(_Weighted):
-    """Every group of the buffer is as likely as any other."""
+    """Draws every group of the buffer with equal probability."""
 
     def log_weights(self, entries: Sequence[BufferEntry]) -> np.ndarray:
         return np.zeros(len(entries))
@@ -128,7 +130,7 @@ class RewardPriority(_Weighted):
     """Prefers groups with a high mean reward r̄: w = exp(r̄ / temperature).
 
     Args:
-        groups: as for :class:`Sampler`.
+        groups: see :class:`Sampler`.
         temperature: in units of reward; the smaller, the stronger the preference.
     """
 
@@ -136,7 +138,9 @@ class RewardPriority(_Weighted):
         super().__init__(groups)
         require_finite(temperature=temperature)
         if temperature <= 0:
-            raise ConfigError(f"RewardPriority(temperature={temperature}) must be > 0")
+            raise ConfigError(
+                f"RewardPriority(temperature={temperature}) must be > 0; the default is 0.25"
+            )
         self.temperature = temperature
 
     def log_weights(self, entries: Sequence[BufferEntry]) -> np.ndarray:
@@ -147,11 +151,12 @@ class RewardPriority(_Weighted):
 class AdvantagePriority(_Weighted):
     """Prefers groups with large advantages: w = spread ^ alpha (Schaul et al. 2016, with |A| as p).
 
-    ``spread`` is the mean |r - r̄| of the group. Groups without any are never drawn.
+    ``spread`` is the mean |r - r̄| of the group. Groups without spread are never drawn.
 
     Args:
-        groups: as for :class:`Sampler`.
-        alpha: 0 draws all that have a spread alike, 1 in proportion to it.
+        groups: see :class:`Sampler`.
+        alpha: exponent of the spread; 0 draws all groups with a spread with equal probability, 1
+            in proportion to it.
     """
 
     def __init__(self, groups: int = 8, alpha: float = 1.0) -> None:
@@ -169,21 +174,21 @@ class AdvantagePriority(_Weighted):
 
 @configurable
 class Mixed(Sampler):
-    """Fresh, replayed and expert groups in given shares of the batch.
+    """Mixes fresh, replayed and expert groups in given shares of the batch.
 
-    All F fresh groups are trained on, beside F * replayed / fresh replayed and
-    F * expert / fresh expert ones, rounded, where fresh = 1 - replayed - expert.
+    All F fresh groups are trained on, together with F * replayed / fresh replayed and F * expert /
+    fresh expert groups, rounded, where fresh = 1 - replayed - expert.
 
     Args:
-        replayed: share of replayed groups; ``pick`` chooses them.
+        replayed: share of replayed groups, which ``pick`` chooses.
         expert: share of rollouts to imitate, each a group of its own; needs ``loss: SFTMix``.
-        expert_path: a rollout file; of its completed rollouts, those with at least
+        expert_path: a rollout file; its completed rollouts with a reward of at least
             ``expert_reward`` are experts.
-        expert_reward: as said; None: all that were graded.
-        pick: chooses what is replayed.
+        expert_reward: minimum reward of an expert; None: all graded rollouts.
+        pick: chooses the groups to replay; None: ``Uniform``.
 
     Raises:
-        ConfigError: for shares that leave no place for fresh groups, or ``expert`` without a file.
+        ConfigError: for shares that leave no room for fresh groups, or ``expert`` without a file.
     """
 
     def __init__(
@@ -199,11 +204,11 @@ class Mixed(Sampler):
         if min(replayed, expert) < 0 or replayed + expert >= 1:
             raise ConfigError(
                 f"Mixed(replayed={replayed}, expert={expert}): shares must be >= 0 and sum to "
-                "less than 1; the rest is fresh"
+                "less than 1; the rest are fresh groups"
             )
         if (expert > 0) != (expert_path is not None):
             raise ConfigError(
-                f"Mixed(expert={expert}, expert_path={expert_path!r}): give both or neither"
+                f"Mixed(expert={expert}, expert_path={expert_path!r}): set both, or neither"
             )
         self.replayed = replayed
         self.expert = expert
@@ -249,7 +254,7 @@ class Mixed(Sampler):
 
 
 def _read_experts(path: str, least: float | None) -> list[Group]:
-    """Each a group of its own, so that its advantage is zero; no version of ours wrote it."""
+    """Read experts as groups of one, whose advantage is zero; their tokens get version -1."""
     experts: list[Group] = []
     for recorded in open_rollouts(path).read():
         rollout = recorded.rollout

@@ -1,4 +1,4 @@
-"""Metrics of graded rollouts: of an iteration, and of a policy."""
+"""Metrics of graded rollouts: training iterations and evaluations."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from lightning_rl.rollout import Group, Rollout, RolloutStatus
 from lightning_rl.run.metrics import summarize
 
 _CUT = (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)
-"""What a collector cut says nothing of how long rollouts are, or how they end."""
+"""Statuses of rollouts that a collector cut, whose length and ending carry no information."""
 
 
 def rollout_metrics(
@@ -23,9 +23,13 @@ def rollout_metrics(
     trainer_version: int,
     versions: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """``reward/*`` and ``rollout/*`` of a batch; ``seconds`` is the time to generate it.
+    """Return the ``reward/*`` and ``rollout/*`` metrics of a batch.
 
-    ``versions``: the trainer's of several policies, by the roles that they play.
+    Args:
+        rollouts: the batch's rollouts.
+        seconds: time spent on generating them.
+        trainer_version: the trainer's version, from which staleness is counted.
+        versions: the trainer's version by role, if several policies play roles.
     """
     statuses = Counter(r.status for r in rollouts)
     metrics = {f"rollout/{status.value}": float(statuses[status]) for status in RolloutStatus}
@@ -61,7 +65,7 @@ def rollout_metrics(
 
 
 def _endings(place: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How long rollouts are, and how many were cut off or failed."""
+    """Return metrics of the length of rollouts, and of how many were truncated or failed."""
     return {
         f"{place}/tokens_mean": sum(r.length for r in rollouts) / len(rollouts),
         f"{place}/truncated_share": _share(r.finish_reason == "length" for r in rollouts),
@@ -70,7 +74,7 @@ def _endings(place: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _graded(place: str, graded: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and spread of rewards, and the share of groups in which all are equal.
+    """Return the mean and spread of rewards, and the share of groups whose rewards are all equal.
 
     Such groups teach a group-relative method nothing.
     """
@@ -86,10 +90,10 @@ def _graded(place: str, graded: Sequence[Rollout]) -> dict[str, float]:
 
 
 def set_metrics(groups: Sequence[Group], shares: Mapping[str, float]) -> dict[str, float]:
-    """``reward/<set>/*``, ``rollout/<set>/*`` and ``data/<set>/share`` of an iteration.
+    """Return ``reward/<set>/*``, ``rollout/<set>/*`` and ``data/<set>/share`` of an iteration.
 
-    ``shares`` are those that each prompt set can expect in what is drawn from now on. What is
-    measured of rollouts leaves out those that a collector cut, as in :func:`rollout_metrics`.
+    ``shares`` is the expected share of each prompt set in the groups drawn from now on. Metrics of
+    rollouts leave out those that a collector cut, as in :func:`rollout_metrics`.
     """
     metrics = {f"data/{name}/share": share for name, share in shares.items()}
     for name in shares:
@@ -106,7 +110,7 @@ def set_metrics(groups: Sequence[Group], shares: Mapping[str, float]) -> dict[st
 
 
 def tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Tool calls per rollout, and the share of them with each kind of error; {} without calls."""
+    """Return tool calls per rollout, and the share of each kind of error; {} without calls."""
     replies = [
         message
         for rollout in rollouts
@@ -124,7 +128,9 @@ def tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def call_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Rows per rollout, and calls and tokens that came to nothing; {} if no calls are recorded."""
+    """Return rows per rollout, and the number of useless calls and tokens; {} without recorded
+    calls.
+    """
     recorded = [r for r in rollouts if r.calls]
     if not recorded:
         return {}
@@ -142,7 +148,9 @@ def call_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def branch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Branches per rollout, and the share of all tokens that they took over; {} without any."""
+    """Return branches per rollout, and the share of tokens that branches copied; {} without
+    branches.
+    """
     branches = [r for r in rollouts if r.fork is not None]
     if not branches:
         return {}
@@ -154,7 +162,7 @@ def branch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def logged_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """``logged/*``: what reward functions gave ``log_metric``, averaged over the rollouts."""
+    """Return ``logged/*``: the numbers passed to ``log_metric``, averaged over the rollouts."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.logged.items():
@@ -168,7 +176,7 @@ def _share(flags: object) -> float:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k samples is right, estimated from ``samples`` >= k of them.
+    """Estimate the chance that at least one of k samples is correct, from ``samples`` >= k of them.
 
     1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, Codex, eq. 1).
     """
@@ -178,15 +186,15 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def evaluation_metrics(
     rollouts: Sequence[Rollout], success_reward: float | Mapping[str, float]
 ) -> dict[str, float]:
-    """``eval/*``: accuracy, reward, length, truncated share and pass@k for k = 2, 4, ... <= n.
+    """Return ``eval/*``: accuracy, reward, length, truncated share and pass@k, k = 2, 4, ... <= n.
 
-    A rollout is right if its reward reaches ``success_reward``; one that could not be graded or
-    generated counts as wrong. Accuracy is the mean over all rollouts, which with n samples per
-    prompt is pass@1. Of a mapping, each prompt set has its own, and ``eval/<set>/*`` are the same
-    of the rollouts of a set with a name; a set of which there are none is left out.
+    A rollout is correct if its reward reaches ``success_reward``; one that could not be generated
+    or graded counts as wrong. Accuracy is the mean over all rollouts, which is pass@1 with n
+    samples per prompt. If ``success_reward`` is a mapping, it has one value per prompt set, and
+    ``eval/<set>/*`` are the metrics of each named set; a set without rollouts is left out.
 
     Raises:
-        DataError: without any rollout, or for one of a set that has no ``success_reward``.
+        DataError: without any rollouts, or for a rollout of a set without ``success_reward``.
     """
     if not rollouts:
         raise DataError("there are no rollouts to evaluate; generate some, e.g. with evaluate()")
@@ -205,8 +213,8 @@ def _is_right(rollout: Rollout, success_reward: float | Mapping[str, float]) -> 
     if isinstance(success_reward, Mapping):
         if rollout.prompt.set not in success_reward:
             raise DataError(
-                f"rollout {rollout.id} is of the prompt set {rollout.prompt.set!r}, which has no "
-                f"success_reward; those that have: {', '.join(map(repr, success_reward))}"
+                f"rollout {rollout.id} belongs to the prompt set {rollout.prompt.set!r}, which has "
+                f"no success_reward; the sets with one are {', '.join(map(repr, success_reward))}"
             )
         success_reward = success_reward[rollout.prompt.set]
     return rollout.completed and rollout.reward is not None and rollout.reward >= success_reward
@@ -240,13 +248,13 @@ def own_metrics(
     rollouts: Sequence[Rollout],
     known: Mapping[str, float],
 ) -> dict[str, float]:
-    """``eval/<name>`` of what functions of one's own make of the same rollouts.
+    """Return ``eval/<name>`` as computed by user functions from the same rollouts.
 
-    Each is called with all rollouts, group by group, and returns numbers by name.
+    Each function is called with all rollouts, group by group, and returns numbers by name.
 
     Raises:
-        ConfigError: naming the function, if it fails, returns something else, or a name that is
-            ``known`` or another's.
+        ConfigError: naming the function, if it fails, does not return numbers by name, or returns a
+            name that is in ``known`` or that another function returned.
     """
     metrics: dict[str, float] = {}
     for function in functions:
@@ -260,8 +268,8 @@ def own_metrics(
         for key, value in _numbers(name, told).items():
             if f"eval/{key}" in {**known, **metrics}:
                 raise ConfigError(
-                    f"data.eval_metrics: {name} returns {key!r}, but eval/{key} is recorded "
-                    "already; give it another name"
+                    f"data.eval_metrics: {name} returns {key!r}, but eval/{key} is already "
+                    "recorded; use another name"
                 )
             metrics[f"eval/{key}"] = value
     return metrics

@@ -1,4 +1,4 @@
-"""A collector whose groups are worked on while it generates the others."""
+"""StreamedCollector: lets the trainer work on complete groups while the others are generated."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,31 +15,31 @@ class Consumer(Protocol):
     """Works on complete groups, in the thread that waits for the batch."""
 
     first: frozenset[int]
-    """Places of the groups that it wants before the others."""
+    """Places of the groups to generate first."""
 
     def begin(self, count: int) -> None:
-        """Get ready for a batch of so many groups on each rank."""
+        """Prepare for a batch of ``count`` groups on each rank."""
 
     def add(self, groups: Sequence[tuple[int, Group]]) -> None:
         """Work on groups, given with their places in the batch."""
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
-        """Note the rollouts that the batch is made of, in its order."""
+        """Record the rollouts of the final batch, in its order."""
 
 
 @configurable
 class StreamedCollector(Collector):
-    """Generates a batch, and lets the trainer work on groups that are complete meanwhile.
+    """Generates a batch, and lets the trainer work on complete groups meanwhile.
 
-    Weights change only after the whole batch, so all is on policy, and the update is that of
-    ``SyncCollector`` but for rounding (StreamRL, Zhong et al. 2025; RollPacker, Gao et al. 2025).
-    Prompts and seeds are those of ``SyncCollector`` too.
+    Weights change only after the whole batch, so all rollouts are on-policy, and the update equals
+    that of ``SyncCollector`` up to rounding (StreamRL, Zhong et al. 2025; RollPacker, Gao et al.
+    2025). Prompts and seeds also equal those of ``SyncCollector``.
 
     Args:
-        max_groups_in_flight: groups generated at the same time; None: all. Where all completions
-            are of like length, they are all complete at the end: there fewer are faster.
-        engine_threads: threads of this process that an engine in it has meanwhile, the trainer the
-            others; None: half. With one thread each has one, and wants a core of its own.
+        max_groups_in_flight: groups generated concurrently; None: all. If all completions have
+            similar lengths, all groups are complete only at the end; fewer are faster then.
+        engine_threads: threads for an in-process engine meanwhile, while the trainer has the
+            others; None: half. With one thread each has one, and needs a core of its own.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StreamedCollector(Collector):
         self._progress = asyncio.Event()
 
     async def begin(self, count: int, first: frozenset[int] = frozenset()) -> list[Group]:
-        """Begin the next ``count`` groups, those at the places ``first`` before the others."""
+        """Start the next ``count`` groups, those at the places ``first`` before the others."""
         self.pipeline.engine.require_ready()
         self._groups = [self.issue() for _ in range(count)]
         self._complete, self._progress = [], asyncio.Event()
@@ -68,9 +68,10 @@ class StreamedCollector(Collector):
         return self._groups
 
     async def complete(self) -> list[int]:
-        """Wait for groups that are complete and were not named yet; their places. [] at the end.
+        """Wait for groups that are complete and not yet reported; return their places, [] at the
+        end.
 
-        That is also where one has failed, for which :meth:`take` raises.
+        It also returns [] once a group has failed; :meth:`take` then raises the error.
         """
         while not self._complete and not self._over():
             self._progress.clear()

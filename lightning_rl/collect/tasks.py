@@ -1,4 +1,4 @@
-"""What becomes of the prompts of a run, set by set: who answers, how, and who grades."""
+"""Task: the agent, sampling and rewards that a set of prompts gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from lightning_rl.rollout import Group
 
 @dataclass(frozen=True)
 class Task:
-    """What becomes of prompts: who answers, how, and who grades.
+    """The agent, sampling and rewards of one set of prompts.
 
-    ``name`` is the set's, or empty where there is only one; ``group_size`` rollouts are made of a
-    prompt, and one with ``success_reward`` is right.
+    ``name`` is the set's name, or empty if there is a single set. Each prompt gets ``group_size``
+    rollouts, and a rollout with a reward of at least ``success_reward`` is correct.
     """
 
     name: str
@@ -30,8 +30,9 @@ class Task:
     success_reward: float
 
     def new_groups(self, limit: int | None, seed: int, iteration: int) -> list[Group]:
-        """Empty groups of the first ``limit`` prompts (all for None), with seeds that do not depend
-        on which other sets there are.
+        """Return empty groups of the first ``limit`` prompts (None: all).
+
+        Their seeds do not depend on the other sets.
 
         Raises:
             DataError: if no prompt is short enough.
@@ -49,7 +50,7 @@ class Task:
         ]
         if not groups:
             raise DataError(
-                f"{self.prompts!r}: none of {len(self.prompts)} prompts is short enough; raise its "
+                f"{self.prompts!r}: all of its {len(self.prompts)} prompts are too long; raise its "
                 "max_prompt_tokens or engine.max_model_len, or lower sampling.max_tokens"
             )
         return groups
@@ -63,17 +64,18 @@ def tasks_of(
     group_size: int,
     success_reward: float,
 ) -> list[Task]:
-    """One task per set of a :class:`Mixture`, of another data set one; what a set leaves open, the
-    other arguments say.
+    """Return one task per set of a :class:`Mixture`, or one task for any other data set.
+
+    The other arguments are the defaults for whatever a set leaves open.
 
     Raises:
-        ConfigError: if nothing would grade a set.
+        ConfigError: if a set has no rewards.
     """
     if not isinstance(prompts, Mixture):
         if rewards is None:
             raise ConfigError(
-                "RLDataModule.rewards: is missing; name at least one reward function (only the "
-                "sets of a Mixture may have their own)"
+                "RLDataModule.rewards: is missing; name at least one reward function (only sets "
+                "of a Mixture may have their own)"
             )
         return [Task("", prompts, agent, rewards, sampling, group_size, success_reward)]
     return [
@@ -94,19 +96,19 @@ def _rewards_of(one: PromptSet, common: Rewards | None) -> Rewards:
     found = one.grader or common
     if found is None:
         raise ConfigError(
-            f"nothing grades prompt set {one.name!r}; give it rewards, or set data.rewards for all "
+            f"prompt set {one.name!r} has no rewards; set its rewards, or data.rewards for all "
             "sets without their own"
         )
     return found
 
 
 def grader_of(tasks: Sequence[Task]) -> Rewards | RewardsBySet:
-    """What grades the rollouts of all tasks."""
+    """Return the grader of the rollouts of all tasks."""
     if not tasks[0].name:
         return tasks[0].rewards
     return RewardsBySet({task.name: task.rewards for task in tasks})
 
 
 def by_name(tasks: Sequence[Task]) -> dict[str, Task]:
-    """Tasks by the set of the prompts that they are for."""
+    """Return tasks by the name of their prompt set; an unnamed task is left out."""
     return {task.name: task for task in tasks if task.name}

@@ -1,4 +1,4 @@
-"""What parts of your own derive from, take or call, and variants that few runs need.
+"""Base classes, types and functions for your own parts, and variants that few runs need.
 
 ``docs/extend`` has a page for each base class.
 """

@@ -1,1 +1,1 @@
-"""How a policy learns: its own loop, precision and schedules; SFT, DPO, recorded rollouts."""
+"""How a policy learns: the update, loops without a Trainer, SFT, DPO and recorded rollouts."""

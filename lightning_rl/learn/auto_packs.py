@@ -1,4 +1,4 @@
-"""AutoPacks: how many tokens a pack may have so that it fits into a GPU's memory, measured once."""
+"""AutoPacks: measures once how many tokens a pack may have to fit into a GPU's memory."""
 
 import logging
 from collections.abc import Callable
@@ -19,27 +19,28 @@ from lightning_rl.run.dist import all_max, rank
 _log = logging.getLogger(__name__)
 
 DEFAULT = 16_384
-"""Tokens of a pack where nothing is measured."""
+"""Tokens per pack where nothing is measured."""
 SAMPLE = 2_048
-"""About the tokens of the smaller pass that is measured; the larger has twice as many rollouts."""
+"""Approximate number of tokens of the smaller measured pass; the larger has twice as many rollouts.
+"""
 SHARE = 0.85
-"""A pass may take this share of the free memory: some of its pieces are too small to use."""
+"""Share of the free memory that a pass may take; fragmentation makes some of it unusable."""
 STEP, MOST = 1_024, 65_536
-"""Budgets are whole multiples of the one, up to the other: larger packs are hardly faster."""
+"""Budgets are multiples of ``STEP`` up to ``MOST``; larger packs are hardly faster."""
 
 
 class AutoPacks:
-    """What ``max_tokens_per_pack: auto`` stands for: part of a run's state once it is measured.
+    """The value of ``max_tokens_per_pack: auto``, part of a run's state once it is measured.
 
-    A pass takes what it always takes, such as gradients and a chunk of logits, and so much for each
-    token. Two passes of rollouts that are to be trained on tell both. What is free then, less the
-    state that the optimizer is going to have, is for the tokens. Of several ranks the one with the
-    least decides.
+    A pass needs a fixed amount of memory, e.g. for gradients and a chunk of logits, plus an amount
+    per token. Two passes over rollouts of the batch determine both. The free memory, minus the
+    state that the optimizer is going to allocate, is available for tokens. On several ranks the
+    smallest budget is used.
     """
 
     def __init__(self) -> None:
         self.tokens: int | None = None
-        """The budget; None: it is not measured yet."""
+        """The budget in tokens; None until it is measured."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self.tokens}
@@ -56,15 +57,18 @@ class AutoPacks:
         device: torch.device,
         filling: Filling = SHARED,
     ) -> int:
-        """Find the budget, on all ranks together.
+        """Measure the budget, on all ranks together.
 
         Args:
             batch: packed rollouts; a rank may have none.
-            compute: a forward and a backward pass of a pack, which leaves no gradient.
-            optimizer: that of the run.
-            make: made it, of parameters.
-            device: that computes.
+            compute: runs forward and backward on a pack, and leaves no gradient.
+            optimizer: the run's optimizer.
+            make: creates the optimizer from parameters.
+            device: the device that computes.
             filling: how the policy's tokens are counted.
+
+        Returns:
+            The budget in tokens, the same on all ranks.
         """
         tokens = DEFAULT
         if (free := free_bytes(device)) is not None:
@@ -73,8 +77,8 @@ class AutoPacks:
             tokens = -int(all_max(torch.tensor(-fits)))
             if rank() == 0:
                 _log.info(
-                    "model.max_tokens_per_pack: auto is %d from here on: %.1f GiB of the GPU were "
-                    "free, and the optimizer takes %.1f GiB of them",
+                    "model.max_tokens_per_pack: auto is %d from now on: %.1f GiB of GPU memory are "
+                    "free, of which the optimizer takes %.1f GiB",
                     tokens,
                     free / 2**30,
                     owed / 2**30,
@@ -84,7 +88,7 @@ class AutoPacks:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes of a GPU that nobody has, whichever process; None of what is no GPU."""
+    """Return the bytes of a GPU's memory that no process uses; None if the device is not a GPU."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()  # torch's own leftovers are free, too
@@ -94,7 +98,7 @@ def free_bytes(device: torch.device) -> int | None:
 def peak_bytes(
     compute: Callable[[TensorDict], None], pack: TensorDict, device: torch.device
 ) -> int:
-    """The most that passes of a pack have on a GPU at a time, beside what was there before."""
+    """Return the peak memory in bytes of passes over a pack, beyond what was already allocated."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     compute(pack)
@@ -102,7 +106,7 @@ def peak_bytes(
 
 
 def owed_bytes(optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> int:
-    """Bytes of the state that an optimizer will have from its first step on, and has not yet."""
+    """Return the bytes of optimizer state that the first step will allocate; 0 after that step."""
     if optimizer.state:
         return 0
     parts = [local(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -122,7 +126,7 @@ def _fitting(
     device: torch.device,
     filling: Filling,
 ) -> int:
-    """The budget of this rank."""
+    """Return this rank's budget in tokens."""
     small, large = _samples(with_host(batch), filling)
     try:
         compute(small)  # libraries' buffers, which a first pass makes for good, are none of its own
@@ -142,7 +146,7 @@ def _fitting(
 
 
 def _samples(batch: TensorDict, filling: Filling) -> tuple[TensorDict, TensorDict]:
-    """Two packs of a batch's longest rollouts, over and over, one of twice as many as the other."""
+    """Return two packs of a batch's longest rollouts, repeated; the second has twice as many."""
     if not len(batch["rollouts"]):
         return empty_like(batch), empty_like(batch)
     rows = split_packs(batch, SAMPLE, False, filling)[0]

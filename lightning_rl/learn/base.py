@@ -1,4 +1,6 @@
-"""Modules that learn: finite optimizer steps, a row of metrics per iteration, plain hparams."""
+"""Base classes of modules that learn: finite steps, one row of metrics per iteration, plain
+hparams.
+"""
 
 import inspect
 import logging
@@ -35,10 +37,11 @@ _log = logging.getLogger(__name__)
 
 
 def save_primitive_hparams(module: LightningModule) -> None:
-    """``save_hyperparameters`` of the calling ``__init__``, less what ``weights_only`` refuses.
+    """Call ``save_hyperparameters`` for the calling ``__init__``, keeping only primitive values.
 
-    Under the CLI all values are primitives (class paths and arguments); in code, objects such as
-    an advantage are left out and have to be given to ``load_from_checkpoint`` again.
+    ``weights_only`` loading rejects other objects. Under the CLI all values are primitives (class
+    paths and arguments); in code, objects such as an advantage are left out and have to be passed
+    to ``load_from_checkpoint`` again.
     """
     frame = inspect.currentframe()
     frame = None if frame is None else frame.f_back
@@ -63,19 +66,19 @@ def _primitive(value: Any) -> bool:
 
 
 class FiniteStepsModule(LightningModule):
-    """A module whose optimizer steps are left out where a gradient is not finite.
+    """A module that skips optimizer steps whose gradient is not finite, on all ranks alike.
 
-    On all ranks alike. Weights and the optimizer's state stay as if the batch had never been; a NaN
-    in the loss makes one in the gradient.
+    Weights and optimizer state then stay as they were before the batch. A NaN in the loss causes a
+    NaN in the gradient.
     """
 
     nonfinite_steps = 0
-    """Steps left out since the module was built, or since it was set to 0."""
+    """Number of skipped steps since the module was built, or since this was set to 0."""
     _warned = False
 
     @cached_property
     def day(self) -> RunDay:
-        """The day on which the run began, which chat templates tell."""
+        """The date on which the run began, for chat templates that mention it."""
         return RunDay()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -85,15 +88,15 @@ class FiniteStepsModule(LightningModule):
             self.leave_out(optimizer)
 
     def leave_out(self, optimizer: Optimizer) -> None:
-        """Let the optimizer's next step change nothing, and count it."""
+        """Make the optimizer's next step change nothing, and count it as skipped."""
         optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
         self.nonfinite_steps += 1
         if not self._warned and rank() == 0:
             self._warned = True
             _log.warning(
-                "the gradient is NaN or infinite: this optimizer step is left out, as all such are "
-                "(policy/nonfinite_skipped counts them); look for extreme logprobs or advantages, "
-                "or lower lr"
+                "the gradient is NaN or infinite; this optimizer step is skipped, as are all such "
+                "steps (policy/nonfinite_skipped counts them); look for extreme logprobs or "
+                "advantages, or lower lr",
             )
 
 
@@ -101,21 +104,23 @@ class LanguageModule(FiniteStepsModule):
     """A module that trains language models."""
 
     def require_packed(self, batch: Any) -> None:
-        """Check that a batch is of packed rollouts.
+        """Check that a batch consists of packed rollouts.
 
         Raises:
-            ConfigError: if it is of anything else, such as rows.
+            ConfigError: if it contains anything else, such as rows of a data set.
         """
         if not isinstance(batch, TensorDict) or not {"tokens", "rollouts"} <= set(batch.keys()):
             raise ConfigError(
-                f"{type(self).__name__} learns from packed rollouts, not from a batch of type "
-                f"{type(batch).__name__}: give trainer.fit no DataLoader but a data module, which "
-                "makes them of rows (RLDataModule, SFTDataModule, PairDataModule)"
+                f"{type(self).__name__} trains on packed rollouts, but got a batch of type "
+                f"{type(batch).__name__}; pass trainer.fit a data module that packs rows "
+                "(RLDataModule, SFTDataModule, PairDataModule) instead of a DataLoader"
             )
 
     @property
     def strict_loading(self) -> bool:
-        """Not where shards are read before a LoRA's base can be put back: it is in them already."""
+        """False if shards are read before a LoRA's base can be restored, since they already hold
+        it.
+        """
         shards = isinstance(getattr(self._trainer, "strategy", None), ModelParallelStrategy)
         return self._strict_loading in (None, True) and not (shards and adapted(self))
 
@@ -132,7 +137,9 @@ class LanguageModule(FiniteStepsModule):
     @property
     @abstractmethod
     def loaded_policies(self) -> dict[str, Policy]:
-        """The policies by name, once ``configure_model`` has loaded them; a single one has none."""
+        """The policies by name, once ``configure_model`` has loaded them; a single one has the name
+        "".
+        """
 
 
 class LearningModule(LanguageModule):
@@ -170,7 +177,7 @@ class LearningModule(LanguageModule):
         """The policy, once ``configure_model`` has loaded it.
 
         Raises:
-            ConfigError: before.
+            ConfigError: if it is not loaded yet.
         """
         if self.policy is None:
             raise ConfigError("the model is not loaded yet; call configure_model() first")
@@ -178,13 +185,13 @@ class LearningModule(LanguageModule):
 
 
 class RecordingModule(FiniteStepsModule):
-    """A module that counts iterations, times stages and gathers metrics, whatever its policy is.
+    """A module that counts iterations, times stages and records metrics, for any kind of policy.
 
-    ``iteration`` is the number of iterations trained, which is also the version of the weights.
+    ``iteration`` is the number of completed iterations, which is also the version of the weights.
     """
 
     name = ""
-    """Under which it is among several that learn; empty for one that learns alone."""
+    """The module's name among several that learn; empty if it learns alone."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
@@ -194,49 +201,52 @@ class RecordingModule(FiniteStepsModule):
         self._written = -1  # the iteration whose row was written last
         self._restored: dict[str, Any] | None = None
         self.run_id = ""
-        """Of the run that checkpoints are of; a run that goes on keeps it."""
+        """Identifier of the run that checkpoints belong to; a resumed run keeps it."""
         self.configuration: dict[str, Any] | None = None
-        """Configuration of the run, by key; None: as far as the objects tell."""
+        """The run's configuration, by key; None: only what the objects themselves tell."""
         self.allow_changes: bool | list[str] = False
-        """Keys that may be others than in the checkpoint that a run goes on from, or all."""
+        """Configuration keys that may differ from the resumed checkpoint's, or ``all``."""
         self.changes: list[Change] | None = None
-        """Differences from the checkpoint's configuration, when that was compared."""
+        """Differences from the checkpoint's configuration, if the two were compared."""
         self.stopping: LightningRLError | None = None
-        """Raised when the iteration is over: its row is written, and all callbacks have seen it."""
+        """Error to raise at the end of the iteration, after its row is written and all callbacks
+        ran.
+        """
 
     @property
     def present_iteration(self) -> int:
-        """The iteration that is being collected for or trained, from 1 on.
+        """The iteration that is being collected or trained, counted from 1.
 
-        Rollouts, metrics, files and messages give this number: where an iteration is over, it is
-        ``iteration``. Row 0 of the metrics is of before the first.
+        Rollouts, metrics, files and messages use this number; at the end of that iteration it
+        equals ``iteration``. Row 0 of the metrics was recorded before the first iteration.
         """
         return self.iteration + 1
 
     @property
     def described_as(self) -> str:
-        """What is trained, in a word: ``model`` of ``summary.json``."""
+        """Name of what is trained: the value of ``model`` in ``summary.json``."""
         return type(self).__name__
 
     @property
     def recorded(self) -> dict[str, float]:
-        """Metrics since the last row."""
+        """Metrics recorded since the last row."""
         return dict(self._recorded)
 
     @property
     def learners(self) -> list[str]:
-        """Names of those that learn, where there are several: metrics of each have it in theirs."""
+        """Names of the learners if there are several; each one's metrics contain its name."""
         return []
 
     def names_of(self, metric: str) -> list[str]:
-        """Names that a metric is recorded by: its own, and with each learner's in it."""
+        """Return the names under which a metric is recorded: its own, and one per learner."""
         return [metric, *(named(metric, name) for name in self.learners)]
 
     def record(self, metrics: dict[str, float]) -> None:
         """Add metrics to this iteration's row; callbacks use this instead of ``self.log``.
 
         They reach ``trainer.callback_metrics`` at once (``ModelCheckpoint(monitor=...)`` works) and
-        the loggers in one call when the iteration ends.
+        the
+        loggers in one call when the iteration ends.
         """
         self._recorded |= metrics
         self.trainer.callback_metrics.update(
@@ -256,26 +266,29 @@ class RecordingModule(FiniteStepsModule):
             raise error
 
     def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
-        """Log ``eval/*`` of what was held out (``lightning-rl validate`` and ``test``)."""
+        """Log ``eval/*`` of the held-out tasks (``lightning-rl validate`` and ``test``)."""
         if not isinstance(batch, Mapping):
             raise ConfigError(
-                f"{type(self).__name__} is evaluated by its data module, not on a batch of type "
-                f"{type(batch).__name__}: give trainer.validate no DataLoader but datamodule=..."
+                f"{type(self).__name__} is evaluated by its data module, but got a batch of type "
+                f"{type(batch).__name__}; pass trainer.validate datamodule=... instead of a "
+                "DataLoader"
             )
         self.log_dict(batch, batch_size=1, sync_dist=True)
 
     test_step = validation_step
 
     def stateful_parts(self) -> dict[str, Any]:
-        """Parts besides the weights that change as training goes on; each has a ``state_dict``."""
+        """Return the parts other than the weights that change during training, each with a
+        ``state_dict``.
+        """
         return {}
 
     def state_of_parts(self) -> dict[str, Any]:
-        """The ``state_dict`` of each of the stateful parts, for a checkpoint."""
+        """Return the ``state_dict`` of each stateful part, for a checkpoint."""
         return {name: part.state_dict() for name, part in self.stateful_parts().items()}
 
     def load_parts(self, states: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_of_parts` gave."""
+        """Resume from the result of :meth:`state_of_parts`."""
         for name, part in self.stateful_parts().items():
             if name in states:  # else it is new in this configuration, and starts afresh
                 part.load_state_dict(states[name])

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: pairs from a file, or from graded rollouts."""
+"""Direct preference optimisation, with pairs from a file or from graded rollouts."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -28,10 +28,11 @@ from lightning_rl.vision.training import Vision
 
 
 def dpo(policy_margin: Tensor, ref_margin: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
-    """Loss per pair (P,): -log sigmoid(beta (m - m_ref)) (Rafailov et al. 2023, DPO, eq. 7).
+    """Return the loss per pair (P,): -log sigmoid(beta (m - m_ref)) (Rafailov et al. 2023, eq. 7).
 
     A margin (P,) is log p(chosen) - log p(rejected), summed over tokens. ``smoothing`` is the
-    chance that a label is wrong (conservative DPO, Mitchell 2023): it weighs the two cases.
+    probability that a label is wrong (conservative DPO, Mitchell 2023), by which both cases are
+    weighted.
     """
     assert policy_margin.shape == ref_margin.shape and policy_margin.ndim == 1
     logits = beta * (policy_margin - ref_margin)
@@ -40,24 +41,24 @@ def dpo(policy_margin: Tensor, ref_margin: Tensor, beta: float, smoothing: float
 
 @configurable(model=model_of, lora=as_lora)
 class DPOModule(SupervisedModule):
-    """Raises the chosen completion of a pair over the rejected one, relative to a reference.
+    """Raises the probability of a pair's chosen completion over the rejected one, by DPO.
 
-    Automatic optimisation: gradient clipping and accumulation are the Trainer's. The two
+    It uses automatic optimisation, so gradient clipping and accumulation are the Trainer's. The two
     completions of a pair share their prompt's forward pass.
 
     Args:
         model: directory or hub name of the causal LM.
-        beta: strength of the pull to the reference.
-        smoothing: chance that a label is wrong, in [0, 0.5).
-        reference: None: a frozen copy of the model as it starts.
+        beta: strength of the regularisation towards the reference.
+        smoothing: probability that a label is wrong, in [0, 0.5).
+        reference: the reference policy; None: a frozen copy of the initial model.
         optimizer: called with the trained parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        lora: train adapters only; None: all weights.
-        gradient_checkpointing: recompute activations in backward, all of them or as
-            ``Recompute`` says.
+        lora: train only adapters; None: train all weights.
+        gradient_checkpointing: recompute activations in backward; True for all of them, or
+            ``Recompute`` to choose.
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
-        vision: what is trained of the part of an image-text model that sees; None: nothing.
+        vision: which parts of an image-text model's vision are trained; None: none.
 
     Raises:
         ConfigError: for values out of range.
@@ -90,7 +91,7 @@ class DPOModule(SupervisedModule):
         require_finite(beta=beta)
         if beta <= 0 or not 0 <= smoothing < 0.5:
             raise ConfigError(
-                f"DPOModule(beta={beta}, smoothing={smoothing}): need beta > 0 and smoothing in "
+                f"DPOModule(beta={beta}, smoothing={smoothing}): beta must be > 0 and smoothing in "
                 "[0, 0.5)"
             )
         save_primitive_hparams(self)
@@ -107,7 +108,7 @@ class DPOModule(SupervisedModule):
             self.reference.configure(self.loaded_policy)
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
-        """The mean loss of a batch of pairs: rows 2i are chosen, 2i + 1 rejected."""
+        """Return the mean loss of a batch of pairs: rows 2i are chosen, 2i + 1 rejected."""
         loss, margin = self._loss(batch)
         pairs = len(margin)
         self.log("dpo/loss", loss, prog_bar=True, batch_size=pairs)
@@ -116,13 +117,13 @@ class DPOModule(SupervisedModule):
         return loss
 
     def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """Loss and accuracy on held-out pairs."""
+        """Log loss and accuracy on held-out pairs."""
         loss, margin = self._loss(batch)
         metrics = {"dpo/val_loss": loss, "dpo/val_accuracy": (margin > 0).float().mean()}
         self.log_dict(metrics, batch_size=len(margin))
 
     def _loss(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """Mean loss, and how far (P,) the policy's margin exceeds the reference's."""
+        """Return the mean loss, and the policy's margins minus the reference's (P,)."""
         self.require_packed(batch)
         policy = self.loaded_policy
         assert self.reference is not None  # it comes with the policy
@@ -133,7 +134,7 @@ class DPOModule(SupervisedModule):
 
 
 def _margins(scores: Scores, batch: TensorDict) -> Tensor:
-    """log p(chosen) - log p(rejected) of each pair, shape (P,)."""
+    """Return log p(chosen) - log p(rejected) of each pair, shape (P,)."""
     row = token_rows(batch)[scores.live]
     sums = scores.logprobs.new_zeros(len(batch["rollouts"])).index_add(0, row, scores.logprobs)
     chosen, rejected = sums.view(-1, 2).unbind(1)
@@ -142,15 +143,15 @@ def _margins(scores: Scores, batch: TensorDict) -> Tensor:
 
 @configurable(train=prompts_of, val=prompts_of)
 class PairDataModule(SFTDataModule):
-    """Rows with a prompt, a chosen and a rejected completion, as packed batches of pairs.
+    """Makes packed batches of pairs from rows with a prompt, a chosen and a rejected completion.
 
     Args:
-        train: the pairs; completions are text or token ids.
-        val: held-out pairs; None for none.
-        chosen_column: where the better completion is.
-        rejected_column: where the worse one is.
+        train: the training pairs; completions are text or token ids.
+        val: held-out pairs; None: no validation.
+        chosen_column: name of the column with the better completion.
+        rejected_column: name of the column with the worse completion.
         batch_size: pairs per step.
-        seed: of the order; None: ``seed_everything``'s.
+        seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """
 
@@ -170,7 +171,7 @@ class PairDataModule(SFTDataModule):
         self.rejected_column = rejected_column
 
     def row(self, prompt: Prompt) -> Any:
-        """A pair of rollouts, the better one first."""
+        """Return a pair of rollouts, the better one first."""
         columns = (self.completion_column, self.rejected_column)
         return [supervised_rollout(prompt, column, self._tokenizer) for column in columns]
 
@@ -181,13 +182,14 @@ class PairDataModule(SFTDataModule):
 
 @configurable
 class RolloutPairs(PromptDataset):
-    """Pairs from graded rollouts, as ``lightning-rl rollout`` writes them.
+    """Pairs from graded rollouts, as written by ``lightning-rl rollout``.
 
-    Of each group, the best against the worst; completions are the recorded tokens, so nothing is
-    tokenised again. Rollouts of several rows, which are no single completion, are left out.
+    Each group yields its best and its worst rollout as a pair. Completions are the recorded tokens,
+    so nothing is tokenised again. Rollouts with several rows are left out, since they are not a
+    single completion.
 
     Args:
-        path: the file of rollouts: ``.jsonl``, ``.parquet`` or ``.sqlite``.
+        path: the rollout file: ``.jsonl``, ``.parquet`` or ``.sqlite``.
         min_gap: the best reward must exceed the worst by more than this.
     """
 

@@ -1,4 +1,4 @@
-"""Whether policies fit to what is collected and to the engine, and what that is told of them."""
+"""Checks that policies are compatible with the data and the engine, and configures the engine."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,10 +26,10 @@ def check_learning(
     buffer: ReplayBuffer | None,
     groups_per_iteration: int,
 ) -> None:
-    """Check that a policy can learn from what is collected.
+    """Check that a policy can learn from the collected rollouts.
 
     Raises:
-        ConfigError: naming the keys that contradict each other, and what to change.
+        ConfigError: naming the conflicting keys, and what to change.
     """
     for task in tasks:
         with naming(task.name):
@@ -43,7 +43,7 @@ def check_learning(
 
 
 def check_sight(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that an engine reads pictures, where the policy's model does.
+    """Check that an engine accepts pictures if the policy's model reads them.
 
     Raises:
         ConfigError: if it does not.
@@ -53,10 +53,10 @@ def check_sight(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> None:
-    """Tell an engine, before it starts, what it serves and how the trainer computes it.
+    """Tell an engine, before it starts, which roles it serves and how the trainer computes.
 
     Raises:
-        ConfigError: if the engine cannot do as it is set.
+        ConfigError: if the engine does not support its settings.
     """
     engine.serve(module.roles)
     engine.follow_dtype(computes_in)

@@ -1,4 +1,4 @@
-"""The frozen base of a LoRA: left out of checkpoints, and taken from the model's files again."""
+"""The frozen base of a LoRA: left out of checkpoints, and restored from the model's files."""
 
 from hashlib import blake2b
 from typing import Any
@@ -11,11 +11,11 @@ from lightning_rl.models.sharding import full_tensor
 from lightning_rl.run.digest import digests
 
 _KEY = "frozen_base"
-"""Of a checkpoint: what tells the base that it left out from others."""
+"""Checkpoint key of the digest that identifies the base which was left out."""
 
 
 def leave_out_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Take the weights out of a checkpoint that every start reads from the model's files."""
+    """Remove from a checkpoint the weights that every start reads from the model's files."""
     if any(policy.sharded for policy in adapted(module).values()):
         return  # each rank writes, and reads, its own part
     base = _base_of(module)
@@ -30,10 +30,11 @@ def leave_out_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def put_back_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Let a checkpoint have what was left out of it, from the module, which read the files.
+    """Add the weights that were left out back to a checkpoint, from the module, which read the
+    files.
 
     Raises:
-        ConfigError: if these are of another model than they were.
+        ConfigError: if the module's base has other weights than the checkpoint's run had.
     """
     base = _base_of(module) if _KEY in checkpoint else {}
     if not base:
@@ -42,18 +43,18 @@ def put_back_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         named = sorted({policy.model for policy in adapted(module).values()})
         raise ConfigError(
             f"model={', '.join(map(repr, named))} has other weights than those that the "
-            "checkpoint's LoRA was trained on, which it does not hold; give the model as it was "
-            "then"
+            "checkpoint's LoRA was trained on, which the checkpoint does not contain; use the "
+            "original model"
         )
     if "state_dict" in checkpoint:  # else a strategy has read it already, into its shards
         checkpoint["state_dict"] = base | checkpoint["state_dict"]
 
 
 def adapted(module: nn.Module) -> dict[str, Policy]:
-    """Policies that train a LoRA on weights from files, by their places in the module.
+    """Return the policies that train a LoRA on weights from files, by their places in the module.
 
-    One that is nowhere trained is a reference, which may have been renewed, and stays whole. So
-    does a base in few bits, which is small, and which other kernels may pack otherwise.
+    A policy that is not trained is a reference, which may have been updated, so it is saved as a
+    whole. So is a quantised base, which is small, and which other kernels may pack differently.
     """
     return {
         place: policy
@@ -67,7 +68,7 @@ def adapted(module: nn.Module) -> dict[str, Policy]:
 
 
 def _base_of(module: nn.Module) -> dict[str, Tensor]:
-    """Weights that stay as the models' files have them, by their names in ``state_dict``."""
+    """Return the weights that stay as in the models' files, by their names in ``state_dict``."""
     return {
         ".".join(filter(None, (place, "lm", name))): full_tensor(parameter.detach())
         for place, policy in adapted(module).items()
@@ -77,7 +78,7 @@ def _base_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _digest(base: dict[str, Tensor]) -> str:
-    """The same for a base that computes in float32 or in bfloat16."""
+    """Return a digest of a base; the same whether it is in float32 or bfloat16."""
     rounded = (
         (name, weight.bfloat16() if weight.is_floating_point() else weight)
         for name, weight in base.items()

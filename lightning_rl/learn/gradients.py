@@ -1,4 +1,4 @@
-"""Gradients of all of a policy's parameters, whichever ranks have shards of them."""
+"""Norm, clipping and scaling of a policy's gradients, also where ranks hold shards of them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,9 +11,10 @@ from lightning_rl.models.sharding import full_tensor
 
 @torch.no_grad()
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together, ().
+    """Return the norm of all gradients together, shape ().
 
-    As ``torch.nn.utils.get_total_norm``, also where ranks share them over several meshes.
+    Equal to ``torch.nn.utils.get_total_norm``, but also supports gradients sharded over several
+    meshes.
     """
     norms = [full_tensor(nn.utils.get_total_norm(some)) for some in _by_mesh(gradients)]
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
@@ -21,7 +22,7 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients so that their norm is ``max_norm`` at most; returns what it was, ()."""
+    """Scale gradients to a norm of at most ``max_norm``; return the norm before that, ()."""
     with_one = [p for p in parameters if p.grad is not None]
     norm = norm_of([p.grad for p in with_one if p.grad is not None])
     for some in _by_mesh(with_one):
@@ -37,7 +38,7 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that one operation takes together: parameters, or gradients, which are on the same."""
+    """Group tensors by device mesh, since one operation takes tensors of a single mesh."""
     found: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)

@@ -34,11 +34,10 @@ from lightning_rl.run.seeding import derived_generator
 class Learner:
     """Scores batches and updates a policy on them, in named steps that can be overridden.
 
-    It reads top to bottom as an iteration does: ``compute_all`` adds logprobs, values and
+    It reads top to bottom as an iteration runs: ``compute_all`` adds logprobs, values and
     advantages to a batch, ``update`` makes the optimizer steps, ``end_iteration`` counts. It is
-    plain torch. What differs between a Trainer, Fabric and a policy among several is asked of the
-    abstract members. Shapes: T tokens and R rollouts of a packed batch
-    (:mod:`lightning_rl.data.batch`).
+    plain torch. The abstract members are what differs between a Trainer, Fabric and a policy among
+    several. Shapes: T tokens and R rollouts of a packed batch (:mod:`lightning_rl.data.batch`).
     """
 
     advantage: Advantage
@@ -51,7 +50,7 @@ class Learner:
     expert_load: ExpertLoad
     left_out: LeftOut
     ahead: NothingAhead
-    """The part of the update that is done while the batch is still being written."""
+    """The part of the update that is computed while the batch is still being generated."""
     trust_engine_logprobs: bool
     ppo_epochs: int
     minibatches: int
@@ -72,7 +71,7 @@ class Learner:
 
     @abstractmethod
     def step_precision(self) -> AbstractContextManager[object]:
-        """The context of a training step, such as autocast."""
+        """Return the context of a training step, such as autocast."""
 
     @property
     @abstractmethod
@@ -81,18 +80,18 @@ class Learner:
 
     @abstractmethod
     def own_optimizer(self) -> Any:
-        """The optimizer of this policy's weights."""
+        """Return the optimizer of this policy's weights."""
 
     @abstractmethod
     def add_gradient(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a scalar; average gradients over ranks if it is the ``last`` one."""
+        """Add a scalar loss's gradient; average gradients over ranks if it is the ``last`` one."""
 
     @abstractmethod
     def take_step(self) -> None:
         """Step the optimizer, unless a gradient is not finite, and the learning-rate schedule."""
 
     def choose_packs(self, batch: TensorDict) -> None:
-        """Set ``max_tokens_per_pack`` before the first batch is computed; by default it is set."""
+        """Set ``max_tokens_per_pack`` before the first batch; by default it is already set."""
 
     # ---------------------------------------------------------------- scores and advantages
 
@@ -117,7 +116,9 @@ class Learner:
         return batch
 
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
-        """Add ``old_logprobs`` (T,), the policy's before any update (with a critic, ``values``)."""
+        """Add ``old_logprobs`` (T,), the policy's before any update (with a critic also
+        ``values``).
+        """
         if self.advantage.needs_values or not self.trust_engine_logprobs:
             batch = self.score(batch, "old_logprobs")
         if self.trust_engine_logprobs:
@@ -127,20 +128,20 @@ class Learner:
     def compute_ref_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl`` or ``kl_reward``."""
         if self.reference is None:
-            raise ConfigError("compute_ref_logprobs needs a reference: set kl, e.g. K3Penalty()")
+            raise ConfigError("compute_ref_logprobs needs a reference; set kl, e.g. to K3Penalty()")
         with self.reference.scoring(self.loaded_policy) as reference:
             return self._score(reference, batch, "ref_logprobs")
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Add ``values`` (T,) of the critic; free if ``compute_old_logprobs`` ran before."""
         if self.loaded_policy.value_head is None:
-            raise ConfigError("compute_values needs a critic: set value_head")
+            raise ConfigError("compute_values needs a critic; set value_head")
         return batch if "values" in batch["tokens"] else self.compute_old_logprobs(batch)
 
     def compute_advantages(self, batch: TensorDict) -> TensorDict:
         """Add ``advantages`` (T,), and ``returns`` (T,) with a critic.
 
-        With ``kl_reward``, ``token_rewards`` (T,) = -coef x KL estimate come first.
+        With ``kl_reward``, ``token_rewards`` (T,) = -coef x KL estimate are added first.
         """
         if self.kl_reward is not None:
             tokens = batch["tokens"]
@@ -152,8 +153,7 @@ class Learner:
     def score(self, batch: TensorDict, name: str) -> TensorDict:
         """Add the current policy's logprobs as ``name`` (T,), and with a critic ``values`` (T,).
 
-        Rollouts that are known to be left out of the update get the engine's logprobs, and no
-        values.
+        Rollouts known to be left out of the update get the engine's logprobs, and no values.
         """
         left_out = self.left_out.rows(batch) if "advantages" in batch["tokens"] else None
         return self._score(self.loaded_policy, batch, name, left_out)
@@ -161,7 +161,7 @@ class Learner:
     def _score(
         self, policy: Policy, batch: TensorDict, name: str, left_out: Tensor | None = None
     ) -> TensorDict:
-        """Score the rollouts that are not left out, and were not scored ahead."""
+        """Score the rollouts that are neither left out nor already scored ahead."""
         known = self.ahead.known(name)
         rows = rows_beside(left_out, known)
         records = self.routing_replay is not None and self.routing_replay.is_of(name)
@@ -175,9 +175,10 @@ class Learner:
         return batch
 
     def trainer_logprobs(self, batch: TensorDict) -> Tensor:
-        """Logprobs (T,) of the weights before the update, at least of the tokens it trains on.
+        """Return the logprobs (T,) of the weights before the update, at least for the trained
+        tokens.
 
-        Where the update needs none, the first call takes one forward pass.
+        If the update does not need them, the first call takes one forward pass.
         """
         tokens = batch["tokens"]
         if "old_logprobs" in tokens and not self.trust_engine_logprobs:
@@ -187,11 +188,11 @@ class Learner:
         return tokens["trainer_logprobs"]
 
     def kl_from_engine(self, batch: TensorDict, version: int) -> float:
-        """KL, in nats per token, from the weights of a version to the current ones.
+        """Return the KL, in nats per token, from the weights of ``version`` to the current ones.
 
         It is the mean of k3, which is never negative, over the tokens that an engine wrote with
-        that version, and takes one forward pass; nan if it wrote none. All ranks call it together,
-        and get the same.
+        that version, and takes one forward pass; nan if there are none. Call it on all ranks; all
+        get the same value.
         """
         self.loaded_policy.score(batch, "present_logprobs", self.max_tokens_per_pack)
         tokens = batch["tokens"]
@@ -226,7 +227,7 @@ class Learner:
         return self.summed_up(metrics) | passes
 
     def dealing(self, epoch: int) -> torch.Generator:
-        """The random generator that deals this iteration's groups to minibatches."""
+        """Return the random generator that deals this iteration's groups to minibatches."""
         return derived_generator(self.seed, self.iteration, epoch)
 
     def accumulate(
@@ -236,9 +237,9 @@ class Learner:
         metrics: TokenMetrics,
         done: Tensor | None = None,
     ) -> None:
-        """Leave a minibatch's gradient in the policy, and ``loss_weights`` (T,) in its tokens.
+        """Compute a minibatch's gradient, and add ``loss_weights`` (T,) to its tokens.
 
-        ``done`` (R,): rollouts whose gradient, not yet divided, is in the policy already.
+        ``done`` (R,) flags rollouts whose gradient, not yet normalised, has already been added.
         """
         minibatch = self.left_out.without_truncated(minibatch)
         factor = None
@@ -262,9 +263,9 @@ class Learner:
     def add_gradients(
         self, minibatch: TensorDict, objective: Objective, done: Tensor | None = None
     ) -> list[Metrics]:
-        """Leave the sum of all packs' gradients in the policy; return the packs' metrics.
+        """Compute the sum of all packs' gradients in ``.grad``; return the packs' metrics.
 
-        The gradients of the rollouts ``done`` (R,) are there already. When a pack does not fit into
+        The gradients of the rollouts ``done`` (R,) are already there. If a pack does not fit into
         memory, everything is computed again in packs of half the size.
 
         Raises:
@@ -308,7 +309,7 @@ class Learner:
         return metrics
 
     def add_ahead(self, batch: TensorDict, rows: Tensor) -> tuple[Tensor, list[Metrics]]:
-        """Add gradients of the rows flagged (R,), undivided, before their minibatch is complete.
+        """Add unnormalised gradients of the rows flagged (R,), before their minibatch is complete.
 
         Returns:
             Flags (R,) of the rows that have a gradient, and the packs' metrics.
@@ -328,7 +329,7 @@ class Learner:
             ]
 
     def step(self, metrics: TokenMetrics) -> None:
-        """Clip the gradient that is in the policy, and make one optimizer step with it."""
+        """Clip the accumulated gradient, and make one optimizer step with it."""
         norm = clip_gradients(self.loaded_policy.parameters(), self.max_grad_norm or float("inf"))
         lr = self.own_optimizer().param_groups[0]["lr"]
         norm = norm.reshape(1)
@@ -336,7 +337,7 @@ class Learner:
         self.take_step()
 
     def summed_up(self, metrics: TokenMetrics) -> dict[str, float]:
-        """The metrics of a finished update."""
+        """Return the metrics of a finished update."""
         return (
             add_effective_share(metrics.compute())
             | self.expert_load.compute()

@@ -1,4 +1,4 @@
-"""What of a packed batch an update does not train on, and the batch without it."""
+"""Selects the rollouts of a packed batch that an update does not train on, and removes them."""
 
 from dataclasses import dataclass
 
@@ -11,29 +11,29 @@ from lightning_rl.data.batch import empty_like, select, token_rows
 
 @dataclass
 class LeftOut:
-    """Which rollouts of a batch have no part in an update."""
+    """Which rollouts of a batch are excluded from an update."""
 
     truncated: bool
-    """Those that hit ``max_tokens`` have no loss (DAPO's overlong filtering)."""
+    """Exclude the loss of rollouts that reached ``max_tokens`` (DAPO's overlong filtering)."""
     zero_advantage: bool
-    """Those without any advantage, as they cannot move the policy.
+    """Exclude rollouts without any advantage, if they cannot change the policy.
 
-    So it is where nothing but an advantage gives a sampled token a gradient.
+    This holds if only an advantage gives a sampled token a gradient.
     """
 
     def without_truncated(self, batch: TensorDict) -> TensorDict:
-        """Take truncated rollouts out of the loss, if that is wanted."""
+        """Remove truncated rollouts from the loss, if ``truncated`` is set."""
         if self.truncated:
             truncated_T = batch["rollouts", "truncated"][token_rows(batch)]
             batch["tokens", "loss_mask"] = batch["tokens", "loss_mask"] & ~truncated_T
         return batch
 
     def rows(self, batch: TensorDict) -> Tensor | None:
-        """Flags, (R,), of rollouts that are to be left out of the batch; None: of none."""
+        """Return flags, (R,), of the rollouts to leave out of the batch; None: leave out none."""
         return has_zero_advantage(batch) if self.zero_advantage else None
 
     def trained_tokens(self, batch: TensorDict) -> Tensor:
-        """Tokens, (T,), that an engine wrote and the update is going to train on."""
+        """Return flags, (T,), of the tokens that an engine wrote and that will be trained on."""
         without_loss = batch["rollouts", "expert"]
         if self.truncated:
             without_loss = without_loss | batch["rollouts", "truncated"]
@@ -44,7 +44,7 @@ class LeftOut:
 
 
 def has_zero_advantage(batch: TensorDict) -> Tensor:
-    """Flags, (R,), of rollouts that are sampled and have no advantage on any loss token."""
+    """Return flags, (R,), of sampled rollouts without an advantage on any loss token."""
     tokens = batch["tokens"]
     idle = ~batch["rollouts", "expert"]
     idle[token_rows(batch)[(tokens["advantages"] != 0) & tokens["loss_mask"]]] = False
@@ -52,15 +52,16 @@ def has_zero_advantage(batch: TensorDict) -> Tensor:
 
 
 def without(batch: TensorDict, left_out: Tensor) -> TensorDict:
-    """The other rollouts than those ``left_out`` (R,); if none is, the first, without loss tokens.
+    """Return the batch without the rollouts ``left_out`` (R,).
 
-    Its gradient is zero, and not missing: the optimizer steps as ever, together with other ranks.
+    If no rollout remains, it returns the first one without loss tokens. Its gradient is then zero
+    instead of missing, so the optimizer steps as usual, together with other ranks.
     """
     return empty_like(batch) if left_out.all() else select(batch, (~left_out).nonzero().squeeze(1))
 
 
 def without_flags(flags: Tensor, left_out: Tensor) -> Tensor:
-    """What ``flags`` (R,), on the host, are of :func:`without`'s batch."""
+    """Return ``flags`` (R,), on the host, for the rows that :func:`without` keeps."""
     left_out = left_out.cpu()
     nothing = torch.zeros(1, dtype=torch.bool, device="cpu")
     return nothing if left_out.all() else flags[~left_out]

@@ -1,4 +1,4 @@
-"""Rows of a data set that is learned from as it is."""
+"""OfflineRows: the training rows of a fixed data set."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from lightning_rl.rollout import Prompt
 
 
 class OfflineRows(Sequence[Any]):
-    """What is made of each prompt that is short enough, in file order.
+    """The result of ``make`` for each prompt that is short enough, in file order.
 
-    All are made and checked at once, and kept; those with pictures are made anew when a batch takes
-    them, since the pictures of all may be more than the memory holds.
+    All rows are made and checked at once, and kept in memory, except those with pictures, which are
+    made again for every batch, since the pictures of all rows may not fit into memory.
 
     Args:
-        prompts: loaded.
-        make: makes it.
+        prompts: the prompts; already loaded.
+        make: makes a row from a prompt.
     """
 
     def __init__(self, prompts: PromptDataset, make: Callable[[Prompt], Any]) -> None:
@@ -36,6 +36,6 @@ class OfflineRows(Sequence[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """A row that is read when it is needed."""
+    """A row that is read again whenever it is needed."""
 
     index: int

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of the parameters that it steps, measured on small ones like them."""
+"""Measures an optimizer's state per parameter, on small parameters like those it steps."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,22 +9,23 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 ELEMENTS = 1 << 16
-"""Of a parameter that is stepped. Of fewer the state may be of another kind: bitsandbytes keeps 32
-bits for parameters below 4,096."""
+"""Elements of a parameter that is stepped in a measurement. With fewer the state may be of another
+kind: bitsandbytes keeps 32 bits for parameters below 4,096.
+"""
 
 
 def state_bytes(
     make: Callable[[Any], Optimizer], shapes: Iterable[torch.Size], dtype: torch.dtype
 ) -> tuple[str, int]:
-    """The name of an optimizer, and the bytes of the state that one step leaves.
+    """Return the name of an optimizer, and the bytes of state that one step leaves.
 
-    A parameter is cut to some of its rows. Its state grows with them in a line, which two lengths
-    tell. Counts of steps, single numbers, are left out, and tables that parameters share.
+    Each parameter is cut to a few of its rows. State grows linearly in rows, so two lengths suffice
+    to extrapolate. Single numbers (step counts) and tables shared by parameters are left out.
 
     Args:
-        make: called with parameters.
-        shapes: of the parameters.
-        dtype: of the parameters.
+        make: creates the optimizer from parameters.
+        shapes: shapes of the parameters.
+        dtype: dtype of the parameters.
     """
     counted = [shape or torch.Size([1]) for shape in shapes]
     lengths = {shape: _rows(shape) for shape in counted}
@@ -53,18 +54,19 @@ def state_bytes(
 def step_bytes(
     make: Callable[[Any], Optimizer], sizes: Iterable[int], width: int, together: bool
 ) -> int:
-    """Bytes that an optimizer of torch has for itself while it steps parameters of some sizes.
+    """Return the bytes of temporary memory of a torch optimizer's step, for parameters of some
+    sizes.
 
-    Its fused kernels have none. Where it steps all ``together``, which is its default for plain
-    tensors on a GPU, it has one more of each ("foreach uses ~ sizeof(params) more peak memory", as
-    torch's reference says of each); else two of one parameter, as the root of AdamW's second moment
-    and its quotient are.
+    Its fused kernels need none. If it steps all parameters ``together``, its default for plain
+    tensors on a GPU, it needs another copy of each ("foreach uses ~ sizeof(params) more peak
+    memory", in the words of torch's reference); otherwise two copies of one parameter, such as the
+    root of AdamW's second moment and its quotient.
 
     Args:
-        make: called with parameters.
+        make: creates the optimizer from parameters.
         sizes: elements of each parameter.
-        width: bytes of an element.
-        together: whether it does so if it is not told to.
+        width: bytes per element.
+        together: its default for ``foreach``.
     """
     settings = make([Parameter(torch.zeros(1, 1, device="cpu"))]).defaults
     if "foreach" not in settings or settings.get("fused"):
@@ -77,13 +79,13 @@ def step_bytes(
 
 
 def _rows(shape: torch.Size) -> list[int]:
-    """All rows of a small parameter; of a larger one two numbers of them."""
+    """Return all rows of a small parameter; two numbers of rows of a larger one."""
     rows = max(1, ELEMENTS // max(1, shape[1:].numel()))
     return [shape[0]] if shape[0] <= 2 * rows else [rows, 2 * rows]
 
 
 def _own(state: dict[str, Any]) -> int:
-    """Bytes of a parameter's state."""
+    """Return the bytes of a parameter's state."""
     tables = ("qmap1", "qmap2")  # of bitsandbytes: one for all parameters on a device
     return sum(
         value.nbytes

@@ -1,4 +1,4 @@
-"""OwnLoop: what a PolicyModule does in a script of one's own, without a Trainer."""
+"""OwnLoop: lets a PolicyModule train in your own script, without a Trainer."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ from lightning_rl.sync.sent import SentWeights
 
 
 class OwnLoop(RecordingModule, LearningModule, Learner):
-    """``prepare``, ``fit`` and ``sync_weights``: one call per step, and no callback hears of it."""
+    """Adds ``prepare``, ``fit`` and ``sync_weights``: one call per step, without any callbacks."""
 
     cast_lm_head_to_fp32: bool
 
@@ -37,11 +37,12 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
         self._own_schedule: Any = None
 
     def prepare(self, fabric: Fabric | None = None) -> None:
-        """Load the model, make optimizer and learning-rate schedule, move all to its device.
+        """Load the model, create the optimizer and learning-rate schedule, and move all to the
+        device.
 
         Args:
-            fabric: Lightning's, launched, for several processes (``FabricDDP``) or another
-                precision; None: one process, on a GPU if there is one.
+            fabric: a launched Lightning ``Fabric``, for several processes (``FabricDDP``) or
+                another precision; None: one process, on a GPU if there is one.
 
         Raises:
             ConfigError: if the module belongs to a Trainer, which does this itself; for a precision
@@ -50,14 +51,14 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
         if self._trainer is not None:
             raise ConfigError(
                 f"{type(self).__name__} belongs to a Trainer, which prepares it; use another one "
-                "in a loop of your own"
+                "in your own loop"
             )
         fabric = fabric or Fabric(accelerator="auto", devices=1)
         precision = fabric._precision.precision
         if precision not in ("32-true", "bf16-mixed"):
             raise ConfigError(
-                f"Fabric(precision={precision!r}): a loop of your own takes 32-true or bf16-mixed, "
-                "and only a Trainer bf16-true"
+                f"Fabric(precision={precision!r}): your own loop supports 32-true and bf16-mixed; "
+                "use a Trainer for bf16-true"
             )
         self.configure_model()
         made: Any = self.configure_optimizers()
@@ -67,9 +68,9 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
         fabric.setup(self, made["optimizer"])
 
     def fit(self, batch: TensorDict | Sequence[Rollout]) -> dict[str, float]:
-        """One iteration on graded rollouts, packed or not; returns its metrics.
+        """Train one iteration on graded rollouts, packed or not; return its metrics.
 
-        The first call prepares, unless you did.
+        The first call also calls ``prepare``, unless you did.
 
         Raises:
             RewardError: if none of the rollouts can be trained on.
@@ -90,31 +91,31 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
         max_gap: float | None = None,
         digests: bool = True,
     ) -> float:
-        """Push the present weights to an engine, as version ``iteration``, and compare.
+        """Push the current weights to an engine, as version ``iteration``, and compare logprobs.
 
         Args:
-            engine: started.
-            transport: how; connected already, and yours to close. None: in memory.
-            probe: prompts for which the engine then writes two tokens, to compare logprobs.
-            temperature: that the engine samples with.
-            max_gap: in nats; None: what the dtypes of both allow, as in ``WeightSync``.
-            digests: compare what the engine holds with what was sent, tensor by tensor.
+            engine: the engine; already started.
+            transport: moves the weights; you connect and close it. None: in memory.
+            probe: prompts for which the engine then generates two tokens, to compare logprobs.
+            temperature: the engine's sampling temperature.
+            max_gap: largest gap allowed, in nats; None: depends on the dtypes of both, as in
+                ``WeightSync``.
+            digests: compare the engine's weights with those sent, tensor by tensor.
 
         Returns:
             The largest gap in nats; 0 without ``probe``.
 
         Raises:
             ConfigError: if the module belongs to a Trainer, where ``WeightSync`` pushes.
-            StaleWeightsError: if it is above ``max_gap``.
+            StaleWeightsError: if the gap is above ``max_gap``.
             WrongWeightsError: naming the tensor, if a digest differs.
-            WeightSyncError: if the engine does not take the weights.
+            WeightSyncError: if the engine does not accept the weights.
         """
         if self._trainer is not None:
             raise ConfigError(
                 f"{type(self).__name__} belongs to a Trainer, in which the callback WeightSync "
-                "pushes weights and stamps their version: tell it when by its schedule, e.g. "
-                "WeightSync(schedule=FixedSchedule(1)), or by should_sync of a SyncSchedule of "
-                "your own"
+                "pushes weights and sets their version; choose when with its schedule, e.g. "
+                "WeightSync(schedule=FixedSchedule(1)), or override should_sync of a SyncSchedule"
             )
         self._prepare_once()
         if transport is not None:
@@ -153,7 +154,7 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
             push(transport, engine, self.loaded_policy, self.iteration, sent)
 
     def step_precision(self) -> AbstractContextManager[object]:
-        """The Trainer's precision of a training step."""
+        """Return the Trainer's precision context of a training step."""
         if self._trainer is None:
             return nullcontext()
         context: AbstractContextManager[object] = self.trainer.precision_plugin.train_step_context()
@@ -177,16 +178,16 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
             self.lr_schedulers().step()
 
     def lr_schedulers(self) -> Any:
-        """The Trainer's, or that of :meth:`prepare`."""
+        """Return the Trainer's schedules, or the one created by :meth:`prepare`."""
         return super().lr_schedulers() if self._fabric is None else self._own_schedule
 
 
 class FabricDDP(DDPStrategy):
-    """DDP for ``Fabric(strategy=FabricDDP())`` around a ``PolicyModule``: each backward averages.
+    """DDP for ``Fabric(strategy=FabricDDP())`` with a ``PolicyModule``: every backward averages.
 
-    Fabric's own averages gradients only if the forward pass goes through its wrapper, and the named
-    steps do not: without a word, each rank would go its own way. Lightning's Trainer does the same
-    for manual optimization.
+    Fabric's own DDP averages gradients only if the forward pass goes through its wrapper, which the
+    named steps do not do: each rank would silently diverge. Lightning's Trainer uses the same
+    method for manual optimization.
     """
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:

@@ -1,4 +1,4 @@
-"""RolloutModule: what all modules answer that train on rollouts, of one policy or of several."""
+"""RolloutModule: the interface of all modules that train on rollouts, with one or more policies."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -20,48 +20,49 @@ from lightning_rl.run.hooks import is_fast_dev_run, named_callbacks
 
 
 class RolloutModule(RecordingModule):
-    """A module that trains on the rollouts of an ``RLDataModule``: a policy, or several."""
+    """A module that trains one or more policies on the rollouts of an ``RLDataModule``."""
 
     @property
     @abstractmethod
     def policies(self) -> Mapping[str, OwnLoop]:
-        """What learns, by name, each with weights and versions of its own; one alone has no name.
+        """The learning policies by name, each with its own weights and version; a single one is "".
 
-        The ``iteration`` of each is the number of iterations in which it learned, and its version.
+        The ``iteration`` of each is the number of iterations in which it learned, which is its
+        version.
         """
 
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, str]:
-        """The name of the policy that plays each role; empty where one plays whatever there is."""
+        """The name of the policy that plays each role; empty if a single policy plays all roles."""
 
     def written_by(self, name: str, batch: TensorDict) -> TensorDict:
-        """The rows of a packed batch that a policy learns from."""
+        """Return the rows of a packed batch that a policy learns from."""
         return batch
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """That of all policies, which read and write the same tokens."""
+        """The tokenizer, which all policies share."""
         return next(iter(self.policies.values())).loaded_policy.tokenizer
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The same, before they are loaded.
+        """Load the tokenizer before the policies are loaded.
 
         Raises:
-            ConfigError: if one of them has another.
+            ConfigError: if the policies' tokenizers differ.
         """
         first, *others = ((p.model, p.loading) for p in self.policies.values())
         tokenizer = load_tokenizer(*first)
         for other in others:
             if other != first and load_tokenizer(*other).get_vocab() != tokenizer.get_vocab():
                 raise ConfigError(
-                    f"model={other[0]!r} has other tokens than model={first[0]!r}, and policies "
-                    "that talk to each other need the same; take models of one family"
+                    f"model={other[0]!r} has another vocabulary than model={first[0]!r}, but "
+                    "policies that talk to each other must share one; use models of one family"
                 )
         return tokenizer
 
     def require_sound_models(self) -> None:
-        """Find out whether all models can be loaded, without keeping any in memory.
+        """Check that all models can be loaded, without keeping any in memory.
 
         Raises:
             ConfigError: naming the file, and what is wrong with it.
@@ -74,9 +75,10 @@ class RolloutModule(RecordingModule):
                 told.append(own)
 
     def save_skeletons(self, directory: str | Path) -> None:
-        """Write configuration and tokenizer for an engine to start from, but no weights.
+        """Write configuration and tokenizer for an engine to start from, without weights.
 
-        A policy that is of another model than the first has its own in a folder of its name.
+        A policy whose model differs from the first one's gets its own, in a subdirectory of its
+        name.
         """
         first, *others = self.policies.items()
         save_skeleton(first[1].model, directory, first[1].loading)
@@ -86,13 +88,13 @@ class RolloutModule(RecordingModule):
 
     @property
     def role_versions(self) -> dict[str, int]:
-        """The version of the policy that plays it, by role."""
+        """The version of the policy that plays each role, by role."""
         return {role: self.policies[name].iteration for role, name in self.roles.items()}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse what this training cannot do of Lightning's; add what every run has.
+        """Reject unsupported Trainer settings, and return the callbacks that every run has.
 
-        The first hook that Lightning calls.
+        This is the first hook that Lightning calls.
         """
         refuse_flags(self.trainer)
         warn_of_flags(self.trainer)
@@ -103,5 +105,5 @@ class RolloutModule(RecordingModule):
         return named_callbacks("rl_callbacks", self.trainer)
 
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
-        """Collected rollouts as they are (``lightning-rl rollout``)."""
+        """Return the collected rollouts unchanged (``lightning-rl rollout``)."""
         return batch

@@ -18,21 +18,22 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
 SAVED = "master_weight"
-"""The copy's name in a parameter's state, beside the optimizer's own."""
+"""Name of the copy in a parameter's state, beside the optimizer's own."""
 
 
 class MasterWeights(Optimizer):
-    """Another optimizer, of float32 copies of the weights that have 16 bits.
+    """Wraps an optimizer so that it steps float32 copies of the 16-bit weights.
 
-    bfloat16 has 8 bits of mantissa: a step of less than 1/256 of a weight rounds to nothing, as
-    often as it may be taken. The copies, or *master weights* (Micikevicius et al. 2018, "Mixed
-    precision training", section 3.1), add such steps up, and after each the weights are the copies,
-    rounded. Parameters in float32 are stepped as they are. The copies are part of the optimizer's
-    state, so of a checkpoint; they take 4 bytes per parameter, and 4 more during a step.
+    bfloat16 has 8 bits of mantissa: a step of less than 1/256 of a weight is rounded to nothing, no
+    matter how often it is made. The copies, or *master weights* (Micikevicius et al. 2018, "Mixed
+    precision training", section 3.1), accumulate such steps, and after each step they are rounded
+    to the weights. Parameters in float32 are stepped directly. The copies are part of the
+    optimizer's state, and so of checkpoints; they take 4 bytes per parameter, and 4 more during a
+    step.
 
     Args:
-        params: parameters, or groups of them, as of any optimizer.
-        optimizer: called with the copies, grouped alike: ``torch.optim.AdamW``, for example.
+        params: parameters, or groups of them, as for any optimizer.
+        optimizer: called with the copies, in the same groups: ``torch.optim.AdamW``, for example.
     """
 
     def __init__(self, params: Iterable[Any], optimizer: OptimizerCallable) -> None:
@@ -48,7 +49,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the optimizer on the copies; the weights follow."""
+        """Step the optimizer on the copies, and round them to the weights."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -70,7 +71,7 @@ class MasterWeights(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from another's state; without copies in it, from the weights as they are."""
+        """Resume from another optimizer's state; without copies in it, start from the weights."""
         self._inner.load_state_dict(state_dict)  # ours would round the state to the weights' dtype
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update(_settings(inner))
@@ -85,14 +86,14 @@ class MasterWeights(Optimizer):
         self._share_state()
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each weight in 16 bits, and its copy."""
+        """Yield each 16-bit weight with its copy."""
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             for weight, master in zip(ours["params"], inner["params"], strict=True):
                 if weight is not master:
                     yield weight, master
 
     def _share_state(self) -> None:
-        """Save the optimizer's own state, under the weights that it is of."""
+        """Expose the inner optimizer's state, under the weights that it belongs to."""
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             for weight, master in zip(ours["params"], inner["params"], strict=True):
                 if master in self._inner.state:
@@ -104,7 +105,7 @@ def _master(weight: Tensor) -> Tensor:
 
 
 def is_half(weight: Tensor) -> bool:
-    """Tell whether a weight has 16 bits."""
+    """Return True if a weight has 16 bits."""
     return weight.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -114,7 +115,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def unmoved_share(optimizer: Optimizer) -> float:
-    """The share of weights in 16 bits that a step of the learning rate's size rounds away."""
+    """Return the share of 16-bit weights for which a step of the learning rate is rounded away."""
     still = count = 0
     for group in optimizer.param_groups:
         for weight in filter(is_half, group["params"]):
@@ -129,16 +130,17 @@ _log = logging.getLogger(__name__)
 
 @configurable
 class BFloat16Precision(HalfPrecision):
-    """Weights and activations in bfloat16, everything else as it was.
+    """Weights and activations in bfloat16; everything else keeps its dtype.
 
-    ``Trainer(precision="bf16-true")`` becomes this one. Lightning's own also rounds what is not the
-    model's: the batch's logprobs and rewards, whatever a step creates, and the frequencies of
-    rotary embeddings, which are far off after a few hundred positions.
+    It replaces Lightning's own plugin for ``Trainer(precision="bf16-true")``, which also rounds
+    what is not part of the model: the batch's logprobs and rewards, all tensors that a step
+    creates, and the frequencies of rotary embeddings, which become wrong after a few hundred
+    positions.
 
     Args:
         master_weights: let the optimizer step float32 copies (``MasterWeights``). Without them a
-            learning rate below 1/256 of a weight changes nothing, unless the optimizer rounds at
-            random.
+            learning rate below 1/256 of a weight has no effect, unless the optimizer uses
+            stochastic rounding.
     """
 
     precision: Literal["bf16-true"] = "bf16-true"
@@ -148,7 +150,7 @@ class BFloat16Precision(HalfPrecision):
         self.master_weights = master_weights
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Round all parameters, and no buffer."""
+        """Round all parameters, but no buffers."""
         buffers = [(part, dict(part._buffers)) for part in module.modules()]
         module.to(torch.bfloat16)
         for part, kept in buffers:
@@ -156,29 +158,31 @@ class BFloat16Precision(HalfPrecision):
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Weights are read in float32, and checked; :meth:`convert_module` rounds them."""
+        """Read weights in float32, to check them; :meth:`convert_module` rounds them."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Leave the dtype of what a step creates."""
+        """Do not change the dtype of tensors that a step creates."""
         return nullcontext()
 
     def convert_input(self, data: Any) -> Any:
-        """A batch keeps its dtypes."""
+        """Return a batch with its dtypes unchanged."""
         return data
 
 
 def use_our_precision(trainer: Trainer) -> None:
-    """Put :class:`BFloat16Precision` where Lightning has put its own; before the model is made."""
+    """Replace Lightning's plugin by :class:`BFloat16Precision`, before the model is created."""
     if type(trainer.precision_plugin) is HalfPrecision and trainer.precision == "bf16-true":
         trainer.strategy.precision_plugin = BFloat16Precision()
 
 
 def make_optimizer(module: LightningModule, make: OptimizerCallable, params: Iterable[Any]) -> Any:
-    """The optimizer of a module's parameters, or groups of them; with master weights for 16 bits.
+    """Return the optimizer of a module's parameters, or groups of them.
+
+    It has master weights if any parameter has 16 bits.
 
     Raises:
-        ConfigError: if the optimizer does not fit.
+        ConfigError: if the optimizer is not supported.
     """
     check_optimizer(make)
     groups = list(params)
@@ -192,9 +196,9 @@ def make_optimizer(module: LightningModule, make: OptimizerCallable, params: Ite
     share = unmoved_share(optimizer)
     if share > 0.5:
         _log.warning(
-            "a step of the learning rate, %g, rounds to nothing for %.0f %% of the weights, which "
-            "are in bfloat16; let BFloat16Precision have master_weights, or use an optimizer that "
-            "rounds at random",
+            "a step of the learning rate, %g, is rounded to nothing for %.0f %% of the weights, "
+            "which are in bfloat16; set BFloat16Precision(master_weights=True), or use an "
+            "optimizer with stochastic rounding",
             optimizer.param_groups[0]["lr"],
             100 * share,
         )
@@ -202,34 +206,34 @@ def make_optimizer(module: LightningModule, make: OptimizerCallable, params: Ite
 
 
 def _require_whole(optimizer: Optimizer) -> None:
-    """Check that an optimizer whose kernels step whole parameters is given such.
+    """Check that an optimizer whose kernels need whole parameters gets unsharded ones.
 
     Raises:
-        ConfigError: if processes share them.
+        ConfigError: if the parameters are sharded.
     """
     theirs = any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if theirs and any(isinstance(parameter, DTensor) for parameter in parameters):
         raise ConfigError(
-            f"optimizer={type(optimizer).__name__} steps whole parameters, of which each process "
-            "has a share under ShardedStrategy and ModelParallelStrategy; use torch.optim.AdamW, "
-            "whose state is shared, too, or strategy: ddp"
+            f"optimizer={type(optimizer).__name__} needs whole parameters, but ShardedStrategy and "
+            "ModelParallelStrategy shard them among processes; use torch.optim.AdamW, whose state "
+            "is sharded too, or strategy: ddp"
         )
 
 
 def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
-    """Check what an optimizer is and was given, on a parameter of no consequence.
+    """Check the type and the options of an optimizer, on a throwaway parameter.
 
     Raises:
-        ConfigError: if it cannot step on one gradient, or has an option that is no finite number.
+        ConfigError: if it cannot step with a single gradient, or has an option that is not finite.
     """
     optimizer = make([nn.Parameter(torch.zeros(1, 1, device="cpu"))])
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"optimizer={type(optimizer).__name__} evaluates the loss again and again within a "
-            "step (its step() needs a closure), and here a step has one gradient; use AdamW, or "
-            "another that needs none"
+            f"optimizer={type(optimizer).__name__} evaluates the loss several times per step (its "
+            "step() needs a closure), but a step here has a single gradient; use AdamW, or another "
+            "optimizer without a closure"
         )
     for group in optimizer.param_groups:
         options = {k: v for k, v in group.items() if isinstance(v, float | tuple)}

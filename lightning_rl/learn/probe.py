@@ -1,8 +1,8 @@
-"""The probe: do engine and trainer agree on a few real tokens?
+"""The probe compares the logprobs of engine and trainer on a few real tokens.
 
-Where both compute in float32 no token may differ by more than rounding. In 16-bit formats a single
-token proves nothing: with the same weights one in thousands is off by half a nat. So a large gap
-there only asks for a second probe, of more tokens, that is judged by its means.
+If both compute in float32, no token may differ by more than rounding. In 16-bit formats a single
+token proves nothing: with equal weights one in thousands is off by half a nat. So a large gap
+there only triggers a second probe, of more tokens, which is judged by its means.
 ``benchmarks/probe.py`` simulates how often that raises a false alarm.
 """
 
@@ -30,18 +30,21 @@ from lightning_rl.run.loop import run_async
 _log = logging.getLogger(__name__)
 
 AGAIN_TOKENS = 16
-"""Of each prompt in a second probe; as far as the engine has room, else several completions."""
+"""Tokens per prompt in a second probe; if the engine has less room, it writes several completions.
+"""
 OUTLIER = 4.0
-"""Times ``max_gap``: what one token counts at most in a mean, however far it is off."""
+"""Upper limit of a single token's contribution to a mean, in multiples of ``max_gap``."""
 ONE_PROMPT = 2.0
-"""Times ``max_gap``: largest mean of a single prompt's tokens, which one replica has written."""
+"""Largest allowed mean over the tokens of one prompt, in multiples of ``max_gap``; one replica
+wrote them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Largest difference of logprobs, the token where it is, and the mean of all.
+    """The largest difference of logprobs, the token it occurs at, and the mean over all tokens.
 
-    ``by_prompt`` are the differences of each prompt's tokens.
+    ``by_prompt`` has the differences of each prompt's tokens.
     """
 
     value: float
@@ -52,10 +55,11 @@ class Gap:
     by_prompt: tuple[Tensor, ...]
 
     def means(self, outlier: float) -> tuple[float, float]:
-        """Of all tokens, and of the worst prompt's; a token counts ``outlier`` at most.
+        """Return the mean over all tokens, and that of the worst prompt; tokens are capped at
+        ``outlier``.
 
-        A prompt with fewer than ``AGAIN_TOKENS`` tokens has that many, the others without a gap:
-        else one outlier could be all of its mean.
+        A prompt with fewer than ``AGAIN_TOKENS`` tokens counts as having that many, the missing
+        ones without a gap; otherwise a single outlier could dominate its mean.
         """
         counted = [gaps.clamp(max=outlier) for gaps in self.by_prompt]
         worst = max(float(gaps.sum()) / max(len(gaps), AGAIN_TOKENS) for gaps in counted)
@@ -72,11 +76,20 @@ def probe_gap(
     samples: int = 1,
     number: int = 0,
 ) -> Gap:
-    """Let the engine write ``tokens`` tokens per prompt, score them with the policy, and compare.
+    """Let the engine generate ``tokens`` tokens per prompt, score them with the policy, and
+    compare.
 
-    Generating (rather than asking for prompt logprobs) goes through the prefix cache, so that a
-    stale one shows up too. On several ranks call it on all of them. ``samples`` are completions of
-    each prompt; probes of another ``number`` have other seeds.
+    Generating, rather than asking for prompt logprobs, uses the prefix cache, so that a stale cache
+    is detected too. On several ranks call it on all of them.
+
+    Args:
+        engine: the engine to probe.
+        policy: the trainer's policy.
+        prompts: prompts to continue.
+        temperature: the sampling temperature.
+        tokens: tokens per completion.
+        samples: completions per prompt.
+        number: number of the probe; each has its own seeds.
     """
     sampling = Sampling(max_tokens=tokens, temperature=temperature)
     rollouts = new_rollouts(prompts, samples, sampling, seed=0, iteration=-2 - number)
@@ -98,7 +111,7 @@ def probe_again(
 ) -> Gap:
     """Compare on ``AGAIN_TOKENS`` other tokens per prompt; on all ranks, as :func:`probe_gap`.
 
-    The prompts are the same: what an engine has cached of others may be sound.
+    The prompts are the same, because the engine's cache may be valid for other prompts.
     """
     room = 1
     with every_rank():
@@ -136,10 +149,10 @@ def require_agreement(
 ) -> None:
     """Raise unless engine and trainer agree; on several ranks call it on all of them.
 
-    With float32 on both sides no token may differ by more than ``max_gap``. Otherwise one that does
-    makes for a second probe, ``again``, and that fails if the mean of all tokens is above
-    ``max_gap``, or the mean of one prompt's above twice that. ``max_gap`` None: what the dtypes
-    allow.
+    With float32 on both sides no token may differ by more than ``max_gap``. Otherwise such a token
+    triggers a second probe, ``again``, which fails if the mean of all tokens is above ``max_gap``,
+    or the mean of one prompt's tokens above twice that. If ``max_gap`` is None, the dtypes
+    determine it.
 
     Raises:
         NonFiniteWeightsError: if the trainer's own logprobs are NaN or infinite.
@@ -172,13 +185,13 @@ def require_agreement(
                 f"after the sync of version {version}, engine and trainer disagree by {found}; "
                 f"most on token {gap.token!r} (trainer {gap.trainer:.4f} in {trainer_dtype}, "
                 f"engine {gap.engine:.4f} in {engine_dtype}; max_gap={bound:g}): the engine holds "
-                "other weights, or a stale cache. Set max_gap higher only if both compute in "
-                "different precision; engine.dtype: null follows the trainer"
+                "other weights, or a stale cache. Raise max_gap only if the two compute in "
+                "different precisions; engine.dtype: null follows the trainer"
             )
 
 
 def _wrong_means(gap: Gap, bound: float) -> str | None:
-    """What is wrong with a second probe; None: nothing."""
+    """Describe the mean that is too large in a second probe; None if all are fine."""
     everywhere, worst = gap.means(OUTLIER * bound)
     count = sum(map(len, gap.by_prompt))
     if everywhere > bound:

@@ -26,12 +26,12 @@ from lightning_rl.run.seeding import permutation, run_seed
 
 
 class RecordedGroups:
-    """Groups in a seeded order, pass after pass without end; a checkpoint holds the place.
+    """Draws groups in a seeded order, pass after pass without end; a checkpoint keeps the place.
 
     Args:
-        groups: to draw from.
-        shuffle: draw each pass in a new order, fixed by ``seed``; False keeps the given one.
-        seed: of the orders.
+        groups: the groups to draw from.
+        shuffle: draw each pass in a new order, determined by ``seed``; False: keep the given order.
+        seed: seed of the orders.
     """
 
     def __init__(self, groups: Sequence[Group], shuffle: bool, seed: int) -> None:
@@ -47,7 +47,7 @@ class RecordedGroups:
         return len(self._groups)
 
     def draw(self, count: int) -> list[Rollout]:
-        """The rollouts of the next ``count`` groups; each draw of a group has its own id."""
+        """Return the rollouts of the next ``count`` groups; each draw of a group has its own id."""
         rollouts, size = [], len(self._groups)
         for _ in range(count):
             lap, place = divmod(self._drawn, size)
@@ -73,17 +73,17 @@ class RecordedGroups:
         return {"groups": len(self._groups), "seed": self._seed, "content": self._content}
 
     def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue where the state was taken; any number of ranks draws the same.
+        """Resume where the state was taken; any number of ranks draws the same groups.
 
         Raises:
-            ConfigError: if the groups or their order are others now.
+            ConfigError: if the groups or their order have changed.
         """
         state = states[0]
         for name, now in self._identity().items():
             if state.get(name, now) != now:
                 raise ConfigError(
-                    f"the checkpoint's recorded rollouts had {name}={state[name]}, now it is {now};"
-                    " use the same file, filters and seed to go on where the run stopped"
+                    f"the checkpoint's recorded rollouts had {name}={state[name]}, but now "
+                    f"it is {now}; use the same file, filters and seed to resume"
                 )
         self._drawn = state["drawn"]
 
@@ -92,18 +92,17 @@ class RecordedGroups:
 class OfflineDataModule(LightningDataModule):
     """Batches of groups from a rollout file, for a ``PolicyModule``; no engine, no ``WeightSync``.
 
-    The rollouts are off policy, and the more so the longer one trains on them: they keep the
-    logprobs of the engine that wrote them. ``trust_engine_logprobs: true`` lets ``PPOClip`` bound
-    how far the policy moves away from it; without, a correction such as ``TokenTIS`` accounts for
-    it.
+    The rollouts are off-policy, increasingly so during training: they keep the logprobs of the
+    engine that wrote them. With ``trust_engine_logprobs: true``, ``PPOClip`` limits how far the
+    policy moves away from it; otherwise use a correction such as ``TokenTIS``.
 
     Args:
-        path: ``.jsonl``, ``.parquet`` or ``.sqlite``; read into memory.
+        path: a ``.jsonl``, ``.parquet`` or ``.sqlite`` file, which is read into memory.
         groups_per_iteration: groups per batch.
-        iterations_per_epoch: batches per epoch; None: as many as whole batches are in the file.
-        filters: groups that any of them rejects are left out.
-        shuffle: a new order for each pass over the file; False: as written.
-        seed: of the orders; None: ``seed_everything``'s.
+        iterations_per_epoch: batches per epoch; None: the number of whole batches in the file.
+        filters: groups rejected by any of them are left out.
+        shuffle: use a new order in each pass over the file; False: the file's order.
+        seed: seed of the orders; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range.
@@ -139,7 +138,7 @@ class OfflineDataModule(LightningDataModule):
         module = self._module()
         if stage != "fit":
             raise ConfigError(
-                f"OfflineDataModule has nothing for {stage!r}, only recorded rollouts to fit; use "
+                f"OfflineDataModule has recorded rollouts for 'fit' only, not for {stage!r}; use "
                 "RLDataModule"
             )
         assert self.trainer is not None
@@ -152,7 +151,7 @@ class OfflineDataModule(LightningDataModule):
             if len(groups) < self.groups_per_iteration:
                 raise ConfigError(
                     f"groups_per_iteration={self.groups_per_iteration} exceeds the {len(groups)} "
-                    f"groups of {self.path} that can be trained on; lower it, or record more"
+                    f"usable groups of {self.path}; lower it, or record more"
                 )
             self._length = self.iterations_per_epoch or len(groups) // self.groups_per_iteration
             repeats = bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
@@ -172,7 +171,7 @@ class OfflineDataModule(LightningDataModule):
         return self._loader
 
     def _epoch(self) -> int:
-        """Batches in an epoch, within the Trainer's limits."""
+        """Return the number of batches in an epoch, within the Trainer's limits."""
         assert self.trainer is not None
         return limited_epoch(self.trainer, self._length)
 
@@ -189,7 +188,7 @@ class OfflineDataModule(LightningDataModule):
     # ---------------------------------------------------------------- reading
 
     def collect(self, iteration: int) -> list[Rollout]:
-        """This rank's share of one iteration's recorded rollouts."""
+        """Return this rank's share of one iteration's recorded rollouts."""
         module, groups = self._module(), self._groups
         assert groups is not None, "setup() comes first"
         rollouts = groups.draw(self.groups_per_iteration)
@@ -213,8 +212,8 @@ class OfflineDataModule(LightningDataModule):
         if not groups:
             raise DataError(
                 f"{self.path}: none of its {len(recorded)} groups has at least {smallest} "
-                f"completed and graded rollouts, as {type(module.advantage).__name__} needs, and "
-                "passes the filters; record more, or change them"
+                f"completed and graded rollouts, as {type(module.advantage).__name__} requires, "
+                "and passes the filters; record more, or change the filters"
             )
         return groups
 
@@ -235,6 +234,7 @@ def _check_tokens(path: str, rollouts: Sequence[Rollout], vocabulary: int) -> No
         largest = max(max(row.prompt_ids + row.token_ids) for row in rows)
         if largest >= vocabulary:
             raise DataError(
-                f"{path}: rollout {rollout.id!r} holds token {largest}, and model.model has only "
-                f"{vocabulary}; train the model that wrote the rollouts, or one with its tokenizer"
+                f"{path}: rollout {rollout.id!r} contains token {largest}, but model.model has "
+                f"only {vocabulary} tokens; train the model that wrote the rollouts, or one with "
+                "its tokenizer"
             )

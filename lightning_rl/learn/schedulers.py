@@ -11,7 +11,7 @@ from lightning_rl.errors import ConfigError, require_finite
 
 @configurable
 class WarmupConstant(LambdaLR):
-    """From 0 to the optimizer's learning rate over ``warmup_steps``, then constant.
+    """Linear warm-up to the optimizer's learning rate over ``warmup_steps``, then constant.
 
     Args:
         warmup_steps: optimizer steps until the whole learning rate is reached.
@@ -22,13 +22,13 @@ class WarmupConstant(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
-        """Factor of the learning rate at step ``step`` (from 0)."""
+        """Return the factor of the learning rate at step ``step``, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         return self.after_warmup(step)
 
     def after_warmup(self, step: int) -> float:
-        """The factor from ``warmup_steps`` on; override for another shape."""
+        """Return the factor from ``warmup_steps`` on; override it for another shape."""
         return 1.0
 
 
@@ -49,7 +49,10 @@ class WarmupLinear(WarmupConstant):
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.0
     ) -> None:
         if total_steps <= warmup_steps:
-            raise ConfigError(f"total_steps={total_steps} must exceed warmup_steps={warmup_steps}")
+            raise ConfigError(
+                f"total_steps={total_steps} must be > warmup_steps={warmup_steps}; raise it, or "
+                "lower warmup_steps"
+            )
         require_finite(final=final)
         self.total_steps = total_steps
         self.final = final
@@ -59,12 +62,12 @@ class WarmupLinear(WarmupConstant):
         return self.final + (1 - self.final) * self.shape(self.progress(step))
 
     def progress(self, step: int) -> float:
-        """Share of the decay that lies behind, in [0, 1]."""
+        """Return the completed share of the decay, in [0, 1]."""
         done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
         return min(1.0, done)
 
     def shape(self, progress: float) -> float:
-        """From 1 at progress 0 to 0 at progress 1."""
+        """Return the shape of the decay: 1 at progress 0, 0 at progress 1."""
         return 1.0 - progress
 
 

@@ -36,9 +36,9 @@ class SupervisedModule(LearningModule):
     """Learns from fixed completions: the common part of ``SFTModule`` and ``DPOModule``."""
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse a precision that this cannot compute in; add our display.
+        """Reject an unsupported precision, and return our display callback.
 
-        The first hook that Lightning calls.
+        This is the first hook that Lightning calls.
         """
         refuse_precision(self.trainer, "16-mixed")
         use_our_precision(self.trainer)
@@ -74,7 +74,7 @@ class SupervisedModule(LearningModule):
 
 @configurable(model=model_of)
 class SFTModule(SupervisedModule):
-    """Maximises the likelihood of given completions; automatic optimisation, plain Lightning.
+    """Maximises the likelihood of given completions, with Lightning's automatic optimisation.
 
     Gradient clipping and accumulation are the Trainer's (``gradient_clip_val``, ...).
 
@@ -83,12 +83,12 @@ class SFTModule(SupervisedModule):
         aggregation: how token losses are averaged.
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        gradient_checkpointing: recompute activations in backward, all of them or as
-            ``Recompute`` says.
+        gradient_checkpointing: recompute activations in backward; True for all of them, or
+            ``Recompute`` to choose.
         random_init: start from random weights instead of those in ``model``.
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
-        vision: what is trained of the part of an image-text model that sees; None: nothing.
+        vision: which parts of an image-text model's vision are trained; None: none.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class SFTModule(SupervisedModule):
         self.aggregation = aggregation
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
-        """Cross-entropy of the completion tokens of a packed batch."""
+        """Return the cross-entropy of the completion tokens of a packed batch."""
         loss = self._loss(batch)
         self.log("sft/loss", loss, prog_bar=True, batch_size=len(batch["rollouts"]))
         return loss
 
     def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """The same loss on held-out rows."""
+        """Log the same loss on held-out rows."""
         self.log("sft/val_loss", self._loss(batch), batch_size=len(batch["rollouts"]))
 
     def _loss(self, batch: TensorDict) -> Tensor:
@@ -134,14 +134,15 @@ class SFTModule(SupervisedModule):
 
 @configurable(train=prompts_of, val=prompts_of)
 class SFTDataModule(LightningDataModule):
-    """Rows with a prompt and a completion, as packed batches.
+    """Packed batches of rows with a prompt and a completion.
 
     Args:
-        train: rows with a completion each.
-        val: held-out rows; None for none.
-        completion_column: where the completion is (a string; the end token is added).
+        train: training rows, each with a completion.
+        val: held-out rows; None: no validation.
+        completion_column: name of the column with the completion, a string; the end token is
+            appended.
         batch_size: rows per step.
-        seed: of the order; None: ``seed_everything``'s.
+        seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """
 
@@ -205,14 +206,14 @@ class SFTDataModule(LightningDataModule):
         return DataLoader(rows, self.batch_size, collate_fn=self.collate, **options)  # type: ignore[arg-type]
 
     def rows(self, prompts: PromptDataset) -> Sequence[Any]:
-        """What batches are made of: of each row of ``prompts`` what :meth:`row` makes."""
+        """Return the items of batches: the result of :meth:`row` for each row of ``prompts``."""
         return OfflineRows(prompts, self.row)
 
     def row(self, prompt: Prompt) -> Any:
-        """A rollout to imitate."""
+        """Return a rollout to imitate."""
         return supervised_rollout(prompt, self.completion_column, self._tokenizer)
 
     @staticmethod
     def collate(rows: list[Any]) -> TensorDict:
-        """A packed batch of some :meth:`rows`."""
+        """Return a packed batch of some :meth:`rows`."""
         return pack_rollouts(rows)

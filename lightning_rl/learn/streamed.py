@@ -1,4 +1,4 @@
-"""Stream: what of an update is done while its batch is still being written."""
+"""Stream: computes parts of an update while its batch is still being generated."""
 
 import logging
 from collections import Counter
@@ -22,29 +22,29 @@ from lightning_rl.run.dist import any_rank, rank, world_size
 _log = logging.getLogger(__name__)
 
 _COMPARED = ("input_ids", "loss_mask", "rollout_logprobs")
-"""Columns of tokens that must be the batch's own."""
+"""Token columns that must equal the batch's."""
 
 _COMPUTED = ("advantages", "returns")
-"""Columns that are computed of it, where sums over a group may be taken in another order."""
+"""Computed columns, in which sums over a group may be taken in another order."""
 
 ROUNDING = 1e-5
-"""Above what the order of hundreds of float32 numbers makes of a sum, relative to the result."""
+"""Relative tolerance, above what reordering a sum of hundreds of float32 numbers can cause."""
 
 
 _RowName = tuple[str, int]
-"""A rollout's id, and which of its rows in a batch."""
+"""A rollout's id, and the index of one of its rows in a batch."""
 
 
 class Stream(NothingAhead):
-    """Scores and gradients of groups that are complete before their batch is.
+    """Computes scores and gradients of complete groups before their batch is complete.
 
-    The gradients are in the policy, summed over all rollouts that are trained on with
-    :meth:`Aggregation.weights`: what divides these is known when the batch is. All that went into
-    them is kept, and compared with the batch in the end. Where anything differs, because a callback
-    changed a reward or a guard took tokens out, the update is made as if nothing had been done.
+    The gradients are accumulated in the policy, summed over all trained rollouts with
+    :meth:`Aggregation.weights`; their divisor is only known once the batch is complete. All inputs
+    of these gradients are kept, and compared with the final batch. If anything differs, because a
+    callback changed a reward or a guard removed tokens, the update starts from scratch.
 
     Args:
-        learner: whose policy it is.
+        learner: the learner whose policy is updated.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -55,10 +55,11 @@ class Stream(NothingAhead):
     def clear(self) -> None:
         """Forget the batch."""
         self.first = frozenset[int]()
-        """Places in the batch of the groups in the first minibatch. Weights change after it, so of
-        the other groups only scores are taken ahead."""
+        """Places in the batch of the groups in the first minibatch. Weights change after it, so the
+        other groups are only scored ahead.
+        """
         self.metrics: list[Metrics] = []
-        """Of the packs whose gradients were taken."""
+        """Metrics of the packs whose gradients were computed."""
         self._begun = False
         self._failed = False  # for lack of memory: there are no gradients, and will be none
         self._parts: list[TensorDict] = []
@@ -69,7 +70,7 @@ class Stream(NothingAhead):
         self._tokens = TensorDict({}, batch_size=[0])
 
     def begin(self, count: int) -> None:
-        """Get ready to work ahead on a batch of so many groups on each rank."""
+        """Prepare to work ahead on a batch of ``count`` groups on each rank."""
         self.clear()
         places = torch.arange(count * world_size(), device="cpu")  # ranks take turns
         first = deal_groups(places, self._learner.minibatches, self._learner.dealing(0))[0].tolist()
@@ -78,9 +79,9 @@ class Stream(NothingAhead):
         self._learner.loaded_policy.zero_grad()
 
     def add(self, groups: Sequence[tuple[int, Group]]) -> None:
-        """Score complete groups, given with their places, and take gradients where it can be done.
+        """Score complete groups, given with their places, and compute gradients where possible.
 
-        Weights stay as they are: only with the whole batch the optimizer steps.
+        Weights do not change: the optimizer steps only when the whole batch is there.
         """
         members = [(place, r) for place, group in groups for r in group if r.graded]
         if not self._begun or self._failed or not members:
@@ -105,13 +106,13 @@ class Stream(NothingAhead):
             self._learner.loaded_policy.zero_grad()
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
-        """Note the rollouts of the batch, in its order."""
+        """Record the rollouts of the batch, in its order."""
         self._order = _row_names(rollouts)
 
     def attach(self, batch: TensorDict) -> None:
-        """Find the batch's rows among those that are known; their tokens must be the same.
+        """Find the batch's rows among the scored ones; their tokens must be equal.
 
-        Before :meth:`finish` it is not known what the batch is made of, and nothing is found.
+        Before :meth:`finish` the batch's contents are unknown, and nothing is found.
         """
         if self._order is None:
             return
@@ -134,11 +135,13 @@ class Stream(NothingAhead):
             self._known = known
 
     def known(self, name: str) -> Tensor | None:
-        """Flags (R,), on the host, of the batch's rows that have this column; None: none."""
+        """Return flags (R,), on the host, of the batch's rows that have this column; None if none
+        has.
+        """
         return self._known if name in self._tokens and self._known.any() else None
 
     def fill(self, batch: TensorDict, *names: str) -> None:
-        """Write what is known of these columns into the batch."""
+        """Write the known values of these columns into the batch."""
         for name in names:
             if name in self._tokens:
                 column = batch["tokens"].get(name, None)
@@ -149,10 +152,11 @@ class Stream(NothingAhead):
                 batch["tokens", name] = column
 
     def claim(self, batch: TensorDict, objective: Objective, first: Tensor) -> Tensor | None:
-        """Flags (R,) of rows whose gradient is in the policy; None: the update is to take all.
+        """Return flags (R,) of rows whose gradient has been added; None: the update must compute
+        all.
 
         ``first`` (r,) are the rows of the first minibatch, to which all of them must belong. All
-        ranks decide alike.
+        ranks make the same decision.
         """
         own = objective is self._learner.objective
         done = self._usable(batch, first) if own else None
@@ -161,14 +165,14 @@ class Stream(NothingAhead):
         if self._begun and not self._warned:
             self._warned = True
             _log.warning(
-                "what was streamed of iteration %d is not used: a callback changed rewards, tokens "
-                "or the objective, or memory did not suffice; such updates begin anew",
+                "work done ahead for iteration %d is discarded: a callback changed rewards, tokens "
+                "or the objective, or memory was insufficient; such updates start from scratch",
                 self._learner.iteration + 1,
             )
         return None
 
     def _usable(self, batch: TensorDict, first: Tensor) -> Tensor | None:
-        """Flags (R,) of rows whose gradient is in the policy; None if it is not the batch's."""
+        """Return flags (R,) of rows whose gradient has been added; None if it cannot be used."""
         trained = {name for name, flag in self._trained.items() if flag}
         if self._failed or self._order is None or not trained <= set(self._order):
             return None
@@ -179,7 +183,7 @@ class Stream(NothingAhead):
         return flags if not trained or same else None
 
     def _same(self, batch: TensorDict, *names: str, rounding: float = 0.0) -> bool:
-        """Whether columns are equal, but for ``rounding`` relative to the largest number."""
+        """Return True if columns are equal, up to ``rounding`` relative to the largest number."""
         for name in names:
             if name in self._tokens and name in batch["tokens"]:
                 ours = self._tokens[name][self._sources]
@@ -195,7 +199,7 @@ class Stream(NothingAhead):
 
 
 def _row_names(rollouts: Sequence[Rollout]) -> list[_RowName]:
-    """A name for each row that these rollouts have in a batch."""
+    """Return a name for each row that these rollouts have in a batch."""
     found: Counter[str] = Counter()
     names = []
     for rollout, _ in packed_rows(rollouts):

@@ -1,4 +1,4 @@
-"""In which iterations an agent learns."""
+"""Update schedules decide in which iterations an agent learns."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 
 class UpdateSchedule(ABC):
-    """Tells whether an agent learns in an iteration; in the others it only acts."""
+    """Decides whether an agent learns in an iteration; in the others it only acts."""
 
     @abstractmethod
     def due(self, iteration: int) -> bool:
-        """Tell it for an iteration, counted from 0."""
+        """Return True if the agent learns in this iteration, counted from 0."""
 
     def count(self, iterations: int) -> int:
-        """In how many of the first iterations it learns; asks for each of them."""
+        """Return in how many of the first iterations it learns; calls ``due`` for each of them."""
         return sum(map(self.due, range(iterations)))
 
 
 @dataclass(frozen=True)
 class EveryIteration(UpdateSchedule):
-    """In all of them."""
+    """Learns in every iteration."""
 
     def due(self, iteration: int) -> bool:
         return True
@@ -33,11 +33,11 @@ class EveryIteration(UpdateSchedule):
 @configurable
 @dataclass(frozen=True)
 class Periodic(UpdateSchedule):
-    """In every N-th iteration.
+    """Learns in every N-th iteration.
 
     Args:
-        every: N.
-        first: the first of them.
+        every: N, the number of iterations from one update to the next.
+        first: the first iteration in which it learns.
 
     Raises:
         ConfigError: for ``every`` below 1 or ``first`` below 0.
@@ -60,15 +60,15 @@ class Periodic(UpdateSchedule):
 @configurable
 @dataclass(frozen=True)
 class Alternating(UpdateSchedule):
-    """Some iterations, then as many for each of the others, in turns.
+    """Agents learn in turns, for a number of iterations each.
 
     Args:
-        iterations: of a turn.
-        turn: whose turn this agent's is, from 0.
-        turns: how many agents, or sets of them, take turns.
+        iterations: iterations per turn.
+        turn: index of this agent's turn, from 0.
+        turns: number of agents, or sets of agents, that take turns.
 
     Raises:
-        ConfigError: for values below 1, or a ``turn`` that there is not.
+        ConfigError: for values below 1, or a ``turn`` outside [0, turns).
     """
 
     iterations: int = 1

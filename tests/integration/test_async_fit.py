@@ -177,7 +177,7 @@ def test_a_blocked_loop_does_not_keep_a_failed_run_from_ending(monkeypatch, tiny
     trainer = make_trainer(tmp_path, StopsAfter(1))
     with (
         pytest.raises(RuntimeError, match="power cut"),
-        pytest.warns(UserWarning, match="could not be stopped: a reward or agent blocks"),
+        pytest.warns(UserWarning, match="could not be stopped, because a reward or agent blocks"),
     ):
         trainer.fit(make_module(tiny_model), data_module(Blocks(1)))
     released.set()

@@ -251,7 +251,7 @@ def test_a_monitor_that_nothing_records_is_refused_or_said_to_be_unknown(workpla
 def test_groups_that_processes_cannot_share_are_refused(workplace, capsys):
     options = ["--trainer.devices", "4", "--data.groups_per_iteration", "3"]
     assert main(["check", "--config", "good.yaml", *options]) == 2
-    assert "groups_per_iteration=3 cannot be shared by 4 processes" in capsys.readouterr().err
+    assert "groups_per_iteration=3 cannot be divided among 4 processes" in capsys.readouterr().err
 
 
 @pytest.mark.slow

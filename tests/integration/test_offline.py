@@ -229,13 +229,13 @@ def test_what_cannot_work_is_said(tiny_model, tmp_path, path, data, model, error
 def test_rollouts_of_another_tokenizer_are_refused(tiny_model, tmp_path, make_rollout):
     file = open_rollouts(tmp_path / "other.jsonl")
     file.append([make_rollout([3], [16], sample_index=i) for i in range(2)], 0)
-    with pytest.raises(DataError, match=r"'g/0' holds token 16, and model.model has only 16"):
+    with pytest.raises(DataError, match=r"'g/0' contains token 16, but model.model has only 16"):
         fit(policy_module(tiny_model), OfflineDataModule(str(file.path)), tmp_path)
 
 
 def test_uncorrected_training_warns(tiny_model, tmp_path, path):
     module = policy_module(tiny_model, trust_engine_logprobs=False)
-    with pytest.warns(UserWarning, match="off policy, and nothing corrects for it"):
+    with pytest.warns(UserWarning, match="off-policy, but nothing corrects for it"):
         fit(module, OfflineDataModule(path, groups_per_iteration=6), tmp_path)
 
 

@@ -98,7 +98,7 @@ def test_in_a_run_there_is_no_look(tiny_model, tmp_path):
     ],
 )
 def test_without_a_run_it_is_said_how_to_look_at_a_batch(call):
-    with pytest.raises(ConfigError, match=r"look at a batch with datamodule\.peek\(module\)"):
+    with pytest.raises(ConfigError, match=r"call datamodule\.peek\(module\) to inspect a batch"):
         call(data_module())
 
 
@@ -107,7 +107,7 @@ def test_rows_in_place_of_a_data_module_are_refused(tiny_model, tmp_path, make):
     loader = DataLoader([{"prompt": "1=", "completion": "7"}])
     module = make(str(tiny_model))
     name = type(module).__name__
-    with pytest.raises(ConfigError, match=f"{name} learns from packed rollouts, .* type dict"):
+    with pytest.raises(ConfigError, match=f"{name} trains on packed rollouts, .* type dict"):
         trainer_of(tmp_path).fit(module, loader)
 
 

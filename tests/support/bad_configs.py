@@ -192,7 +192,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         ],
         "--model.lora LoRA --model.lora.target_modules [nope]": ["target_modules=['nope']"],
         "--model.lr_scheduler WarmupLinear --model.lr_scheduler.total_steps 3 "
-        "--model.lr_scheduler.warmup_steps 5": ["total_steps=3 must exceed warmup_steps=5"],
+        "--model.lr_scheduler.warmup_steps 5": ["total_steps=3 must be > warmup_steps=5"],
         "--trainer.callbacks+=Evaluate --trainer.callbacks.every_n_iterations 0": [
             "every_n_iterations=0"
         ],
@@ -242,14 +242,14 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "max_staleness=1; sync every 2 iterations or more often, or raise max_staleness to 2",
         ],
         "--data.collector StreamedCollector --model.advantage ReinforcePlusPlus": [
-            "model's ReinforcePlusPlus may look at the whole batch",
-            "use SyncCollector, or what compares groups",
+            "model's ReinforcePlusPlus may need the whole batch",
+            "use SyncCollector, or parts that need one group",
         ],
         "--data.collector StreamedCollector --model.max_tokens_per_pack auto": [
-            "model.max_tokens_per_pack=auto is measured on a whole one"
+            "model.max_tokens_per_pack=auto is measured on a complete batch"
         ],
         "--data.collector StreamedCollector --data.filters+=RewardSpread --model.minibatches 2": [
-            "not known which groups are in the first of several model.minibatches"
+            "data.filters leave open which groups are in the first of several model.minibatches"
         ],
         "--trainer.enable_checkpointing true --trainer.callbacks+=IterationCheckpoint "
         "--trainer.callbacks.monitor eval/acuracy": [
@@ -260,7 +260,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.filters+=RewardSpread --data.group_size 1 --model.advantage GAE "
         "--model.value_head SharedValueHead": ["group_size=1 must be >= 2 for RewardSpread"],
         "--data.expert_prompts JSONLPrompts --data.expert_prompts.path train.jsonl": [
-            "expert_prompts needs model.loss=SFTMix"
+            "set model.loss: SFTMix"
         ],
         "--data.agent ToolAgent --data.agent.tools+=my_rewards.length": [
             "'length' cannot be a tool",

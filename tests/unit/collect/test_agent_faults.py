@@ -138,8 +138,8 @@ def test_an_agent_that_uses_signals_is_told_what_to_do(how, make_rollout):
         rollout = pool.submit(outcome, how, make_rollout).result()
     assert rollout.status is RolloutStatus.FAILED
     assert rollout.error == (
-        "agent Raises: signal.alarm works in the main thread only, and agents run in another; "
-        "bound what is awaited by asyncio.timeout, or do the work in a process, by "
+        "agent Raises: signal.alarm works in the main thread only, but agents run in another "
+        "thread; bound the awaited call by asyncio.timeout, or do the work in a process, by "
         "subprocess.run(..., timeout=...) (prompt 'p')"
     )
 

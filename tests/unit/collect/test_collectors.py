@@ -429,7 +429,7 @@ def test_the_collectors_schedule_pushes_as_seldom_as_staleness_allows(make, max_
 
 
 def test_a_collector_whose_take_has_other_arguments_is_refused():
-    message = r"Waves\.take.* must be take\(self, count\): the pipeline"
+    message = r"Waves\.take.* must have the signature take\(self, count\)"
     with pytest.raises(ConfigError, match=message):
 
         class Waves(Collector):

@@ -402,7 +402,7 @@ def test_evaluation_sets_have_their_own_names_and_seeds(tiny_model, tmp_path):
     ]
     options = {"eval_prompts": Mixture(held_out), "eval_limit": 5, "rewards": None,
                "train_prompts": Mixture(sets(rewards=[share_of_sevens]))}  # fmt: skip
-    with pytest.raises(ConfigError, match="nothing grades prompt set 'easy'; give it rewards"):
+    with pytest.raises(ConfigError, match="prompt set 'easy' has no rewards; set its rewards"):
         data_module(**options)
     options["rewards"] = [share_of_sevens]
     preview = PreviewTable(2)
@@ -436,14 +436,14 @@ def test_held_out_seeds_do_not_depend_on_the_other_sets(tokenizer):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Mixture([]), r"Mixture\(sets=\[\]\) draws nothing"),
+        (lambda: Mixture([]), r"Mixture\(sets=\[\]\) has nothing to draw"),
         (
             lambda: Mixture([PromptSet("a", ["1="]), PromptSet("a", ["2="])]),
-            "two prompt sets are called 'a'; rename one",
+            "two prompt sets have the name 'a'; rename one",
         ),
         (lambda: PromptSet("a", ["1="], weight=0.0), r"'a': weight=0.0 must be > 0; remove the"),
         (lambda: PromptSet("a", ["1="], weight=float("inf")), "weight=inf"),
-        (lambda: PromptSet("a/b", ["1="]), "name='a/b' becomes part of metrics' names"),
+        (lambda: PromptSet("a/b", ["1="]), "name='a/b' is used in the names of metrics"),
         (lambda: PromptSet("a", ["1="], group_size=0), "group_size=0 must be >= 1"),
         (
             lambda: PromptSet("a", ["1="], rewards=[]),
@@ -451,11 +451,11 @@ def test_held_out_seeds_do_not_depend_on_the_other_sets(tokenizer):
         ),
         (
             lambda: PromptSet("a", ["1="], reward_weights=[1.0]),
-            "reward_weights=.* are for rewards of its own",
+            "reward_weights=.* apply to its own rewards",
         ),
         (
             lambda: PromptSet("a", Mixture([PromptSet("b", ["1="])])),
-            "is a Mixture itself; list its sets beside the others",
+            "is itself a Mixture; list its sets beside the others",
         ),
         (lambda: data_module(rewards=None), "RLDataModule.rewards: is missing; name at"),
         (
@@ -465,7 +465,7 @@ def test_held_out_seeds_do_not_depend_on_the_other_sets(tokenizer):
                 train_prompts=Mixture(sets(rewards=[share_of_sevens])),
                 eval_prompts=None,
             ),
-            "reward_weights=.* are for rewards, which is null",
+            "reward_weights=.* apply to rewards, which is null",
         ),
     ],
 )
@@ -495,7 +495,7 @@ def test_another_mixture_does_not_go_on(mixture, tokenizer):
     with pytest.raises(ConfigError, match="were a Mixture of a, b, now they are IterablePrompts"):
         plain.load_state_dict(state)
     reseeded = Mixture(mixture().sets, seed=5)
-    with pytest.raises(ConfigError, match="mixed with seed=4, now it is 5"):
+    with pytest.raises(ConfigError, match="mixed with seed=4, but now seed=5"):
         reseeded.load_state_dict(state)
 
 
@@ -506,7 +506,7 @@ def test_a_set_without_a_prompt_that_fits_is_named(tokenizer):
     with pytest.raises(DataError, match=r"prompt set 'long': .* longer than max_prompt_tokens=1"):
         made.draw(2)
     [_, task] = tasks_of(made, SingleTurn(), Rewards([sevens]), Sampling(), 2, 1.0)
-    with pytest.raises(DataError, match="none of 1 prompts is short enough"):
+    with pytest.raises(DataError, match="all of its 1 prompts are too long"):
         task.new_groups(None, 0, 0)
 
 

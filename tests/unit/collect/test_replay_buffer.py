@@ -306,7 +306,7 @@ def test_mixed_keeps_the_shares_and_marks_experts(buffer, make_group, tmp_path):
 def test_mixed_refuses_what_cannot_be(tmp_path, make_group):
     with pytest.raises(ConfigError, match="sum to less than 1"):
         Mixed(replayed=0.5, expert=0.5, expert_path="x.jsonl")
-    with pytest.raises(ConfigError, match="give both or neither"):
+    with pytest.raises(ConfigError, match="set both, or neither"):
         Mixed(expert=0.1)
     path = tmp_path / "experts.jsonl"
     open_rollouts(path).append(make_group(0, 0), 0)
@@ -371,5 +371,5 @@ def test_experts_need_a_loss_that_imitates(tiny_model, tmp_path, make_group):
 
 
 def test_uncorrected_replay_warns(tiny_model, tmp_path):
-    with pytest.warns(UserWarning, match="replayed rollouts are off policy"):
+    with pytest.warns(UserWarning, match="replayed rollouts are off-policy"):
         replaying_run(tiny_model, tmp_path, model={"minibatches": 2})

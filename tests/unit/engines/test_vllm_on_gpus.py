@@ -436,7 +436,7 @@ def test_an_engine_sleeps_only_where_nothing_is_asked_of_it_meanwhile():
     check_sleep(1, FixedSchedule(2), SyncCollector())
     check_sleep(2, FixedSchedule(1), SyncCollector())
     check_sleep(None, FixedSchedule(2), AsyncCollector())
-    with pytest.raises(ConfigError, match="AsyncCollector generates then; use SyncCollector"):
+    with pytest.raises(ConfigError, match="AsyncCollector generates during that time; use"):
         check_sleep(1, FixedSchedule(), AsyncCollector())
     with pytest.raises(ConfigError, match="does not push them in each; use sleep_level: 1"):
         check_sleep(2, FixedSchedule(2), SyncCollector())

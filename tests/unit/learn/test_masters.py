@@ -138,7 +138,7 @@ def test_a_learning_rate_that_bfloat16_rounds_away_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         made = make_optimizer(module, lambda p: SGD(p, lr=0.003), [one])
     assert isinstance(made, SGD)
-    assert "0.003, rounds to nothing for 100 % of the weights" in caplog.text
+    assert "0.003, is rounded to nothing for 100 % of the weights" in caplog.text
     module.trainer.precision_plugin = BFloat16Precision()
     assert isinstance(make_optimizer(module, lambda p: SGD(p, lr=0.003), [one]), MasterWeights)
 

@@ -50,5 +50,5 @@ def test_cosine_decay():
 
 
 def test_a_decay_that_ends_before_it_begins_is_refused():
-    with pytest.raises(ConfigError, match="total_steps=5 must exceed warmup_steps=5"):
+    with pytest.raises(ConfigError, match="total_steps=5 must be > warmup_steps=5"):
         rates(lambda o: WarmupLinear(o, total_steps=5, warmup_steps=5), 1)

@@ -295,7 +295,7 @@ REFUSED = {
 def test_what_may_look_at_the_whole_batch_is_refused_by_name(tiny_model, tmp_path, name):
     module = grpo(tiny_model, **REFUSED[name])
     data = data_module(collector=StreamedCollector())
-    with pytest.raises(ConfigError, match=rf"StreamedCollector .*{name}.* may look at the whole"):
+    with pytest.raises(ConfigError, match=rf"StreamedCollector .*{name}.* may need the whole"):
         trainer_of(tmp_path).fit(module, data)
 
 
@@ -307,7 +307,7 @@ def spread(prompts, completions, **columns):
     ("options", "minibatches", "reason"),
     [
         ({"buffer": ReplayBuffer("buffer.jsonl", 8)}, 1, "data.buffer mixes other groups"),
-        ({"rewards": [batch_reward(spread)]}, 1, "the reward spread looks at the whole batch"),
+        ({"rewards": [batch_reward(spread)]}, 1, "the reward spread needs the whole batch"),
         ({"filters": [RewardSpread()]}, 2, "which groups are in the first of several"),
     ],
 )

@@ -89,7 +89,7 @@ def test_experts_are_learnt_from_and_kept_out_of_what_is_measured(tiny_model, tm
     "options", [{"loss": PPOClip()}, {"advantage": GAE(), "value_head": SharedValueHead()}]
 )
 def test_experts_need_the_loss_and_a_group_advantage(tiny_model, tmp_path, options):
-    with pytest.raises(ConfigError, match="expert_prompts needs"):
+    with pytest.raises(ConfigError, match="expert_prompts adds rows without a reward; set"):
         fit(tiny_model, tmp_path, **options)
 
 

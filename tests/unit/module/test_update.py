@@ -213,9 +213,9 @@ def test_steps_that_need_what_is_not_there_are_refused(tiny_model, random_batch)
     with pytest.raises(ConfigError, match=r"call configure_model\(\) first"):
         module.compute_old_logprobs(random_batch(0))
     module.configure_model()
-    with pytest.raises(ConfigError, match="needs a reference: set kl"):
+    with pytest.raises(ConfigError, match="needs a reference; set kl"):
         module.compute_ref_logprobs(random_batch(0))
-    with pytest.raises(ConfigError, match="needs a critic: set value_head"):
+    with pytest.raises(ConfigError, match="needs a critic; set value_head"):
         module.compute_values(random_batch(0))
 
 

@@ -195,7 +195,7 @@ def test_groups_must_be_shared_evenly(monkeypatch):
         check_groups(4, 5)
     monkeypatch.setattr("lightning_rl.collect.checks.world_size", lambda: 2)
     check_groups(4, 4)  # a rank may have no group in a minibatch
-    with pytest.raises(ConfigError, match=r"=5 cannot be shared by 2 processes; make it a mult"):
+    with pytest.raises(ConfigError, match=r"=5 cannot be divided among 2 processes; make it a"):
         check_groups(5, 1)
     with pytest.raises(ConfigError, match="minibatches=5 exceeds groups_per_iteration=4;"):
         check_groups(4, 5)
