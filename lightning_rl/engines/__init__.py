@@ -28,5 +28,5 @@ __all__ = [
 
 
 def default_engine() -> Engine:
-    """vLLM in process, or plain transformers where vLLM is not installed."""
+    """Return vLLM in this process, or plain transformers if vLLM is not installed."""
     return VLLMLocal() if find_spec("vllm") is not None else TransformersEngine()

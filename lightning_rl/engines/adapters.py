@@ -1,4 +1,4 @@
-"""Engines that hold one base, and a LoRA for each of several policies."""
+"""AdapterEngine: one base model in memory, with a LoRA for each of several policies."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,16 +17,17 @@ from lightning_rl.rollout import Placed
 
 
 class AdapterEngine(LoRAEngine):
-    """One base, and the LoRA of each policy that is served; with a single policy, its weights.
+    """Holds one base and the LoRA of each served policy; with a single policy, its weights.
 
     A token costs the base's computation and a little for the adapters, whichever policy writes it.
-    ``version`` is the run's, that of a token its policy's, as of :class:`PolicyEngines`.
+    ``version`` is the run's, while tokens carry their policy's version, as in
+    :class:`PolicyEngines`.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
         self.policies: dict[str, Engine] = {}
-        """An engine view of each policy, by name, if there are several."""
+        """The view of each policy, by name, if there are several."""
         self._roles: Mapping[str, str] = {}
 
     def serve(self, roles: Mapping[str, str]) -> None:
@@ -34,14 +35,15 @@ class AdapterEngine(LoRAEngine):
             return
         if self.running:
             raise ConfigError(
-                f"{type(self).__name__} runs already, and serves "
-                f"{', '.join(self.policies) or 'one policy'}; close() it first"
+                f"{type(self).__name__} is already running, and serves "
+                f"{', '.join(self.policies) or 'one policy'}; call close() first"
             )
         names = sorted(set(roles.values()))
         if len(names) > 1 and self.adapters == MERGED:
             raise ConfigError(
                 f"engine adapters='merged': {type(self).__name__} serves {', '.join(names)} on one "
-                "base, which cannot be merged with all; leave it out, or use PolicyEngines"
+                "base, which cannot be merged with several LoRAs; leave it out, or use "
+                "PolicyEngines"
             )
         self.policies = {name: _View(self, name) for name in names} if len(names) > 1 else {}
         self._roles = dict(roles)
@@ -57,7 +59,8 @@ class AdapterEngine(LoRAEngine):
             return self
         if name not in self.policies:
             raise ConfigError(
-                f"{type(self).__name__} serves no policy {name!r}, only {', '.join(self.policies)}"
+                f"{type(self).__name__} has no policy {name!r}; it serves "
+                f"{', '.join(self.policies)}"
             )
         return self.policies[name]
 
@@ -71,15 +74,15 @@ class AdapterEngine(LoRAEngine):
             view.dtype = self.dtype
 
     def require_one_base(self, model_dir: Path) -> None:
-        """Refuse policies that start from other weights: these have a folder of their name."""
+        """Reject policies that start from other weights, which have a directory of their name."""
         if own := [name for name in self.policies if (model_dir / name).is_dir()]:
             raise ConfigError(
-                f"{type(self).__name__} holds one base, and policy {own[0]!r} starts from a model "
-                "of its own; leave out its model, or use PolicyEngines"
+                f"{type(self).__name__} holds one base, but policy {own[0]!r} starts from its own "
+                "model; leave out that model, or use PolicyEngines"
             )
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        """What the policy does that plays the role without a name."""
+        """Generate with the policy that plays the unnamed role."""
         if self.policies:
             return await self.of_role("").generate(token_ids, sampling, seed)
         return await super().generate(token_ids, sampling, seed)  # type: ignore[safe-super]
@@ -87,7 +90,8 @@ class AdapterEngine(LoRAEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self.policies:  # of which are they?
             raise WeightSyncError(
-                f"{type(self).__name__} takes the weights of one policy: of_policy(name)"
+                f"{type(self).__name__} takes the weights of one policy at a time; use "
+                "of_policy(name)"
             )
         super().load_weights(weights, version)  # type: ignore[safe-super]
 
@@ -95,7 +99,7 @@ class AdapterEngine(LoRAEngine):
     async def generate_as(
         self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
-        """:meth:`generate`, by the policy of this name."""
+        """Like :meth:`generate`, by the policy of this name."""
 
     async def look_as(
         self,
@@ -105,21 +109,21 @@ class AdapterEngine(LoRAEngine):
         sampling: Sampling,
         seed: int,
     ) -> Completion:
-        """:meth:`look`, by the policy of this name; here, none reads pictures."""
+        """Like :meth:`look`, by the policy of this name; by default none reads pictures."""
         return await Engine.look(self, pictures, token_ids, sampling, seed)
 
     @abstractmethod
     def load_adapters(
         self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        """:meth:`load_weights` of a policy: its adapters, then their base unless it is there."""
+        """Load a policy's weights: its adapters, then their base unless it is already loaded."""
 
     @abstractmethod
     def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
-        """Digests of a policy's factors as it computes with them, under these names."""
+        """Return digests of the factors that a policy computes with, under these names."""
 
     def holdings_of(self, policy: str, names: Sequence[str]) -> list[Holdings]:
-        """:meth:`holdings` of a policy: its adapters, and what it was sent of the base."""
+        """Return the holdings of a policy: its adapters, and its part of the base."""
         factors = self.adapter_digests(policy, [name for name in names if is_adapter(name)])
         whole = self.holdings([name for name in names if not is_adapter(name)])
         return [
@@ -132,21 +136,22 @@ class AdapterEngine(LoRAEngine):
     def divided(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
-        """Adapters of a push, and the base that it brings, if none is there.
+        """Return the adapters of a push, and the base that it contains; None if it contains none.
 
         Raises:
-            WeightSyncError: if it brings a second one, none comes, or it brings no adapters.
+            WeightSyncError: if the push contains a second base or no adapters, or if a base is
+                missing.
         """
         adapters, base = super().divided(weights)
         if self.policies and not adapters:
             raise WeightSyncError(
-                f"the push brings no adapters, and {type(self).__name__} holds one base for "
+                f"the push contains no adapters, but {type(self).__name__} holds one base for "
                 "several policies; train a LoRA (set lora), and push it with MemoryTransport"
             )
         if self.policies and self.has_base and base is not None:
             raise WeightSyncError(
-                f"{type(self).__name__} holds a base already, which all policies share, and the "
-                "push brings another; push adapters alone, or close() it first"
+                f"{type(self).__name__} already holds a base, which all policies share, but the "
+                "push contains another; push adapters alone, or call close() first"
             )
         return adapters, base
 

@@ -68,15 +68,15 @@ def checked(
         if name not in expected or weight.shape != expected[name]:
             shape = tuple(expected[name]) if name in expected else "none of that name"
             raise IncompleteWeightsError(
-                f"the push brings {name!r} of shape {tuple(weight.shape)}, {engine}'s is "
+                f"the push contains {name!r} of shape {tuple(weight.shape)}, but {engine}'s is "
                 f"{shape}; is its model the trainer's?"
             )
         seen.add(name)
         yield name, weight
     if missing := sorted(expected.keys() - seen):
         raise IncompleteWeightsError(
-            f"the push left out {len(missing)} of {engine}'s weights, first {missing[0]!r}; is "
-            "its model the trainer's?"
+            f"the push lacks {len(missing)} of {engine}'s weights, first {missing[0]!r}; is its "
+            "model the trainer's?"
         )
 
 
@@ -162,8 +162,8 @@ class Engine(ABC):
         """
         if wanted:
             raise ConfigError(
-                f"engine={type(self).__name__} does not tell which experts it sent tokens to, so "
-                "they cannot be replayed; use TransformersEngine, VLLMLocal on a GPU, or "
+                f"engine={type(self).__name__} does not report which experts it routed tokens to, "
+                "so they cannot be replayed; use TransformersEngine, VLLMLocal on a GPU, or "
                 "routing_replay: OldRouting"
             )
 
@@ -190,8 +190,8 @@ class Engine(ABC):
         names = sorted(set(roles.values()))
         if len(names) > 1:
             raise ConfigError(
-                f"engine={type(self).__name__} holds the weights of one policy, and {len(names)} "
-                f"are trained ({', '.join(names)}); use PolicyEngines, which has one for each, or "
+                f"engine={type(self).__name__} holds the weights of one policy, but {len(names)} "
+                f"are trained ({', '.join(names)}); use PolicyEngines, with an engine for each, or "
                 "VLLMAdapters if they are LoRAs on one base"
             )
 
@@ -220,8 +220,9 @@ class Engine(ABC):
         """
 
     keeps_left_out: ClassVar[bool] = False
-    """Whether a push may leave weights out that one before has brought: those of it that are on the
-    ``meta`` device stay as they are."""
+    """True if a push may leave out weights that an earlier push contained: those on the ``meta``
+    device stay unchanged.
+    """
 
     @property
     def takes_adapters(self) -> bool:
@@ -295,7 +296,7 @@ class Engine(ABC):
             ConfigError: if it cannot; names an engine that can.
         """
         raise ConfigError(
-            f"engine={type(self).__name__} reads no pictures, and the model does; use "
+            f"engine={type(self).__name__} does not read pictures, but the model does; use "
             "TransformersEngine"
         )
 
@@ -363,8 +364,8 @@ class Engine(ABC):
         """Raise an EngineError unless prompt and longest completion fit into ``max_length``."""
         if prompt_length + sampling.max_tokens > self.max_length:
             raise EngineError(
-                f"prompt of {prompt_length} tokens + max_tokens={sampling.max_tokens} exceeds the "
-                f"engine's {self.max_length} tokens; lower max_tokens or max_prompt_tokens, or "
+                f"a prompt of {prompt_length} tokens + max_tokens={sampling.max_tokens} exceeds "
+                f"the engine's {self.max_length} tokens; lower max_tokens or max_prompt_tokens, or "
                 "raise the engine's max_model_len if the model allows more"
             )
 
@@ -377,8 +378,8 @@ def policy_of(role: str, roles: Mapping[str, str]) -> str:
     """
     if role not in roles:
         raise ConfigError(
-            f"no policy plays role {role!r}; model.policies play {', '.join(sorted(roles))}: name "
-            "it in the roles of one, or have the agent say the role of each call"
+            f"no policy plays role {role!r}; model.policies play {', '.join(sorted(roles))}: add "
+            "it to the roles of one, or have the agent name the role of each call"
         )
     return roles[role]
 

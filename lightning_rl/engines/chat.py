@@ -1,4 +1,4 @@
-"""ChatEngine: the model of a directory in an engine, asked with chat messages."""
+"""ChatEngine: answers chat messages with the model of a directory."""
 
 import tempfile
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from lightning_rl.rollout import Message
 
 
 class ChatEngine:
-    """A model that nobody trains here; another may take its place.
+    """A model that is not trained here; :meth:`load` can replace it.
 
     Args:
         engine: None: ``TransformersEngine``.
-        sampling: of its answers.
+        sampling: sampling settings of its answers.
     """
 
     def __init__(self, engine: Engine | None, sampling: Sampling) -> None:
@@ -29,7 +29,7 @@ class ChatEngine:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def load(self, model: str) -> None:
-        """Answer with this model from now on; does nothing if that is so.
+        """Answer with this model from now on; does nothing if it is already loaded.
 
         Raises:
             ConfigError: if it has no chat template.
@@ -52,7 +52,9 @@ class ChatEngine:
         self.model = model
 
     async def ask(self, messages: Sequence[Message], seed: int) -> tuple[str, str]:
-        """The answer to a chat, and its ``finish_reason``; equal arguments, equal answers."""
+        """Return the answer to a chat, and its ``finish_reason``; equal arguments give equal
+        answers.
+        """
         text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
@@ -63,7 +65,7 @@ class ChatEngine:
         return str(answer), str(completion.finish_reason)
 
     def close(self) -> None:
-        """Free the engine; closing twice is fine."""
+        """Free the engine; it may be called twice."""
         self.engine.close()
         if self._directory is not None:
             self._directory.cleanup()

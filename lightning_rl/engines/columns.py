@@ -21,15 +21,15 @@ from lightning_rl.engines.kept_texts import KeptText
 from lightning_rl.errors import ConfigError
 
 LEAST_ROOM = 32
-"""Spare columns of a cache: each time it runs out of them, the whole cache is copied."""
+"""Spare columns of a cache; whenever they run out, the whole cache is copied."""
 
 
 class Columns(DynamicLayer):
     """One layer's keys and values (N, H, T, D) of N rows whose last token is the last column.
 
-    Rows that are shorter begin in later columns. They lie in memory column by column, (T, N, H, D),
-    with room behind them that nothing touches yet: a column that is added is written in one piece,
-    where to concatenate would copy all, every time.
+    Shorter rows begin in later columns. Memory is laid out by column, (T, N, H, D), with spare room
+    at the end, so that a new column is written in one piece, whereas concatenation would copy
+    everything each time.
     """
 
     @classmethod
@@ -68,7 +68,7 @@ class Columns(DynamicLayer):
         self._hold([part[first:width, rows] for part in self._parts], width - first)
 
     def join(self, others: "Columns", rows: Tensor) -> None:
-        """Add, as rows, of others those of ``rows`` (n,)."""
+        """Add the ``rows`` (n,) of another layer."""
         old, new = self.get_seq_length(), others.get_seq_length()
         width = max(old, new)
         parts = [
@@ -79,14 +79,14 @@ class Columns(DynamicLayer):
 
 
 class States(LinearAttentionLayer):
-    """A layer's states of N rows instead of keys and values: one state, however long the row."""
+    """A layer's states of N rows instead of keys and values: one state per row of any length."""
 
     def keep(self, rows: Tensor, first: int) -> None:
         """Keep only these rows (n,)."""
         self.reorder_cache(rows)
 
     def join(self, others: LinearAttentionLayer, rows: Tensor) -> None:
-        """Add, as rows, of others those of ``rows`` (n,)."""
+        """Add the ``rows`` (n,) of another layer."""
         for mine, theirs in (
             (self.conv_states, others.conv_states),
             (self.recurrent_states, others.recurrent_states),
@@ -109,9 +109,9 @@ class ColumnsAndStates(Columns, LinearAttentionAndFullAttentionLayer):
 
 
 def empty_cache(config: PretrainedConfig) -> Cache:
-    """A cache of a model's layers, which knows no row yet.
+    """Return an empty cache for a model's layers.
 
-    Windows are no matter of the cache: masks see to them.
+    Sliding windows are not handled here, but by masks.
     """
     known = DynamicCache(config=config).layers
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in known):
@@ -120,28 +120,28 @@ def empty_cache(config: PretrainedConfig) -> Cache:
 
 
 def require_cache(lm: PreTrainedModel, kept_tokens: int) -> None:
-    """Refuse a model whose rows cannot be split and joined.
+    """Reject a model whose rows cannot be split and joined.
 
     Raises:
-        ConfigError: if it keeps states elsewhere than in a cache; or in one, and texts are kept.
+        ConfigError: if it keeps states outside a cache; or in one, while texts are to be kept.
     """
     carries = any(
         isinstance(layer, LinearAttentionLayer) for layer in empty_cache(lm.config).layers
     )
     if getattr(lm, "_is_stateful", False) and not carries:
         raise ConfigError(
-            f"{type(lm).__name__} keeps the states of what it has read in itself, so "
-            "TransformersEngine cannot write rows with it that come and go; use VLLMLocal"
+            f"{type(lm).__name__} stores its state in itself, so TransformersEngine cannot add and "
+            "remove rows while it generates; use VLLMLocal"
         )
     if kept_tokens and carries:
         raise ConfigError(
-            f"engine kept_tokens={kept_tokens}: {type(lm).__name__} carries states on, which "
-            "are not kept of texts; set kept_tokens: 0"
+            f"engine kept_tokens={kept_tokens}: {type(lm).__name__} is recurrent, and its states "
+            "are not kept for texts; set kept_tokens: 0"
         )
 
 
 def attends(known: Cache) -> bool:
-    """Tell whether any layer attends to columns, and so needs a mask of each row's columns."""
+    """Return True if any layer attends to columns, and so needs a mask of each row's columns."""
     return any(isinstance(layer, Columns) for layer in known.layers)
 
 
@@ -173,7 +173,9 @@ def _with_room(part: Tensor, columns: int) -> Tensor:
 def begun_cache(
     kept: Sequence[KeptText | None], starts: Tensor, columns: int, config: PretrainedConfig
 ) -> Cache:
-    """A cache of so many columns for N rows that begin in ``starts`` (N,), of what is kept."""
+    """Return a cache of ``columns`` columns for N rows that begin in ``starts`` (N,), from kept
+    texts.
+    """
     if columns <= 0:
         return empty_cache(config)
     counts = [columns - start for start in starts.tolist()]
@@ -190,10 +192,10 @@ def begun_cache(
 
 
 def as_argument(kept: Cache, model: nn.Module) -> dict[str, Cache]:
-    """A cache as an argument of ``model(...)``, which adds to it what it reads.
+    """Return a cache as a keyword argument of ``model(...)``, which adds what it reads to it.
 
-    transformers 5.24 calls it ``cache`` and older ones ``past_key_values``, as a model's own code
-    may go on to do; models that attend nowhere call it ``cache_params``.
+    transformers 5.24 names it ``cache``, older versions and some models' own code
+    ``past_key_values``; models without attention name it ``cache_params``.
     """
     return {_name(type(model).forward): kept}
 

@@ -106,7 +106,7 @@ class HTTPReplica(Replica):
         await self._read_properties()
         if not guarded:
             _log.warning(
-                "%s does not keep other runs from pushing their weights to it: start it with "
+                "%s does not prevent other runs from pushing their weights to it; start it with "
                 "--middleware lightning_rl.engines.server_access.ServerAccess", self.name,
             )  # fmt: skip
         self.gone.clear()
@@ -114,7 +114,7 @@ class HTTPReplica(Replica):
     async def _wait_until_ready(self) -> None:
         """Wait until it answers; log a warning early, and repeatedly, if that takes long."""
         loop = asyncio.get_running_loop()
-        begin, notice, why = loop.time(), _FIRST_NOTICE_S, "it was not asked yet"
+        begin, notice, why = loop.time(), _FIRST_NOTICE_S, "it has not been asked yet"
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 while (found := await self._health_problem()) is not None:
@@ -128,7 +128,7 @@ class HTTPReplica(Replica):
                         notice += _NEXT_NOTICE_S
                         _log.warning(
                             "no answer from %s for %.0f s (%s); is the server up, and the URL "
-                            "right? Trying on until start_timeout_s=%g",
+                            "right? Retrying until start_timeout_s=%g",
                             self.name, waited, why, self._start_timeout_s,
                         )  # fmt: skip
                     await asyncio.sleep(0.25)
@@ -151,7 +151,7 @@ class HTTPReplica(Replica):
             # 5xx: a proxy before a server that is still loading, or an engine that died.
             if self._launch is None and error.status < 500:
                 raise ReplicaError(
-                    f"what answers at {self.name} is no vLLM server, or wants another api_key_env: "
+                    f"{self.name} is not a vLLM server, or needs another key in api_key_env: "
                     f"{error}"
                 ) from error
             return str(error)
@@ -179,7 +179,9 @@ class HTTPReplica(Replica):
                     raise
                 if not said:
                     said = True
-                    _log.warning("%s; trying for %g s whether that has ended", error, error.lease_s)
+                    _log.warning(
+                        "%s; waiting for %g s in case that run has ended", error, error.lease_s
+                    )
             except ServerRefusal as error:
                 if error.status not in _UNKNOWN:
                     raise
@@ -193,20 +195,20 @@ class HTTPReplica(Replica):
             self.max_length = int(models["data"][0]["max_model_len"])
         except (ServerRefusal, LookupError, TypeError, ValueError) as error:
             raise ReplicaError(
-                f"what answers at {self.name} is no vLLM server: its /v1/models does not tell a "
-                f"model's max_model_len ({error})"
+                f"{self.name} is not a vLLM server: its /v1/models does not report a model's "
+                f"max_model_len ({error})"
             ) from error
         if self.max_length < self._shortest:
             raise ReplicaError(
-                f"{self.name} has a max_model_len of {self.max_length}, and the run's requests may "
-                f"need {self._shortest}: start it with --max-model-len {self._shortest}"
+                f"{self.name} has a max_model_len of {self.max_length}, but the run's requests may "
+                f"need {self._shortest}; start it with --max-model-len {self._shortest}"
             )
         try:
             world = await self._call("GET", "/get_world_size", include_dp="false")
         except EngineError as error:
             raise EngineError(
-                f"{self.name} cannot be given weights ({error}); start it as docs/sync.md says: "
-                "VLLM_SERVER_DEV_MODE=1, --worker-extension-cls, --weight-transfer-config"
+                f"{self.name} does not accept weights ({error}); start it as in docs/sync.md, with "
+                "VLLM_SERVER_DEV_MODE=1, --worker-extension-cls and --weight-transfer-config"
             ) from error
         self.workers = int(world["world_size"])
         if self._apart:
@@ -303,7 +305,7 @@ class HTTPReplica(Replica):
         except (aiohttp.ClientError, ValueError) as error:
             why = getattr(error, "message", error)
             raise ServerRefusal(
-                f"{self.name}{path} answered what no vLLM server would ({why})", 0
+                f"{self.name}{path} answered unlike a vLLM server ({why})", 0
             ) from error
 
 
@@ -334,7 +336,7 @@ def _with_hint(tail: str) -> str:
     if "unrecognized arguments" not in tail:
         return lora_hint(tail)
     return (
-        f"{tail}; if that is not from the engine's options, this vLLM is not the version that "
+        f"{tail}; unless this is caused by the engine's options, this vLLM is not the version that "
         "`lightning-rl doctor` names"
     )
 
@@ -356,7 +358,8 @@ def completion_of(choice: Mapping[str, Any]) -> Completion:
     if len(content) != len(token_ids) or -1 in versions:
         raise EngineError(
             f"a vLLM server answered with {len(token_ids)} tokens, {len(content)} logprobs and "
-            f"weight versions {spans}; its vLLM must be 0.32 (older ones name no versions)"
+            f"weight versions {spans}; it must run vLLM 0.32 or later, since older ones report no "
+            "versions"
         )
     return Completion(
         token_ids=token_ids,
@@ -367,7 +370,7 @@ def completion_of(choice: Mapping[str, Any]) -> Completion:
 
 
 def refusal(name: str, path: str, status: int, text: str) -> EngineError:
-    """Return the error that a refusal stands for, of the worker's class if that is one of ours.
+    """Return the error for a refusal, of the worker's class if that is one of ours.
 
     It is a :class:`ReplicaLost` if the engine behind the server has died, or the server has
     restarted and no run has claimed it.
@@ -388,9 +391,9 @@ def _taken(name: str, text: str) -> ReplicaError | None:
     except (ValueError, TypeError, KeyError):
         return None  # another server's 409
     if run is None:
-        return ReplicaLost(f"{name} has been started anew, or no run has claimed it")
+        return ReplicaLost(f"{name} has been restarted, or no run has claimed it")
     return ServerTaken(
         f"{name} is used by another training run ({run}), whose weights this one's pushes would "
-        "overwrite; give each run servers of its own, or end that run",
+        "overwrite; give each run its own servers, or end that run",
         lease_s,
     )

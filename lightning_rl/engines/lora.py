@@ -1,8 +1,8 @@
-"""Engines of one LoRA policy: adapters merged into their base, or both apart as they are trained.
+"""LoRAEngine: adapters of a single LoRA policy, merged into their base or kept unmerged.
 
-A merged weight is rounded to the engine's dtype as a whole. In 16 bits that rounds away most of a
-small update, so the engine samples from other weights than are trained. Apart, base and factors are
-rounded as the trainer rounds them.
+A merged weight is rounded to the engine's dtype as a whole. In 16 bits this rounds away most of a
+small update, so the engine samples from other weights than are trained. Unmerged, base and factors
+are rounded as the trainer rounds them.
 """
 
 import logging
@@ -54,7 +54,7 @@ def require_pairs(adapters: Mapping[str, Tensor]) -> None:
         for end in _ENDS:
             if f"{layer}{end}" not in adapters:
                 raise IncompleteWeightsError(
-                    f"the push left out {layer + end!r}, the other half of an adapter"
+                    f"the push lacks {layer + end!r}, the other half of an adapter"
                 )
 
 
@@ -65,18 +65,18 @@ def require_adapters(
 
     Args:
         adapters: factors by name.
-        shapes: of the base's weights.
-        engine: its name.
+        shapes: shapes of the base's weights, by name.
+        engine: name of the engine, for messages.
 
     Raises:
-        IncompleteWeightsError: naming a factor that is of no weight of the base, does not fit it,
-            or came without its other half.
+        IncompleteWeightsError: naming a factor whose layer the base lacks, that does not fit the
+            layer, or whose other half is missing.
     """
     for layer in layers_of(adapters):
         if f"{layer}.weight" not in shapes:
             raise IncompleteWeightsError(
-                f"the push brings an adapter of {layer!r}, of which {engine} has no weight; is its "
-                "model the trainer's?"
+                f"the push contains an adapter of {layer!r}, but {engine} has no such weight; is "
+                "its model the trainer's?"
             )
     require_pairs(adapters)
     for layer in layers_of(adapters):
@@ -84,8 +84,8 @@ def require_adapters(
         a, b = (adapters[f"{layer}{end}"] for end in _ENDS)
         if (b.shape[0], a.shape[-1]) != shape or b.shape[1] != len(a):
             raise IncompleteWeightsError(
-                f"the push brings an adapter of {layer!r} of shapes {tuple(b.shape)} and "
-                f"{tuple(a.shape)}, {engine}'s weight is {shape}; is its model the trainer's?"
+                f"the push contains an adapter of {layer!r} with shapes {tuple(b.shape)} and "
+                f"{tuple(a.shape)}, but {engine}'s weight is {shape}; is its model the trainer's?"
             )
 
 
@@ -93,17 +93,18 @@ class LoRAEngine(Engine):
     """An engine that can compute with a LoRA beside its base."""
 
     adapters: str | None = None
-    """The constructor's argument: ``apart``, ``merged``; None: apart where it computes in 16 bits
-    or less, if it can."""
+    """The constructor's argument: ``apart`` (unmerged) or ``merged``; None: ``apart`` if it
+    computes in 16 bits or less and supports it.
+    """
     lora_rank: int | None = None
-    """The largest rank of adapters that are kept apart; None: weights come whole."""
+    """The largest rank of adapters that are kept unmerged; None: pushes contain whole weights."""
     has_base = False
-    """True once a push has brought the base of adapters."""
+    """True once a push has contained the base of adapters."""
 
     def choose_adapters(self, adapters: str | None) -> None:
-        """Keep what a constructor was given; raises a ConfigError for another word."""
+        """Store the constructor's argument; raise a ConfigError for any other value."""
         if adapters not in (None, APART, MERGED):
-            raise ConfigError(f"engine adapters={adapters!r} must be apart, merged or null")
+            raise ConfigError(f"engine adapters={adapters!r} must be 'apart', 'merged' or null")
         self.adapters = adapters
 
     def follow_lora(self, rank: int | None, obstacle: Callable[[], str | None]) -> None:
@@ -120,8 +121,9 @@ class LoRAEngine(Engine):
             raise ConfigError(f"engine adapters='apart': {why}; set adapters: merged")
         elif dist.rank() == 0:
             _log.warning(
-                "%s merges the LoRA and rounds the sum to %s, so what it samples from lacks small "
-                "updates: %s. To say that this is meant, set engine adapters: merged",
+                "%s merges the LoRA and rounds the sum to %s, so the weights that it samples from "
+                "lack small updates: %s. Set engine adapters: merged to confirm that this is "
+                "intended",
                 type(self).__name__,
                 self.precision,
                 why,
@@ -142,16 +144,16 @@ class LoRAEngine(Engine):
     def divided(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
-        """Adapters of a push, and the base that it brings, if it does.
+        """Return the adapters of a push, and the base that it contains; None if it contains none.
 
         Raises:
-            WeightSyncError: if there is none, and none comes.
+            WeightSyncError: if there is no base yet, and the push contains none.
         """
         adapters, base = divide(weights)
         if not self.has_base and base is None:
             raise WeightSyncError(
-                f"{type(self).__name__} has no base yet, and the push brings adapters alone; send "
-                "their base after them (lacks_base says when)"
+                f"{type(self).__name__} has no base yet, but the push contains adapters alone; "
+                "send their base after them (lacks_base says when)"
             )
         return adapters, base
 

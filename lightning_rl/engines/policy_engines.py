@@ -32,12 +32,12 @@ class PolicyEngines(Engine):
 
     def __init__(self, engines: dict[str, Engine]) -> None:
         if not engines:
-            raise ConfigError("PolicyEngines(engines={}) has none; give one for each policy")
+            raise ConfigError("PolicyEngines(engines={}) has no engine; give one for each policy")
         kinds = {engine.serves_all_ranks for engine in engines.values()}
         if len(kinds) > 1:
             raise ConfigError(
-                "PolicyEngines.engines mixes engines in the training process with such as serve "
-                "all of them; use one kind"
+                "PolicyEngines.engines mixes engines that run in each training process with "
+                "engines that serve all of them; use one kind"
             )
         self.engines = engines
         self.serves_all_ranks = kinds.pop()
@@ -66,9 +66,9 @@ class PolicyEngines(Engine):
         names, own = set(roles.values()), set(self.engines)
         if names != own:
             raise ConfigError(
-                f"PolicyEngines.engines are for {', '.join(sorted(own))}, and what is trained is "
-                f"{', '.join(sorted(names)) or 'one policy'}; name an engine for each policy of "
-                "model.policies"
+                f"PolicyEngines.engines are for {', '.join(sorted(own))}, but the trained policies "
+                f"are {', '.join(sorted(names)) or 'a single one'}; name an engine for each policy "
+                "of model.policies"
             )
         self._roles = roles
 
@@ -78,8 +78,8 @@ class PolicyEngines(Engine):
     def of_policy(self, name: str) -> Engine:
         if name not in self.engines:
             raise ConfigError(
-                f"PolicyEngines.engines has none for policy {name!r}, only for "
-                f"{', '.join(self.engines)}; add it"
+                f"PolicyEngines.engines has no engine for policy {name!r}, only for "
+                f"{', '.join(self.engines)}; add one"
             )
         return self.engines[name]
 
@@ -97,7 +97,9 @@ class PolicyEngines(Engine):
             engine.require_sight()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        raise WeightSyncError("PolicyEngines takes the weights of one policy: of_policy(name)")
+        raise WeightSyncError(
+            "PolicyEngines takes the weights of one policy at a time; use of_policy(name)"
+        )
 
     # ---------------------------------------------------------------- all together
 

@@ -22,34 +22,35 @@ from lightning_rl.errors import ConfigError, ReplicaError, require_at_least
 
 _PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 _CALLS_AT_ONCE = 100_000
-"""Concurrent calls of an actor: all requests wait in vLLM, so that none delays a pause."""
+"""Concurrent calls of an actor: all requests wait inside vLLM, so that none delays a pause."""
 _CONNECT_TIMEOUT_S = 10.0
 
 
 @configurable
 class RayEngine(ReplicatedEngine, VLLMEngine):
-    """vLLM in Ray actors: several replicas, each with tensor parallelism inside if it is to.
+    """vLLM in Ray actors: several replicas, each optionally with tensor parallelism.
 
-    Actors need nothing but this library, Ray and vLLM installed on their node. Each reserves a
-    bundle of resources in one placement group; an actor that dies is made anew, also on another
-    node. They end with this process, and so does a Ray that it started. Its further settings are
-    those of :class:`VLLMEngine` and :class:`ReplicatedEngine`.
+    Actors only need this library, Ray and vLLM installed on their node. Each reserves a bundle of
+    resources in one placement group; an actor that dies is replaced, possibly on another node. They
+    end with this process, and so does a Ray cluster that it started. Its further settings are those
+    of :class:`VLLMEngine` and :class:`ReplicatedEngine`.
 
     Args:
-        address: of a cluster that this machine is a node of, ``host:port`` or ``auto``; None: what
-            ``RAY_ADDRESS`` says, else a cluster that runs on this machine, else a new one.
-        replicas: how many actors.
+        address: address of a cluster of which this machine is a node, ``host:port`` or ``auto``;
+            None: ``RAY_ADDRESS`` if set, else a cluster running on this machine, else a new one.
+        replicas: number of actors.
         tensor_parallel_size: GPUs (CPU processes) that share each replica's model.
-        bundle: resources that an actor reserves; None: ``tensor_parallel_size`` GPUs, or CPUs where
+        bundle: resources that an actor reserves; None: ``tensor_parallel_size`` GPUs, or CPUs if
             the cluster has no GPU.
-        placement: Ray's strategy: ``SPREAD`` or ``PACK``, and ``STRICT_`` of both.
-        dtype: of the engine's weights; None: as the trainer computes, but ``bfloat16`` where that
+        placement: Ray's placement strategy: ``SPREAD``, ``PACK``, ``STRICT_SPREAD`` or
+            ``STRICT_PACK``.
+        dtype: dtype of the engine's weights; None: the trainer's, but ``bfloat16`` if the trainer
             has a GPU.
-        environment: variables of the actors' processes.
+        environment: environment variables of the actors' processes.
         ray_options: further arguments of ``ray.init``.
 
     Raises:
-        ConfigError: for impossible values, or without Ray.
+        ConfigError: for invalid values, or without Ray.
     """
 
     starting = "vLLM starts in Ray actors"
@@ -74,8 +75,8 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             _require_node_address(address)
         if find_spec("ray") is None:
             raise ConfigError(
-                "RayEngine needs Ray, which is not installed; `pip install 'ray>=2.50,<3'`, or use "
-                "VLLMServer"
+                "RayEngine needs Ray, which is not installed; run `pip install 'ray>=2.50,<3'`, or "
+                "use VLLMServer"
             )
         super().__init__(dtype=dtype, **shared)
         self.address = address
@@ -153,13 +154,13 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
                 where = "on this machine" if address is None else f"at address={address!r}"
                 if _lacks_token(error):
                     raise ReplicaError(
-                        f"the Ray cluster {where} wants a token: set RAY_AUTH_MODE=token for this "
-                        "command, with the cluster's token in ~/.ray/auth_token (`ray "
+                        f"the Ray cluster {where} requires a token; set RAY_AUTH_MODE=token for "
+                        "this command, with the cluster's token in ~/.ray/auth_token (`ray "
                         "get-auth-token`) or in RAY_AUTH_TOKEN"
                     ) from error
                 raise ReplicaError(
-                    f"no Ray {where}: {last_line(error)}; is this machine a node of a cluster "
-                    "(`ray status`)?"
+                    f"there is no Ray cluster {where}: {last_line(error)}; is this machine a node "
+                    "of one (`ray status`)?"
                 ) from error
             self._connected_here = True
 
@@ -177,8 +178,8 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             found = {kind: n for kind, n in has.items() if ":" not in kind}
             raise ReplicaError(
                 f"Ray did not reserve {self.replica_count} times {bundle} ({self.placement}) "
-                f"within start_timeout_s={self._timeouts[0]:g}; the cluster has {found} in all. "
-                "Ask for fewer replicas, or another bundle or placement"
+                f"within start_timeout_s={self._timeouts[0]:g}; the whole cluster has {found}. "
+                "Request fewer replicas, or another bundle or placement"
             )
         return bundle
 
@@ -196,7 +197,7 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
 
 
 def _lacks_token(error: BaseException) -> bool:
-    """Tell it from a cluster that is not there: Ray says it of what led to its last error only."""
+    """Return True if Ray lacks its token; it reports that only as a cause of its last error."""
     cause: BaseException | None = error
     while cause is not None and "AuthenticationError" not in f"{type(cause).__name__}: {cause}":
         cause = cause.__cause__ or cause.__context__
@@ -207,16 +208,16 @@ def _require_node_address(address: str) -> None:
     _, _, port = address.rpartition(":")
     if "://" in address or not (port.isdigit() or address in ("auto", "local")):
         raise ConfigError(
-            f"address={address!r} must be host:port of a cluster that this machine is a node of, "
-            "or auto (Ray Client's ray:// cannot carry weights)"
+            f"address={address!r} must be host:port of a cluster of which this machine is a node, "
+            "or auto (Ray Client's ray:// does not support pushing weights)"
         )
 
 
 def _require_listener(address: str) -> None:
-    """Try a connection first, because Ray retries for minutes.
+    """Try to connect first, because Ray itself retries for minutes.
 
     Raises:
-        OSError: if nobody listens.
+        OSError: if nothing listens at the address.
     """
     _require_node_address(address)
     host, _, port = address.rpartition(":")
@@ -226,7 +227,7 @@ def _require_listener(address: str) -> None:
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """Undo what Ray does to this process: its own end on SIGTERM would lose what was not saved."""
+    """Undo Ray's changes to this process; its SIGTERM handler would lose unsaved work."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     hook, handler = sys.excepthook, signal.getsignal(signal.SIGTERM)
     try:

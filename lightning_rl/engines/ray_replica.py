@@ -1,4 +1,4 @@
-"""A Ray actor with vLLM in it as a replica: what runs here, and what runs in the actor."""
+"""RayReplica: a Ray actor with vLLM in it; both the local side and the actor's side."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ _WORKER = "lightning_rl.sync.vllm_worker"
 
 
 class _HostedVLLM(VLLMLocal):
-    """VLLMLocal that takes weights through vLLM's weight-transfer API, as servers do."""
+    """VLLMLocal that receives weights through vLLM's weight-transfer API, as servers do."""
 
     _shares_process = False
 
@@ -36,33 +36,33 @@ class _HostedVLLM(VLLMLocal):
             self._llm.collective_rpc(keep_apart)
 
     def transfer(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """One step of a push, between two steps of generation."""
+        """Do one step of a push, between two steps of generation."""
         with self._exclusive:
             if step == "start_weight_update":
                 self._begin_update(self)
             self._llm.collective_rpc(step, kwargs=dict(arguments))
 
     def set_version(self, version: int) -> int:
-        """End a push; return the version that is now held."""
+        """End a push; return the version that the engine now holds."""
         with self._exclusive:
             self._llm.collective_rpc("finish_weight_update")
             self._end_update(version)
             return self.version
 
     def held_weights(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """What each worker holds under these names."""
+        """Return what each worker holds under these names."""
         with self._exclusive:
             answers: list[dict[str, Any]] = self._llm.collective_rpc("held_weights", args=(names,))
             return answers
 
 
 class RayActor:
-    """One engine. vLLM works in other threads, so that this one always answers.
+    """One engine in an actor. vLLM runs in other threads, so that the actor always answers.
 
     Args:
         settings: arguments of :class:`VLLMLocal`.
         tensor_parallel_size: processes that share the model; with 1 it is in this process.
-        environment: variables to set before vLLM is imported.
+        environment: environment variables to set before vLLM is imported.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class RayActor:
         self._engine = _HostedVLLM(**{**settings, "options": {**options, **settings["options"]}})
 
     async def start(self, model_files: Mapping[str, bytes]) -> dict[str, Any]:
-        """Start from a model's files, which need not be on this machine; returns where it runs."""
+        """Start from a model's files, which need not be on this machine; return the actor's
+        location.
+        """
         import ray
 
         with TemporaryDirectory() as directory:
@@ -99,7 +101,7 @@ class RayActor:
         }
 
     async def answers(self) -> bool:
-        """Return True: this process lives."""
+        """Return True: this process is alive."""
         return True
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
@@ -115,15 +117,15 @@ class RayActor:
         await _in_background(self._engine.resume())
 
     async def transfer(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """One step of a push."""
+        """Do one step of a push."""
         await asyncio.to_thread(self._engine.transfer, step, arguments)
 
     async def set_version(self, version: int) -> int:
-        """End a push."""
+        """End a push; return the version that the engine now holds."""
         return await asyncio.to_thread(self._engine.set_version, version)
 
     async def held_weights(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """What each worker holds."""
+        """Return what each worker holds under these names."""
         return await asyncio.to_thread(self._engine.held_weights, names)
 
 
@@ -132,16 +134,16 @@ async def _in_background(coroutine: Any) -> Any:
 
 
 class RayReplica(Replica):
-    """A :class:`RayActor`, made anew whenever it starts.
+    """A replica in a :class:`RayActor`, which is created anew at every start.
 
     Args:
-        title: which replica it is, for messages.
-        make_actor: gives a handle of a new actor.
+        title: name of the replica, for messages.
+        make_actor: returns a handle of a new actor.
         model_files: the model's configuration and tokenizer.
-        workers: the actor's processes that take weights.
-        start_timeout_s: until it answers; a big model takes its time.
-        request_timeout_s: for one completion.
-        call_timeout_s: for any other call.
+        workers: the actor's processes that receive weights.
+        start_timeout_s: time limit until it answers; a large model takes long.
+        request_timeout_s: time limit of one completion.
+        call_timeout_s: time limit of any other call.
     """
 
     can_restart = True
@@ -178,8 +180,8 @@ class RayReplica(Replica):
             about = await self._call("start", self._start_timeout_s, self._model_files)
         except SyncTimeoutError as error:
             raise ReplicaError(
-                f"{self.name} did not start within start_timeout_s={self._start_timeout_s:g}; has "
-                "the cluster the devices that it needs (`ray status`)?"
+                f"{self.name} did not start within start_timeout_s={self._start_timeout_s:g}; does "
+                "the cluster have the devices that it needs (`ray status`)?"
             ) from error
         address = about["address"]
         self.name = f"{self.name.removesuffix(')')} on node {address})"
@@ -260,7 +262,7 @@ class RayReplica(Replica):
             raise
 
     def _refusal(self, cause: BaseException) -> EngineError:
-        """The error that the actor raised, of its own class if that is one of ours."""
+        """Return the error that the actor raised, of its own class if that is one of ours."""
         if (error := worker_error(self.name, str(cause))) is not None:
             return error
         kind = type(cause) if isinstance(cause, EngineError) else EngineError

@@ -41,7 +41,7 @@ class Replica(ABC):
 
     def __init__(self, name: str, host: str) -> None:
         self.name = name
-        """For messages."""
+        """Name used in messages."""
         self.host = host
         """The machine that it runs on."""
         self.version = -1
@@ -49,7 +49,7 @@ class Replica(ABC):
         self.life = 0
         """Counts its starts: connections to an earlier life are no longer valid."""
         self.load = 0
-        """Requests in flight."""
+        """Number of requests in flight."""
         self.gone = asyncio.Event()
         """Set while it does not answer."""
         self.gone.set()
@@ -125,7 +125,7 @@ class Replica(ABC):
         except (ReplicaLost, SyncTimeoutError):
             raise
         except EngineError as expected:
-            _log.info("%s: the push before was broken off (%s)", self.name, expected)
+            _log.info("%s: the previous push was aborted (%s)", self.name, expected)
 
     @abstractmethod
     async def set_version(self, version: int, timeout_s: float) -> None:
@@ -138,7 +138,7 @@ class Replica(ABC):
     def _require_version(self, said: object, version: int) -> None:
         if str(said) != str(version):
             raise StaleWeightsError(
-                f"{self.name} says that it holds version {said} after a push of {version}"
+                f"{self.name} reports version {said} after a push of version {version}"
             )
 
     async def holdings(self, names: Sequence[str]) -> list[Holdings]:

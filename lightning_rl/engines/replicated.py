@@ -158,8 +158,8 @@ class ReplicatedEngine(Engine):
             finally:
                 replica.load -= 1
         raise EngineError(
-            f"a request of {len(token_ids)} tokens lost {_ATTEMPTS} replicas one after the other; "
-            f"the last one: {self.supervision.outages}"
+            f"a request of {len(token_ids)} tokens lost {_ATTEMPTS} replicas in succession; the "
+            f"last failure: {self.supervision.outages}"
         )
 
     async def _pick_replica(self) -> Replica:
@@ -312,7 +312,7 @@ async def _ask(
     try:
         await asyncio.wait((request, gone), return_when=asyncio.FIRST_COMPLETED)
         if not request.done():
-            raise ReplicaLost(f"{replica.name} was lost while it generated")
+            raise ReplicaLost(f"{replica.name} was lost while generating")
         return request.result()
     finally:
         request.cancel()

@@ -1,4 +1,4 @@
-"""Decoding that records which experts of a mixture each token was sent to."""
+"""Decoding that records which experts of a mixture each token was routed to."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from lightning_rl.models.routing import Routing
 
 
 class RoutedDecoder(AdaptedDecoder):
-    """Keeps the experts of each token with its request.
+    """Records the experts of each token with its request.
 
-    Tokens that are read again, because weights have changed, keep those of the first time: with
-    them their logprobs were computed.
+    Tokens that are recomputed after a change of weights keep the experts of the first time, with
+    which their logprobs were computed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RoutedDecoder(AdaptedDecoder):
 
 
 def _extend(row: DecodeRequest, experts: Tensor, end: int) -> None:
-    """Add what is new of experts (C, L, K) of the tokens before ``end``."""
+    """Add the new part of experts (C, L, K), which end at token ``end``."""
     known = sum(map(len, row.routed))
     if known < end:
         row.routed.append(experts[len(experts) - (end - known) :])

@@ -14,13 +14,13 @@ from lightning_rl.rollout import SAMPLED_BY, SamplingDistribution
 @configurable
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A constraint on completions, enforced token by token; exactly one, named as in vLLM.
+    """A constraint on completions, enforced token by token. Set exactly one; names are vLLM's.
 
     Args:
-        choice: one of these texts.
-        regex: what matches this regular expression.
-        json: a JSON value that fits this JSON schema (a mapping, or its text).
-        grammar: a word of this context-free grammar, in EBNF.
+        choice: the completion is one of these texts.
+        regex: the completion matches this regular expression.
+        json: the completion is a JSON value that fits this JSON schema (a mapping, or its text).
+        grammar: the completion is a word of this context-free grammar, in EBNF.
 
     Raises:
         ConfigError: unless exactly one is given.
@@ -47,7 +47,7 @@ class StructuredOutputs:
 
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one, with a warning."""
+"""The lowest temperature of vLLM, which raises lower ones to it, with a warning."""
 
 
 @configurable
@@ -57,18 +57,18 @@ class Sampling:
 
     Args:
         max_tokens: maximum number of new tokens.
-        temperature: 0 is greedy; else at least 0.01.
+        temperature: sampling temperature; 0 is greedy, otherwise at least 0.01.
         top_p: nucleus mass, in (0, 1].
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        min_p: drop tokens less likely than this share of the likeliest one's probability.
-        repetition_penalty: > 1 makes tokens less likely that are in the prompt or were written;
-            1 leaves them.
-        presence_penalty: subtracted from the logits of tokens that were written.
-        frequency_penalty: the same, for each time that they were.
-        structured_outputs: the form that completions are held to, for evaluations; None: any.
-        min_tokens: no end token before this many.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        min_p: drop tokens whose probability is below this share of the most likely one's.
+        repetition_penalty: above 1, tokens of the prompt or the completion become less likely; 1
+            has no effect.
+        presence_penalty: subtracted from the logits of tokens already generated.
+        frequency_penalty: subtracted from their logits once per occurrence.
+        structured_outputs: constraint on completions, for evaluations only; None: no constraint.
+        min_tokens: suppress end tokens until this many tokens are generated.
         stop: strings that end a completion (kept in its tokens).
-        priority: of requests that wait, those with the lowest go first, where the engine can.
+        priority: waiting requests with the lowest value go first, if the engine supports it.
 
     Raises:
         ConfigError: for a value out of range.
@@ -93,8 +93,8 @@ class Sampling:
             (
                 "temperature",
                 self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
-                "0 (greedy), or finite and >= 0.01: vLLM samples at no less, and rollouts would be "
-                "scored at another temperature than they were sampled at",
+                "0 (greedy), or finite and >= 0.01, since vLLM raises lower ones to that, and "
+                "rollouts would be scored at another temperature than they were sampled at",
             ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
@@ -135,8 +135,8 @@ class Completion:
 
     ``logprobs`` are of the distribution that was sampled from (after penalties, temperature, min-p,
     top-k, top-p); ``finish_reason`` is ``stop``, ``length`` or ``abort``; ``versions`` holds, per
-    token, the weight version that wrote it. ``routed_experts`` are of the prompt and all tokens but
-    the last (:mod:`lightning_rl.data.routing`), of an engine that was asked for them.
+    token, the weight version that wrote it. ``routed_experts`` are those of the prompt and all
+    tokens but the last (:mod:`lightning_rl.data.routing`), if the engine was asked to record them.
     """
 
     token_ids: list[int]

@@ -1,9 +1,9 @@
-"""Access to a vLLM server: only with its key, and for only one training run at a time.
+"""Access control of a vLLM server: it requires a key, and serves one training run at a time.
 
 Two runs that push to the same server would each sample from weights that the other has changed. A
-run therefore claims a server before it uses it, keeps it by asking it for anything (its health,
-when nothing else), and gives it up at its end. A run that was killed loses it once ``lease_s`` have
-gone by without a word, so that the run resumed from it goes on with the same servers.
+run therefore claims a server before it uses it, keeps the claim by any request (health checks, if
+nothing else), and releases it at its end. The claim of a killed run expires ``lease_s`` seconds
+after its last request, so that a resumed run can use the same servers.
 """
 
 import hmac
@@ -16,11 +16,13 @@ from typing import Any
 from urllib.parse import parse_qs
 
 RUN_HEADER = "X-Lightning-RL-Run"
-"""Header with the run of a request. Requests without it belong to no run, and pass."""
+"""Header that identifies the run of a request. Requests without it belong to no run, and pass."""
 CLAIM = "/lightning_rl/run"
-"""PUT claims the server for ``lease_s`` seconds after each request, DELETE gives it up."""
+"""PUT claims the server, until ``lease_s`` seconds after the last request; DELETE releases it."""
 TAKEN = 409
-"""Answered to another run; the body is JSON with the ``run`` that has the server, or null."""
+"""Status code for another run's request; the JSON body has the ``run`` that holds the server, or
+null.
+"""
 
 
 @dataclass
@@ -31,9 +33,10 @@ class _Holder:
 
 
 class ServerAccess:
-    """ASGI middleware that demands the key on every path but ``/health``, and its run's header.
+    """ASGI middleware that checks the key on every path but ``/health``, and the run that asks.
 
-    vLLM's own check leaves out those that pause, load weights and call methods of the worker.
+    vLLM's own check does not cover the paths that pause, load weights and call the worker's
+    methods.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:

@@ -1,4 +1,4 @@
-"""Servers that come and go during a run: a list that is read again and again."""
+"""ServerList: servers that join and leave during a run, from a list that is read repeatedly."""
 
 import asyncio
 import logging
@@ -17,14 +17,15 @@ _log = logging.getLogger(__name__)
 
 
 class ServerList(ABC):
-    """Says where servers run at present; give it to ``VLLMServer(urls=...)``.
+    """Returns the URLs of the servers that currently run; pass it to ``VLLMServer(urls=...)``.
 
     To write your own, override :meth:`read`: it may ask a cloud's API, or a scheduler.
     """
 
     @abstractmethod
     def read(self) -> list[str]:
-        """Return the servers' URLs, like ``http://10.0.0.7:8000``. It runs in a thread; may block.
+        """Return the servers' URLs, like ``http://10.0.0.7:8000``. It runs in a thread and may
+        block.
 
         Raises:
             ConfigError: if it does not find a list of URLs.
@@ -34,12 +35,13 @@ class ServerList(ABC):
 
 @configurable
 class ServersInFile(ServerList):
-    """A text file with a URL in each line; empty lines, and what follows a ``#``, do not count.
+    """Reads a text file with one URL per line; empty lines and text after a ``#`` are ignored.
 
-    Write it whole under another name and rename it, so that it is never read half written.
+    Write it completely under another name and then rename it, so that it is never read half
+    written.
 
     Args:
-        path: of the file, which the process that trains can read.
+        path: path of the file, which the training process must be able to read.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,13 +54,14 @@ class ServersInFile(ServerList):
 
 @configurable
 class ServersByName(ServerList):
-    """All addresses that a host name stands for, as a headless service of Kubernetes has them.
+    """Resolves a host name to all of its addresses, as for a headless service of Kubernetes.
 
     Args:
-        url: like ``http://engines.default.svc:8000``; scheme and port are those of every server.
+        url: a URL like ``http://engines.default.svc:8000``, whose scheme and port apply to every
+            server.
 
     Raises:
-        ConfigError: if it is no such URL.
+        ConfigError: if it is not such a URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -77,11 +80,11 @@ class ServersByName(ServerList):
 
 
 def read_urls(servers: ServerList) -> list[str]:
-    """What it says at present, each URL once.
+    """Return the URLs that a list currently contains, each once.
 
     Raises:
-        ConfigError: for what is no URL.
-        OSError: if it could not find out.
+        ConfigError: for an entry that is not a URL.
+        OSError: if the list cannot be read.
     """
     urls = [url.rstrip("/") for url in servers.read()]
     for url in urls:
@@ -95,13 +98,13 @@ async def follow(
     replica_at: Callable[[str], Replica],
     every_s: float,
 ) -> None:
-    """Let replicas join and leave as the list says, forever.
+    """Let replicas join and leave as the list changes, forever.
 
     Args:
         servers: the list.
-        supervision: of the engine whose replicas they are.
-        replica_at: makes the one at a URL.
-        every_s: seconds between two looks.
+        supervision: supervision of the engine whose replicas they are.
+        replica_at: creates the replica at a URL.
+        every_s: seconds between two reads of the list.
     """
     said = ""
     while True:
@@ -132,7 +135,7 @@ def require_url(url: str) -> None:
         good = False
     if not good:
         raise ConfigError(
-            f"urls: {url!r} is no http://host:port; write it like 'http://10.0.0.7:8000'"
+            f"urls: {url!r} must have the form http://host:port, like 'http://10.0.0.7:8000'"
         )
     if parts.path.rstrip("/").endswith("/v1"):
         raise ConfigError(f"urls: {url!r} must end before /v1: {url.rstrip('/')[:-3]!r}")

@@ -1,4 +1,4 @@
-"""A server that we start, and what it printed when it did not."""
+"""A server process that we start, and the end of its output if it fails."""
 
 import errno
 import os
@@ -14,17 +14,18 @@ from pathlib import Path
 from lightning_rl.run.child import Child
 
 _ASKED_FOR = range(20_000, 30_000)
-"""Below what Linux (from 32768) and others (49152) hand out for connections, or Kubernetes for
-nodes."""
+"""Ports below the ranges from which Linux (from 32768) and others (49152) assign ports to
+connections, and Kubernetes to nodes.
+"""
 _HERE = "127.0.0.1"
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 def held_port(host: str) -> socket.socket:
-    """A socket with a port that only who asks for it by number can listen on, meanwhile.
+    """Return a socket that reserves a port, on which only a server told its number can listen.
 
-    That takes ``SO_REUSEADDR``, which all servers set. To those who ask for any port, it is not
-    given before and after either.
+    The server must set ``SO_REUSEADDR``, as all servers do. Processes that ask for any free port
+    are not given this one.
 
     Raises:
         OSError: if the host is not this machine, or no port is free.
@@ -47,17 +48,17 @@ def held_port(host: str) -> socket.socket:
 
 
 def free_port(host: str = _HERE) -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """Return a TCP port of this machine on which nothing listens."""
     with held_port(host) as held:
         return int(held.getsockname()[1])
 
 
 class ServerProcess(Child):
-    """A server that does not outlive this process.
+    """A server that ends with this process at the latest.
 
     Args:
-        command: what to run.
-        environment: variables to set beside those of this process.
+        command: the command to run.
+        environment: environment variables to set in addition to those of this process.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -66,7 +67,7 @@ class ServerProcess(Child):
         super().__init__(command, env, told=signal.SIGTERM, log=True)
 
     def tail(self, lines: int = 3) -> str:
-        """The last lines that it printed, errors alone if there are any."""
+        """Return the last lines of its output, errors alone if there are any."""
         printed = self.printed(20_000).decode(errors="replace")
         if told := validation_failure(printed):
             return told
@@ -75,10 +76,10 @@ class ServerProcess(Child):
 
 
 class ListeningServer(ServerProcess):
-    """A server on a port of this machine, which it is told by ``--host`` and ``--port``.
+    """A server on a port of this machine, passed to it by ``--host`` and ``--port``.
 
-    The port is held for it: vLLM takes seconds until it listens, in which any other process could
-    be given the same.
+    The port is reserved for it, since vLLM takes seconds until it listens, and any other process
+    could be given the same port meanwhile.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -103,7 +104,7 @@ _VALIDATION = re.compile(
 
 
 def validation_failure(text: str) -> str | None:
-    """The fault that pydantic found, of the many lines in which it says so; None if none."""
+    """Return the fault found by pydantic, which its text spreads over many lines; None if none."""
     if (found := _VALIDATION.search(text)) is None:
         return None
     why = found["why"].partition(" [type=")[0]

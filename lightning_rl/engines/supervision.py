@@ -19,7 +19,7 @@ _LOOK_S = 0.1
 
 
 class Supervision:
-    """Detects lost replicas of an engine, and brings them back. Everything runs in the loop.
+    """Detects lost replicas of an engine, and brings them back. Everything runs in the event loop.
 
     Args:
         bring_back: restarts or waits for a lost replica, and gives it the weights.
@@ -55,7 +55,7 @@ class Supervision:
         self._begin_to_watch(replica)
 
     def leave(self, replica: Replica) -> None:
-        """Give a replica no more requests or weights, and close it once it has no requests left.
+        """Send a replica no more requests or weights, and close it once it has no requests left.
 
         Requests unanswered when the engine's weights change are generated again elsewhere.
         """
@@ -117,6 +117,6 @@ class Supervision:
         await replica.close()
         del self.leaving[replica]
         _log.warning(
-            "%s has left the engine (requests that it had not answered: %d); replicas now: %d",
+            "%s has left the engine (unanswered requests: %d); replicas now: %d",
             replica.name, unanswered, len(self.replicas),
         )  # fmt: skip

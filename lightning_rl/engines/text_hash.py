@@ -1,4 +1,4 @@
-"""Hashes of texts of tokens, of all their beginnings in one pass."""
+"""Hashes of token texts, and of all their prefixes in one pass."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ _BASE = np.uint64(6364136223846793005)
 
 @dataclass(frozen=True, slots=True)
 class TextHash:
-    """So many tokens, their hash: the sum of (token + 1) * BASE**place, modulo 2**64, and a power.
+    """The hash of a text: the sum of (token + 1) * BASE**place, modulo 2**64.
 
-    ``power`` is of the place that follows, so what continues a text is hashed without reading it
-    again. Equal texts have equal hashes; different ones may, so compare what is found by them.
+    ``power`` belongs to the next place, so that a continued text is hashed without reading it
+    again. Equal texts have equal hashes; different ones may collide, so compare any match.
     """
 
     length: int = 0

@@ -50,19 +50,18 @@ class TransformersEngine(LoRAEngine):
     Args:
         dtype: dtype of the engine's own copy of the weights; None: the trainer's.
         max_batch_size: maximum number of requests sampled together.
-        device: None: a GPU if there is one.
-        min_batch_size: requests that an idle engine waits for, where they trickle in one by one
-            (turns of environments and tools); 1 waits for none.
+        device: device of the model; None: a GPU if there is one.
+        min_batch_size: number of requests that an idle engine waits for, if they arrive one by one
+            (turns of environments and tools); 1: do not wait.
         max_wait_s: maximum seconds of this wait.
-        kept_tokens: of texts that are over, so many tokens' keys and values at most are kept until
-            the next push, and a request that continues one (the next turn of a chat) reads only
-            what is new: where turns are many, each is else read anew with all before it. Its
-            logprobs are then another rounding, and depend on whether its beginning was kept: 0,
-            which keeps nothing, lets a run that was interrupted go on to the bit.
-        adapters: ``apart``: a LoRA is computed beside its base, and a push brings it alone;
-            ``merged``: with merged weights; None: apart where ``dtype`` has 16 bits.
-        routed_experts: record in rollouts which experts of a mixture each token was sent to, also
-            where the trainer does not replay them.
+        kept_tokens: maximum number of tokens of finished texts whose KV cache is kept until the
+            next push. A request that continues such a text (the next turn of a chat) then reads
+            only the new tokens. Its logprobs are rounded differently, and depend on what was kept:
+            with 0, which keeps nothing, an interrupted run resumes bit by bit.
+        adapters: ``apart``: the LoRA stays unmerged, and a push contains it alone; ``merged``: the
+            engine computes with merged weights; None: ``apart`` if ``dtype`` has 16 bits.
+        routed_experts: record in rollouts which experts each token was routed to, even if the
+            trainer does not replay them.
     """
 
     routed_experts = False
@@ -127,7 +126,7 @@ class TransformersEngine(LoRAEngine):
     def follow_routing(self, wanted: bool) -> None:
         if wanted and self.kept_tokens:
             raise ConfigError(
-                f"engine kept_tokens={self.kept_tokens}: of kept texts the experts are not known, "
+                f"engine kept_tokens={self.kept_tokens}: the experts of kept texts are not known, "
                 "so they cannot be recorded; set kept_tokens: 0"
             )
         self.routed_experts = wanted or self.routed_experts
@@ -159,8 +158,8 @@ class TransformersEngine(LoRAEngine):
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
-                f"engine device={str(self.device)!r} cannot be used here ({reason}); set a device "
-                "that there is, such as cpu, or leave it out"
+                f"engine device={str(self.device)!r} cannot be used here ({reason}); set an "
+                "available device, such as cpu, or leave it out"
             ) from error
 
     def close(self) -> None:
@@ -199,7 +198,7 @@ class TransformersEngine(LoRAEngine):
         seed: int,
         pictures: Sequence[Placed] = (),
     ) -> Completion:
-        """:meth:`look`, by the weights of ``writer``."""
+        """Like :meth:`look`, with the weights of ``writer``."""
         with self._exclusive:  # during a push it holds no version
             writer.require_ready()
         for name in ("stop", "structured_outputs"):
@@ -223,8 +222,8 @@ class TransformersEngine(LoRAEngine):
     def _required_reader(self) -> PictureReader:
         if self._reader is None:
             raise ConfigError(
-                f"the model of {type(self).__name__} reads no pictures, and there are some in a "
-                f"prompt; use one of {supported()}"
+                f"the model of {type(self).__name__} does not read pictures, but a prompt contains "
+                f"some; use one of {supported()}"
             )
         return self._reader
 
@@ -248,7 +247,7 @@ class TransformersEngine(LoRAEngine):
                 self._writing.pop(request).set_result(request.completion())
 
     def _advance(self, decoder: Decoder | None) -> tuple[Decoder, list[DecodeRequest]]:
-        """:meth:`_step`, unless weights are pushed meanwhile; a first one makes the decoder."""
+        """Run :meth:`_step` unless weights are being pushed; the first call creates the decoder."""
         with self._exclusive:
             if self._lm is None:
                 raise EngineError("the engine was closed")

@@ -1,4 +1,4 @@
-"""Plain transformers with one base and a LoRA for each of several policies."""
+"""TransformersAdapters: transformers with one base and a LoRA for each of several policies."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ from lightning_rl.rollout import Placed
 
 @configurable
 class TransformersAdapters(AdapterEngine, TransformersEngine):
-    """Samples for several LoRA policies on one base with one Hugging Face model.
+    """Samples for several LoRA policies on one base with a single Hugging Face model.
 
-    Requests of all policies are sampled side by side. A push brings the adapters of one policy and
-    touches no other's; the base comes with the first. With a single policy it is
-    :class:`TransformersEngine`, whose settings are its own.
+    Requests of all policies are sampled in the same batches. A push contains the adapters of one
+    policy and affects no other; the first push also contains the base. With a single policy it is a
+    :class:`TransformersEngine`, whose settings it has.
     """
 
     def start(self, model_dir: Path) -> None:
@@ -48,7 +48,7 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
     async def look(
         self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
-        """What the policy does that plays the role without a name."""
+        """Generate with the policy that plays the unnamed role."""
         if self.policies:
             return await self.of_role("").look(pictures, token_ids, sampling, seed)
         return await super().look(pictures, token_ids, sampling, seed)

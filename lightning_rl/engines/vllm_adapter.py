@@ -1,4 +1,4 @@
-"""Requests and weights as vLLM takes them: what is known of its insides."""
+"""Requests and weights in vLLM's own form; it depends on vLLM's internals."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,8 +37,7 @@ def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str,
 class SampledLogprobs:
     """Keeps a request's logprobs in place of vLLM's own class: one float per token.
 
-    Ids, ranks, texts and where each token's begin, which that collects for every token, nobody asks
-    for.
+    vLLM's class also collects the ids, ranks and text offsets of every token, which are not needed.
     """
 
     cumulative_logprob = prompt_logprobs = prompt_token_id_logprobs = None
@@ -54,9 +53,9 @@ class SampledLogprobs:
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """A request in flight: who waits for it, who writes it, and the versions of its tokens so far.
+    """A request in flight: its future, the policy that writes it, and its tokens' versions so far.
 
-    ``writer`` is the engine, or the one of its policies, whose version is that of the next token.
+    ``writer`` is the engine, or one of its policies, whose version the next token gets.
     """
 
     future: asyncio.Future[Completion]
@@ -64,11 +63,13 @@ class InFlightRequest:
     versions: list[int] = field(default_factory=list)
 
     def stamp(self, tokens: int) -> None:
-        """Record the present version for all of ``tokens`` tokens that have no version yet."""
+        """Record the current version for all of ``tokens`` tokens that have no version yet."""
         self.versions += [self.writer.version] * (tokens - len(self.versions))
 
     def finish(self, output: Any) -> None:
-        """Give vLLM's output, all stamped, to whoever waits, unless nobody does any more."""
+        """Set vLLM's output, with all versions, as the future's result, unless nobody waits any
+        more.
+        """
         if self.future.done():
             return
         result = output.outputs[0]
@@ -117,12 +118,12 @@ def add_request(
     priority: int,
     adapter: Any = None,
 ) -> str:
-    """Returns the request's name inside vLLM, under which it can be aborted.
+    """Add a request; return its name inside vLLM, under which it can be aborted.
 
-    ``adapter`` is vLLM's ``LoRARequest``; None: the model as it is.
+    ``adapter`` is a ``LoRARequest`` of vLLM; None: the plain model.
 
     Raises:
-        ConfigError: if vLLM does not take it, such as a schema that is none.
+        ConfigError: if vLLM rejects it, e.g. for an invalid schema.
     """
     # With its type it is an input that needs no rendering.
     prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
@@ -135,19 +136,19 @@ def add_request(
 
         if not isinstance(error, VLLMClientError):
             raise
-        raise ConfigError(f"vLLM refuses such a request: {last_line(error)}") from error
+        raise ConfigError(f"vLLM rejects the request: {last_line(error)}") from error
     llm.output_processor.request_states[name].logprobs_processor = SampledLogprobs()
     return name
 
 
 def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Runs in vLLM's worker: load through the model's own loader, and check that it took all.
+    """Load weights in vLLM's worker with the model's own loader, and check that it loaded all.
 
-    vLLM loads layer by layer, and holds no weight longer than until its layer is complete. After an
+    vLLM loads layer by layer, and keeps each weight only until its layer is complete. After an
     error some layers hold new weights, and others old ones.
 
     Raises:
-        WeightSyncError: if vLLM does not take them, or whatever the stream of weights raises.
+        WeightSyncError: if vLLM rejects them; any error of the weight stream is raised as well.
     """
     model = worker.get_model()
     load, loaded = model.load_weights, set[str]()
@@ -165,8 +166,7 @@ def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
         if isinstance(error, LightningRLError):
             raise
         raise WeightSyncError(
-            f"vLLM does not take these weights: {last_line(error)}; is the engine's model the "
-            "trainer's?"
+            f"vLLM rejects these weights: {last_line(error)}; is the engine's model the trainer's?"
         ) from error
     finally:
         del model.load_weights
@@ -174,7 +174,7 @@ def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _end_reload(worker: Any) -> None:
-    """Let the layers that wait for weights go on with what they have: the next push begins anew."""
+    """Let layers that still wait for weights keep the current ones, so the next push can start."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(worker.get_model(), worker.model_config)
@@ -184,20 +184,20 @@ def require_all_loaded(model: Any, loaded: set[str]) -> None:
     """Check, in vLLM's worker, that a push has reached all parameters of its model.
 
     Raises:
-        IncompleteWeightsError: if not; names the first that is missing.
+        IncompleteWeightsError: naming the first parameter that was not loaded.
     """
     loadable = list(_loadable(model)) or [name for name, _ in model.named_parameters()]
     names = (name.replace(".base_layer.", ".") for name in loadable)
     missing = sorted({name for name in names if ".lora_" not in name} - loaded)
     if missing:
         raise IncompleteWeightsError(
-            f"the push left {len(missing)} of the engine's weights as they were, first "
+            f"the push left {len(missing)} of the engine's weights unchanged, first "
             f"{missing[0]!r}; is the engine's model the trainer's?"
         )
 
 
 def _loadable(model: Any) -> Iterator[str]:
-    """Parameters that a checkpoint brings: not the scales that vLLM finds when it quantizes one."""
+    """Yield the parameters that a checkpoint contains, without scales that vLLM computes itself."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for prefix, layer in model.named_modules():

@@ -1,4 +1,4 @@
-"""vLLM with one base in memory and a LoRA for each of several policies."""
+"""VLLMAdapters: vLLM with one base in memory and a LoRA for each of several policies."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -29,12 +29,12 @@ from lightning_rl.errors import ConfigError, EngineError, require_at_least
 class VLLMAdapters(AdapterEngine, VLLMLocal):
     """vLLM inside this process for several LoRA policies on one base, which it holds once.
 
-    Requests of all policies are computed in the same steps. A push brings the adapters of one
-    policy and touches no other's requests, cache or version; the base comes with the first. With a
-    single policy it is :class:`VLLMLocal`, whose settings are its further ones.
+    Requests of all policies are computed in the same steps. A push contains the adapters of one
+    policy, and leaves the others' requests, cache and version unchanged; the first push also
+    contains the base. With a single policy it is a :class:`VLLMLocal`, whose settings it has too.
 
     Args:
-        max_lora_rank: the largest rank that an adapter may have; memory and time grow with it.
+        max_lora_rank: maximum rank of an adapter; memory and time grow with it.
 
     Raises:
         ConfigError: for a value out of range.
@@ -45,7 +45,8 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
         require_at_least(1, max_lora_rank=max_lora_rank)
         if self.sleep_level == 2:
             raise ConfigError(
-                "engine sleep_level=2 would lose the base that VLLMAdapters gets once; use 1"
+                "engine sleep_level=2 would discard the base, which VLLMAdapters receives only "
+                "once; use 1"
             )
         self.max_lora_rank = max_lora_rank
         self._served: dict[Engine, Any] = {}  # as vLLM's LoRARequest
@@ -115,9 +116,9 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
 
 
 def _begin_again(llm: Any, adapter: Any) -> None:
-    """Let the requests of a ``LoRARequest``'s number go on with it, in vLLM in this process.
+    """Let the requests of one adapter's number continue with its new ``LoRARequest``, in process.
 
-    What they have computed so far came from its predecessor, and is computed anew. Others go on.
+    Their KV cache came from the old adapter, and is recomputed. Other requests continue unchanged.
     """
     scheduler = llm.engine_core.engine_core.scheduler
     own = [

@@ -1,4 +1,4 @@
-"""vLLM's LoRA layers on CPUs: a few products for the adapters of all tokens."""
+"""Faster LoRA layers for vLLM on CPUs: a few matrix products for the adapters of all tokens."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from torch.nn import functional as F
 class FusedAdapters:
     """Takes over the linear layers of one of vLLM's punica wrappers.
 
-    vLLM's own way on CPUs copies both factors for every token: at rank 16 a small model writes 4
-    times slower with it than without adapters. Here the factors A of all N adapters, and of all P
-    parts of a layer (q, k and v; gate and up), stand in one matrix (P N rank, in), and those of B
-    in one per part (N rank, out): a part of the output is ``y + ((x A^T) * mask) B``. The mask (T,
-    N rank), the same for all parts, leaves to each of T tokens the columns of its own adapter.
+    vLLM's own CPU code copies both factors for every token: at rank 16 a small model generates 4
+    times slower than without adapters. Here the factors A of all N adapters, and of all P parts of
+    a layer (q, k and v; gate and up), form one matrix (P N rank, in), and those of B one per part
+    (N rank, out): a part of the output is ``y + ((x A^T) * mask) B``. The mask (T, N rank), the
+    same for all parts, selects for each of T tokens the columns of its own adapter.
 
     Args:
-        wrapper: what the layers call.
-        layers: the layers that do.
+        wrapper: the punica wrapper that the layers call.
+        layers: the layers that call it.
     """
 
     def __init__(self, wrapper: Any, layers: list[Any]) -> None:
@@ -29,7 +29,7 @@ class FusedAdapters:
         wrapper.update_metadata, wrapper.add_lora_linear = self.update, self.add
 
     def _fused(self, layer: Any) -> tuple[int, tuple[Tensor, list[Tensor]]]:
-        """Let vLLM write a layer's factors into our matrices; by the key they are found by."""
+        """Let vLLM write a layer's factors into fused matrices; return their key and them."""
         first, parts = layer.lora_a_stacked[0], len(layer.lora_a_stacked)
         slots, _, self._rank, width = first.shape
         a = first.new_zeros(parts, slots, 1, self._rank, width)
@@ -41,12 +41,12 @@ class FusedAdapters:
         return id(layer.lora_a_stacked), matrices
 
     def update(self, *arguments: Any, **options: Any) -> None:
-        """Other tokens come, or adapters have changed their places."""
+        """Discard the mask, because tokens come from other requests or adapters have moved."""
         self._mask = None
         self._update(*arguments, **options)
 
     def add(self, y: Tensor, x: Tensor, lora_a_stacked: Any, *_: Any, **options: Any) -> None:
-        """Add to a layer's output y (T, out) what its adapters make of its input x (T, in)."""
+        """Add to a layer's output y (T, out) its adapters' output for its input x (T, in)."""
         a, parts = self._matrices[id(lora_a_stacked)]
         if self._mask is None:
             owners = torch.arange(len(parts[0]) // self._rank).repeat_interleave(self._rank)

@@ -1,4 +1,4 @@
-"""vLLM on CPUs: what it computes slowly, or draws from where it should not."""
+"""Patches for vLLM on CPUs: faster kernels, and random numbers from a generator of its own."""
 
 import os
 import tempfile
@@ -20,7 +20,7 @@ def skip_rank_compilation() -> None:
 
 @cache
 def leave_memory_nodes_unsaid() -> None:
-    """Have vLLM's C++ not warn that it takes the memory beside the CPU, as it always does."""
+    """Suppress a warning of vLLM's C++ about memory nodes, which it prints at every start."""
     ops: Any = torch.ops._C
     bind = ops.init_cpu_memory_env
 
@@ -42,10 +42,10 @@ def leave_memory_nodes_unsaid() -> None:
 
 @cache
 def keep_global_randomness() -> None:
-    """Let vLLM's sampler for CPUs draw from a generator of its own.
+    """Let vLLM's CPU sampler draw from its own generator instead of the global one.
 
-    For each token it draws from the global one, and then draws again from that of the request. Any
-    other thread may draw from the global one meanwhile, so to put that back would undo its draws.
+    For each token it draws from the global generator, and then again from the request's. Other
+    threads may use the global one at the same time, so restoring its state would undo their draws.
     """
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
@@ -56,7 +56,7 @@ def keep_global_randomness() -> None:
 
 
 def _draw_seeds(sampler: Any, own: torch.Generator) -> None:
-    """For vLLM 0.32. Drawn here, a step's seeds also take one assignment instead of one each."""
+    """Patch vLLM 0.32. It also sets a step's seeds in one assignment instead of one per request."""
     forward_cpu = sampler.TopKTopPSampler.forward_cpu
     torch_for_sampler: Any = ModuleType("torch")
     torch_for_sampler.__dict__.update(vars(torch))
@@ -77,7 +77,7 @@ def _draw_seeds(sampler: Any, own: torch.Generator) -> None:
 
 
 def _draw_noise(sampler: Any, own: torch.Generator) -> None:
-    """For vLLM before 0.32."""
+    """Patch vLLM before 0.32."""
     forward_cpu = sampler.TopKTopPSampler.forward_cpu
 
     def forward(
@@ -98,10 +98,10 @@ def _draw_noise(sampler: Any, own: torch.Generator) -> None:
 
 @cache
 def pack_pushed_experts() -> None:
-    """Have vLLM pack the experts that a push brings, as it packs those that it starts with.
+    """Have vLLM pack pushed experts, as it packs those that it starts with.
 
-    Its kernel for CPUs reads them packed. vLLM 0.32 packs them where it makes the kernel, and
-    leaves what is pushed later as it came: all tokens from then on would be drawn from noise.
+    Its CPU kernel reads packed experts. vLLM 0.32 packs them only when it creates the kernel, and
+    leaves pushed ones unpacked: every later token would be noise.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
@@ -119,11 +119,10 @@ def pack_pushed_experts() -> None:
 
 
 def use_cpu_kernels(model: nn.Module) -> None:
-    """Let norms and SwiGLU take fewer passes over memory; up to rounding the same results.
+    """Let norms and SwiGLU make fewer passes over memory; results are equal up to rounding.
 
-    vLLM has a norm in C++ for CPUs, but computes it there in PyTorch, operation by operation:
-    together a twelfth of the CPU seconds of a small model. Set on each layer, not for all models of
-    the process.
+    vLLM has a C++ norm for CPUs, but uses PyTorch operations there; together they take a twelfth of
+    the CPU seconds of a small model. This is set on each layer, not for all models of the process.
     """
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -144,7 +143,7 @@ def _has_kernel(norm: Any) -> bool:
 
 @cache
 def _rounds_to_nearest(dtype: torch.dtype) -> bool:
-    """Where a CPU has no bfloat16 of its own, the kernel cuts digits off instead."""
+    """Return True if the kernel rounds to nearest; on CPUs without bfloat16 it truncates."""
     x, residual, weight = (torch.full((1, 32), value, dtype=dtype) for value in (1.0, 0.0137, 1.0))
     expected = x + residual
     torch.ops._C.fused_add_rms_norm(x, residual, weight[0], 1e-6)

@@ -1,9 +1,9 @@
-"""Runs in vLLM's workers: which weights they hold, under the names that a push has for them.
+"""Runs in vLLM's workers: digests of the weights they hold, under the names of a push.
 
 vLLM fuses weights (q, k and v; gate and up), pads vocabularies, and converts weights to forms that
 only its kernels read: packed on CPUs, or quantized. The first two are undone here. A converted
-weight cannot be read back, so a digest of it is noted when it is converted. Where a conversion is
-left out, the note of the one before is what shows it.
+weight cannot be read back, so its digest is recorded when it is converted. If a conversion is
+skipped, the previous conversion's digest reveals it.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from lightning_rl.engines.vllm_lora import POLICY, policy_adapter
 from lightning_rl.run.digest import Digester, digests
 
 _NOTE = "digests_before_conversion"
-"""Attribute of a layer of vLLM's."""
+"""Name of the attribute of vLLM's layers that holds the note."""
 _REORDERED = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "llama4")
-"""Modules of vLLM's models that turn weights round as they load them."""
+"""Modules of vLLM's models that permute weights when they load them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Digests of the parts of a layer's weight before it was converted, and of what came of it.
+    """Digests of the parts of a layer's weight before its conversion, and of the converted weight.
 
-    ``converted`` is by name, of what can be read and stays as it is; ``readable`` tells that the
-    weight is also there as it came.
+    ``converted`` has digests by name, of tensors that can be read and do not change; ``readable``
+    is True if the original weight is also available.
     """
 
     parts: list[str]
@@ -37,13 +37,13 @@ class _Note:
 
 
 class _UnreadError(Exception):
-    """A weight cannot be compared, with the reason."""
+    """A weight cannot be compared; the message says why."""
 
 
 def held_weights(worker: Any, names: Sequence[str]) -> dict[str, Any]:
-    """``digests`` of what is held under these names, and why others are ``unread``.
+    """Return ``digests`` of the weights under these names, and why others are ``unread``.
 
-    Of weights in the model's dtype, to which they were cast on their way.
+    Digests are of weights in the model's dtype, to which a push casts them.
     """
     noted, unread = dict[str, str](), dict[str, str]()
     if policy_adapter(worker.get_model()) is not None:
@@ -69,12 +69,12 @@ def held_weights(worker: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def held_adapter(worker: Any, number: int, names: Sequence[str]) -> dict[str, str]:
-    """Digests of the factors with which an adapter is computed, of those that there are.
+    """Return digests of the factors with which an adapter is computed, as far as they exist.
 
     Args:
-        worker: vLLM's.
-        number: the adapter's, in vLLM.
-        names: of factors, ``X.lora_A`` and ``X.lora_B``.
+        worker: vLLM's worker.
+        number: number of the adapter in vLLM.
+        names: names of factors, ``X.lora_A`` and ``X.lora_B``.
     """
     manager = worker.model_runner.lora_manager._adapter_manager
     if number not in manager.lora_index_to_id:
@@ -107,12 +107,12 @@ def held_adapter(worker: Any, number: int, names: Sequence[str]) -> dict[str, st
 
 
 def watch_worker(worker: Any) -> None:
-    """:func:`watch_conversions` of the worker's model."""
+    """Call :func:`watch_conversions` for the worker's model."""
     watch_conversions(worker.get_model(), worker.model_config.dtype)
 
 
 def watch_conversions(model: Any, dtype: Any) -> None:
-    """From now on note what each layer's weight was, in this dtype, when it is converted."""
+    """Record, from now on, the digest of each layer's weight in this dtype when it is converted."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     places = _Places(model)
@@ -127,7 +127,7 @@ def watch_conversions(model: Any, dtype: Any) -> None:
 
 
 def _converts(layer: Any) -> bool:
-    """Tell whether vLLM converts the weight of this layer once it is loaded."""
+    """Return True if vLLM converts the weight of this layer after loading."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         UnquantizedEmbeddingMethod,
@@ -188,40 +188,40 @@ class _Places:
         self._unchanged: dict[int, bool] = {}  # by the id of a layer
 
     def mapped(self, name: str) -> str:
-        """vLLM's name of a weight, or of what it is fused into.
+        """Return vLLM's name of a weight, or of the weight it is fused into.
 
         Raises:
             _UnreadError: if there is none.
         """
         mapped = name if self._mapper is None else self._mapper._map_name(name)
         if mapped is None:
-            raise _UnreadError("vLLM leaves it out")
+            raise _UnreadError("vLLM does not load it")
         return str(mapped)
 
     def fuses(self, path: str) -> bool:
-        """Tell whether the layer at ``path`` fuses several weights of a push."""
+        """Return True if the layer at ``path`` fuses several weights of a push."""
         name = path.removesuffix(".base_layer").rpartition(".")[2]
         return name in {whole for whole, _ in self._whole.values()}
 
     def of(self, name: str) -> tuple[Tensor | None, str | None]:
-        """A weight, as far as it can be read, and the digest noted when it was converted.
+        """Return a weight, if it can be read, and the digest recorded when it was converted.
 
         Raises:
             _UnreadError: if there is neither.
         """
         if self._reordered:
-            raise _UnreadError(f"{type(self._model).__name__} turns weights round as it loads them")
+            raise _UnreadError(f"{type(self._model).__name__} permutes weights when it loads them")
         layer, leaf, number, fused = self._layer(name)
         tensor = getattr(layer, leaf, None)
         if not isinstance(tensor, Tensor):
             raise _UnreadError("vLLM holds no tensor of that name")
         if getattr(layer, "tp_size", 1) > 1:
-            raise _UnreadError("vLLM has spread it over several processes")
+            raise _UnreadError("vLLM has sharded it over several processes")
         note: _Note | None = getattr(layer, _NOTE, None)
         if leaf != "weight" or not _converts(layer):
             return _parts(layer, tensor, fused)[number], None
         if note is None:
-            raise _UnreadError("vLLM has converted it, and nobody watched")
+            raise _UnreadError("vLLM converted it before its digest could be recorded")
         part = note.parts[number]
         if not self._is_unchanged(layer, note):
             part += ", and changed since it was converted"

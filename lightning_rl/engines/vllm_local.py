@@ -1,4 +1,4 @@
-"""vLLM in the training process: continuous batching over one stepping loop."""
+"""VLLMLocal: vLLM in the training process, with continuous batching."""
 
 import asyncio
 import threading
@@ -45,32 +45,34 @@ from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
 from lightning_rl.run.cores import compute
 
 _LONGEST_STEP_S = 10.0
-"""Seconds of a step that closing waits for; one that hangs must not keep a run from ending."""
+"""Maximum seconds for which closing waits for a step, so that a hanging one cannot block the run's
+end.
+"""
 
 
 @configurable
 class VLLMLocal(VLLMEngine):
-    """vLLM inside this process, on its device; one per training process.
+    """vLLM inside this process, on its device; one engine per training process.
 
     Its further settings are those of :class:`VLLMEngine`.
 
     Args:
-        dtype: of the engine's weights; None: as the trainer computes, so ``bfloat16`` with
-            ``precision: bf16-mixed``, and on GPUs ``bfloat16`` anyway. In ``float32`` its logprobs
-            equal those of a trainer in float32 to 1e-5; a GPU is slow in it.
-        gpu_memory_utilization: share of the GPU that vLLM may take.
-        sleep_level: what the engine gives back while the trainer trains on the same GPU: 1, its
-            cache, and its weights to the memory of the host; 2, both for good, until the next
-            push, which must come in every iteration; None: nothing.
+        dtype: dtype of the engine's weights; None: the trainer's, so ``bfloat16`` with
+            ``precision: bf16-mixed``, and always ``bfloat16`` on GPUs. In ``float32`` its logprobs
+            equal those of a trainer in float32 to 1e-5; this is slow on a GPU.
+        gpu_memory_utilization: share of the GPU's memory that vLLM may use.
+        sleep_level: memory that the engine frees while the trainer trains on the same GPU: 1, its
+            KV cache, and its weights, which move to host memory; 2, both are discarded until the
+            next push, which every iteration must have; None: none.
 
     Raises:
-        ConfigError: for a value out of range, or what these devices cannot do.
+        ConfigError: for a value out of range, or one that these devices do not support.
         EngineError: without vLLM.
     """
 
     starting = "vLLM starts"
     _shares_process = True
-    """True if the trainer works in this process, too."""
+    """True if the trainer also runs in this process."""
 
     def __init__(
         self,
@@ -141,9 +143,9 @@ class VLLMLocal(VLLMEngine):
             return
         if self._own_device() is None:
             raise ConfigError(
-                f"engine={type(self).__name__} tells which experts it sent tokens to only on a GPU "
-                "(vLLM 0.32: its model runner V2, which needs Triton), so they cannot be replayed; "
-                "use TransformersEngine, or routing_replay: OldRouting"
+                f"engine={type(self).__name__} reports which experts it routed tokens to only on a "
+                "GPU (vLLM 0.32 needs its model runner V2, and that Triton), so they cannot be "
+                "replayed here; use TransformersEngine, or routing_replay: OldRouting"
             )
         options = self._settings.options | {"enable_return_routed_experts": True}
         self._settings = replace(self._settings, options=options)
@@ -163,16 +165,18 @@ class VLLMLocal(VLLMEngine):
         self._llm = None
         task, self._loop_task = self._loop_task, None
         for request in requests.values():
-            fail(request.future, "VLLMLocal was closed while it generated")
+            fail(request.future, "VLLMLocal was closed while generating")
         if task is not None and not task.get_loop().is_closed():
             task.get_loop().call_soon_threadsafe(task.cancel)  # it may be paused
 
     def _own_device(self) -> int | None:
-        """The GPU of the trainer: Lightning has made it this thread's."""
+        """Return the trainer's GPU, which Lightning has made this thread's current device."""
         return torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """For calls of vLLM: a thread begins on the first GPU, which may be another rank's."""
+        """Return a context for calls of vLLM, since a new thread starts on the first GPU, not this
+        rank's.
+        """
         return nullcontext() if self._device is None else torch.cuda.device(self._device)
 
     # ---------------------------------------------------------------- generation
@@ -183,7 +187,7 @@ class VLLMLocal(VLLMEngine):
     async def _write(
         self, writer: Engine, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
-        """:meth:`generate`, by the weights of ``writer``."""
+        """Like :meth:`generate`, with the weights of ``writer``."""
         loop = asyncio.get_running_loop()
         request_id = str(self._next_id)
         self._next_id += 1
@@ -212,7 +216,7 @@ class VLLMLocal(VLLMEngine):
             raise
 
     def _adapter_of(self, writer: Engine) -> Any:
-        """The ``LoRARequest`` that stands for its weights in vLLM; None: the model as it is."""
+        """Return the ``LoRARequest`` for the writer's weights in vLLM; None: the plain model."""
         return None
 
     @property
@@ -236,7 +240,7 @@ class VLLMLocal(VLLMEngine):
             if self._requests:
                 raise EngineError(
                     f"VLLMLocal cannot sleep while it generates for {self.in_flight} requests; "
-                    "with sleep_level use a collector that waits for all of a batch: SyncCollector"
+                    "with sleep_level use a collector that waits for the whole batch: SyncCollector"
                 )
             self._llm.sleep(self.sleep_level)
             self._asleep = {"weights", "kv_cache"}
@@ -263,12 +267,12 @@ class VLLMLocal(VLLMEngine):
             requests, self._requests = self._requests, {}
             message = f"vLLM failed while generating: {last_line(error)}"
             if self._crash_file.exists():
-                message += f" (what it was computing is in {self._crash_file})"
+                message += f" (details of the failing step are in {self._crash_file})"
             for request in requests.values():
                 fail(request.future, message, error)
 
     def _step(self) -> list[tuple[InFlightRequest, Any]]:
-        """Advance all requests; returns those that are over, with their outputs."""
+        """Advance all requests; return those that are finished, with their outputs."""
         over = []
         with self._exclusive, self._on_device():
             for output in self._llm.step() if self._llm is not None else ():
@@ -291,7 +295,7 @@ class VLLMLocal(VLLMEngine):
             self._end_update(version)
 
     def _begin_update(self, writer: Engine) -> None:
-        """Before a writer's weights change: it holds no version until all have arrived."""
+        """Invalidate a writer's version until all of its new weights have arrived."""
         for request_id, request in self._requests.items():
             if request.writer is writer:
                 request.stamp(tokens_so_far(self._llm, request_id))
@@ -326,7 +330,9 @@ class VLLMLocal(VLLMEngine):
         return [Holdings(type(self).__name__, **self._ask_worker(held_weights, names))]
 
     def _ask_worker(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function of vLLM's worker says of the weights, which are awake for it."""
+        """Return the answer of a function in vLLM's worker about the weights, which are woken for
+        it.
+        """
         with self._exclusive, self._on_device():
             self._wake("weights")
             [answer] = self._llm.collective_rpc(question, args=arguments)

@@ -1,4 +1,4 @@
-"""In vLLM's workers, of this process or others: LoRAs beside the weights, pushed in memory."""
+"""LoRAs in vLLM's workers, of this process or others: kept unmerged, and pushed in memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -11,21 +11,21 @@ from lightning_rl.engines.vllm_adapters_cpu import FusedAdapters
 from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM can be told to have room for."""
+"""The maximum ranks that vLLM can be configured for."""
 POLICY = 1
-"""The number of the adapter that is a worker's only policy."""
+"""The number of a worker's adapter if it has a single policy."""
 
 
 def lora_options(count: int, rank: int) -> dict[str, Any]:
-    """Arguments of ``vllm.EngineArgs`` for so many adapters of at most this rank.
+    """Return arguments of ``vllm.EngineArgs`` for ``count`` adapters of at most this rank.
 
     Raises:
-        ConfigError: if vLLM has no room for that rank.
+        ConfigError: if vLLM does not support that rank.
     """
     if rank > RANKS[-1]:
         raise ConfigError(
-            f"engine max_lora_rank={rank} must be <= {RANKS[-1]}, the most that vLLM has room for; "
-            "merge adapters of a larger rank: engine adapters: merged, or PolicyEngines"
+            f"engine max_lora_rank={rank} must be <= {RANKS[-1]}, vLLM's maximum; merge adapters "
+            "of a larger rank: engine adapters: merged, or PolicyEngines"
         )
     largest = min(r for r in RANKS if r >= rank)
     return {
@@ -37,13 +37,13 @@ def lora_options(count: int, rank: int) -> dict[str, Any]:
 
 
 class PolicyAdapter:
-    """The adapter of a worker's only policy: it writes whatever the worker is asked for.
+    """The adapter of a worker's only policy, applied to all requests.
 
-    Requests do not name it, so a server needs to know nothing of it. What they leave in the caches
-    is forgotten after each push, as where weights come whole.
+    Requests do not name it, so a server needs no knowledge of it. The caches that requests leave
+    are reset after each push, as for pushes of whole weights.
 
     Args:
-        worker: vLLM's, started with ``enable_lora``.
+        worker: vLLM's worker, started with ``enable_lora``.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -68,16 +68,16 @@ class PolicyAdapter:
         runner.execute_model, runner.reset_lora_state = execute_adapted, reset_but_ours
 
     def put(self, adapters: Mapping[str, Tensor]) -> None:
-        """Take the place of the adapter that was there; without factors, weights are whole.
+        """Replace the current adapter; without factors, the base is used as it is.
 
         Raises:
-            WeightSyncError: for what vLLM cannot adapt, or a rank that it has no room for.
+            WeightSyncError: for a layer that vLLM cannot adapt, or a rank that is too large.
         """
         set_adapter(self._worker, POLICY, adapters)
         self._held = adapters
 
     def seen_apart(self, held: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
-        """Digests as they are: base and factors are held apart."""
+        """Return the digests unchanged: base and factors are held separately."""
         return dict(held)
 
     # ---------------------------------------------------------------- a push that comes in buckets
@@ -89,7 +89,9 @@ class PolicyAdapter:
     def take(
         self, arrived: Iterable[tuple[str, Tensor]], with_base: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """What to load of what arrived; adapters are kept until the push ends."""
+        """Yield the weights to load among those that arrived; adapters are kept until the push
+        ends.
+        """
         for name, tensor in arrived:
             if is_adapter(name):
                 self._came[name] = tensor.clone()  # of a buffer that is written again
@@ -97,35 +99,35 @@ class PolicyAdapter:
                 yield name, tensor
 
     def finish(self) -> None:
-        """A push ends.
+        """End a push, and activate the adapters that arrived.
 
         Raises:
-            IncompleteWeightsError: naming an adapter that it left as it was, or the half of one.
-            WeightSyncError: as of :meth:`put`.
+            IncompleteWeightsError: naming an adapter that the push lacks, or half of one.
+            WeightSyncError: as for :meth:`put`.
         """
         if self._came and (missing := sorted(self._held.keys() - self._came.keys())):
             raise IncompleteWeightsError(
-                f"the push left {len(missing)} adapters as they were, first {missing[0]!r}"
+                f"the push left {len(missing)} adapters unchanged, first {missing[0]!r}"
             )
         require_pairs(self._came)
         self.put(dict(self._came))
 
 
 def keep_apart(worker: Any) -> None:
-    """Have a worker keep the LoRA of its only policy beside the weights, from now on.
+    """Have a worker keep the LoRA of its only policy unmerged, from now on.
 
     Raises:
         WeightSyncError: if it was started without ``enable_lora``, or is too old.
     """
     if getattr(worker.model_runner, "lora_manager", None) is None:
         raise WeightSyncError(
-            "this vLLM cannot keep adapters apart; start it with --enable-lora --max-lora-rank of "
-            "at least the LoRA's, or set engine adapters: merged"
+            "this vLLM cannot keep adapters unmerged; start it with --enable-lora --max-lora-rank "
+            "of at least the LoRA's, or set engine adapters: merged"
         )
     if not hasattr(worker.model_runner, "reset_lora_state"):
         raise WeightSyncError(
-            "this vLLM takes no new base weights while a LoRA is kept beside them; install "
-            "vLLM >= 0.28, or set engine adapters: merged"
+            "this vLLM accepts no new base weights while a LoRA is kept unmerged; install vLLM >= "
+            "0.28, or set engine adapters: merged"
         )
     model = worker.get_model()
     if policy_adapter(model) is None:  # a server may be used by one run after the other
@@ -138,7 +140,7 @@ def policy_adapter(model: Any) -> PolicyAdapter | None:
 
 
 def put_policy(worker: Any, adapters: Mapping[str, Tensor]) -> None:
-    """:meth:`PolicyAdapter.put` of a worker, of factors that are about to change."""
+    """Call a worker's :meth:`PolicyAdapter.put` with copies, since the factors will change."""
     copies = {name: factor.clone() for name, factor in adapters.items()}
     worker.get_model().policy_adapter.put(copies)
 
@@ -165,7 +167,7 @@ def use_cpu_adapters(worker: Any) -> None:
 
 
 def _linear(manager: Any) -> dict[str, Any]:
-    """Layers of vLLM's LoRA manager that add an adapter to a product with their weight."""
+    """Return the layers of vLLM's LoRA manager that add an adapter to a linear layer."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
     layers = manager.modules.items()
@@ -182,10 +184,10 @@ def _no_change(manager: Any) -> dict[str, Tensor]:
 
 
 def set_adapter(worker: Any, number: int, adapters: Mapping[str, Tensor]) -> None:
-    """Put an adapter in the place of the one with this number; without factors it adds nothing.
+    """Replace the adapter with this number; without factors it adds nothing.
 
     Raises:
-        WeightSyncError: naming a layer that vLLM cannot adapt; then the old one stays.
+        WeightSyncError: naming a layer that vLLM cannot adapt; the old adapter then stays.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -216,7 +218,7 @@ def set_adapter(worker: Any, number: int, adapters: Mapping[str, Tensor]) -> Non
 
 
 def require_room_for(adapters: Mapping[str, Tensor], most: int) -> None:
-    """Refuse adapters of a larger rank than there is room for.
+    """Reject adapters whose rank exceeds ``most``.
 
     Raises:
         WeightSyncError: naming the layer.
@@ -225,6 +227,6 @@ def require_room_for(adapters: Mapping[str, Tensor], most: int) -> None:
         rank = len(adapters[f"{layer}.lora_A"])
         if rank > most:
             raise WeightSyncError(
-                f"the adapter of {layer!r} has rank {rank}, vLLM has room for "
-                f"max_lora_rank={most}; raise that"
+                f"the adapter of {layer!r} has rank {rank}, but max_lora_rank={most}; raise "
+                "max_lora_rank"
             )

@@ -1,4 +1,4 @@
-"""vLLM as a guest in the trainer's process: what it changes is put back, and its memory freed."""
+"""vLLM in the trainer's process: restores what it changes, and frees its memory."""
 
 import atexit
 import gc
@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def contained(device: int | None) -> Iterator[None]:
-    """Undo what importing and starting vLLM does to the process around it.
+    """Undo the side effects of importing and starting vLLM on this process.
 
-    ``device`` is the GPU that both work on; None: this process uses none.
+    ``device`` is the GPU that both use; None: this process uses none.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_PLUGINS", "")
@@ -58,35 +58,35 @@ def contained(device: int | None) -> Iterator[None]:
 
 
 def use_batch_invariance() -> None:
-    """Switch it on for this process.
+    """Switch on batch invariance for this process.
 
     Raises:
-        ConfigError: if vLLM, or a GPU, is in use already: both are told at their start.
+        ConfigError: if vLLM or a GPU is already in use, since both read the setting at their start.
     """
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         return
     if "vllm" in sys.modules or torch.cuda.is_initialized():
         used = "vLLM is imported" if "vllm" in sys.modules else "the GPU is in use"
         raise ConfigError(
-            f"batch_invariant=true comes too late, {used} already; make the engine first in the "
-            "process, or start that with VLLM_BATCH_INVARIANT=1"
+            f"batch_invariant=true comes too late, since {used} already; create the engine first "
+            "in the process, or start it with VLLM_BATCH_INVARIANT=1"
         )
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
 def require_gradients(device: int) -> None:
-    """Refuse batch invariance where it would reach into the trainer, which shares the process.
+    """Reject batch invariance where it would break the trainer's gradients in the same process.
 
     Raises:
-        ConfigError: on GPUs of compute capability 8.x: there vLLM puts ``aten::linear`` of its own
-            in the place of torch's for the whole process, and that has no gradient.
+        ConfigError: on GPUs of compute capability 8.x, where vLLM replaces torch's ``aten::linear``
+            for the whole process by its own, which has no gradient.
     """
     major, minor = torch.cuda.get_device_capability(device)
     if major == 8:
         raise ConfigError(
-            f"batch_invariant=true on a GPU of compute capability {major}.{minor} takes the "
-            "gradient from all linear layers of the process that vLLM works in; use VLLMServer "
-            "with batch_invariant=true"
+            f"batch_invariant=true on a GPU of compute capability {major}.{minor} removes the "
+            "gradient of all linear layers in vLLM's process; use VLLMServer with "
+            "batch_invariant=true"
         )
 
 
@@ -94,7 +94,7 @@ Restore = Callable[[], object]
 
 
 def _random_states(device: int | None) -> Iterator[Restore]:
-    """Restore all random states, also of all GPUs, which vLLM seeds."""
+    """Restore all random states, including those of all GPUs, which vLLM seeds."""
     python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield lambda: random.setstate(python)
     yield lambda: np.random.set_state(of_numpy)
@@ -105,7 +105,7 @@ def _random_states(device: int | None) -> Iterator[Restore]:
 
 
 def _precisions() -> Iterator[Restore]:
-    """vLLM sets ``highest`` for the trainer, too; for batch invariance all of them."""
+    """Restore float32 precisions, which vLLM sets to ``highest``, or all for batch invariance."""
     backends: Any = torch.backends
     for kind in (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv,
                  backends.cudnn.rnn):  # fmt: skip
@@ -130,13 +130,13 @@ def _setting(place: Any, name: str, *others: Any) -> Restore:
 
 
 def _devices(device: int | None) -> Iterator[Restore]:
-    """vLLM makes the one that it chooses this thread's."""
+    """Restore this thread's current GPU, which vLLM changes."""
     if device is not None:
         yield lambda: torch.cuda.set_device(device)
 
 
 def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: int | None) -> Any:
-    """An engine of vLLM in this process, which else is as before.
+    """Start a vLLM engine in this process, which is otherwise unchanged.
 
     Raises:
         EngineError: saying why, if vLLM does not start.
@@ -183,26 +183,26 @@ def _destroy_group() -> None:
 
 
 def _cache_of(device: int, root: str) -> str:
-    """The folder for what vLLM compiles for a GPU that is not the first.
+    """Return the directory for vLLM's compiled code on a GPU that is not the first.
 
-    Compiled code names its GPU. vLLM keeps it by an engine's rank, which is 0 in each training
-    process, so that one GPU's code would be found and run for another.
+    Compiled code is specific to a GPU, but vLLM stores it by an engine's rank, which is 0 in each
+    training process; so code for one GPU would be loaded on another.
     """
     folder = f"device_{device}"
     return root if Path(root).name == folder else str(Path(root) / folder)
 
 
 def _rendezvous_file(worker: Any) -> Path | None:
-    """Runs in vLLM's worker: where the processes of its group met, if that was in a file."""
+    """Return, in vLLM's worker, the file where its process group met; None if it was not a file."""
     scheme, _, path = str(worker.distributed_init_method).partition("://")
     return Path(path) if scheme == "file" else None
 
 
 def shut_down(llm: Any) -> None:
-    """End an engine that works in this process, so that its memory is free once it is dropped.
+    """End an engine in this process, so that its memory is free once it is dropped.
 
-    vLLM's own end would destroy the process group that Lightning trains with, so that has been
-    detached; this is the rest of it.
+    vLLM's own shutdown would destroy the process group that Lightning trains with, so it has been
+    detached; this does the rest of it.
     """
     core = llm.engine_core.engine_core
     worker = getattr(core.model_executor, "driver_worker", None)  # None: in other processes
@@ -219,9 +219,9 @@ def shut_down(llm: Any) -> None:
 
 
 def _forget_reloads(model: torch.nn.Module) -> None:
-    """Empty what vLLM notes of each layer for the next push.
+    """Clear vLLM's notes about each layer for the next push.
 
-    After one, the notes of attention layers hold these layers, and so their cache, for ever.
+    After a push, the notes of attention layers reference these layers, and so their cache, forever.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -237,10 +237,10 @@ def collect_garbage() -> None:
 
 
 def divert_crash_dump() -> Path:
-    """The file to which vLLM from now on writes what it was computing when it failed.
+    """Divert vLLM's dump of a failing step to a file, and return that file.
 
-    Else these thousands of characters go to the terminal, before the line that says what happened.
-    To be called once an engine is there: to start one sets up vLLM's logging anew.
+    Otherwise these thousands of characters appear on the terminal before the actual error. Call it
+    after an engine has started, since that resets vLLM's logging.
     """
     file = Path(tempfile.gettempdir()) / f"vllm_crash_{os.getpid()}.log"
     logger = logging.getLogger("vllm.logging_utils.dump_input")
@@ -251,6 +251,6 @@ def divert_crash_dump() -> Path:
 
 
 def last_line(error: BaseException) -> str:
-    """The line of an error's text that says what is wrong: pydantic adds some."""
+    """Return the line of an error's text that says what is wrong; pydantic adds further lines."""
     lines = str(error).strip().splitlines()
     return validation_failure(str(error)) or (lines[-1] if lines else repr(error))

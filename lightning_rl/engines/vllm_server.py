@@ -1,4 +1,4 @@
-"""vLLM in processes of its own, over HTTP."""
+"""VLLMServer: vLLM in separate processes, over HTTP."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from lightning_rl.models.generation_config import written_ends
 
 _WORKER = "lightning_rl.sync.vllm_worker"
 _LEASE = 4
-"""Looks at a server's health that a run may miss before another one can have the server."""
+"""Health checks that a run may miss before another run can claim the server."""
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
 SERVER_ARGUMENTS = {
@@ -32,31 +32,31 @@ SERVER_ARGUMENTS = {
     "middleware": "lightning_rl.engines.server_access.ServerAccess",
     "enable_scale_out": True,  # token ids in, token ids out
 }
-"""Arguments without which a server cannot be given weights, whoever starts it."""
+"""Arguments without which a server does not accept weights, whoever starts it."""
 
 
 @configurable
 class VLLMServer(ReplicatedEngine, VLLMEngine):
-    """One or several vLLM servers, that we start or that run already.
+    """One or several vLLM servers, started by us or already running.
 
-    Those that we start listen on the loopback interface at a random port, demand a random key for
-    every call, and end with this process. Tokens carry the version that wrote them, also when
+    Servers that we start listen on the loopback interface at a random port, require a random key
+    for every call, and end with this process. Tokens carry the version that wrote them, even if
     weights change in the middle of a completion. Its further settings are those of
     :class:`VLLMEngine` and :class:`ReplicatedEngine`.
 
     Args:
-        urls: of servers that run already, started as docs/sync.md shows: a list, or a
-            :class:`ServerList` by which they come and go during a run; None: start our own.
-        replicas: how many to start.
+        urls: URLs of running servers, started as docs/sync.md shows: a list, or a
+            :class:`ServerList` by which they join and leave during a run; None: start our own.
+        replicas: number of servers to start.
         api_key_env: environment variable with the key of the servers at ``urls``; None: no key.
-        devices: ``CUDA_VISIBLE_DEVICES`` for each server that we start; None: as it is.
-        dtype: of the engine's weights; of servers at ``urls``, what they were started with; None:
-            as the trainer computes, but on GPUs servers that we start compute in ``bfloat16``.
+        devices: ``CUDA_VISIBLE_DEVICES`` of each server that we start; None: unchanged.
+        dtype: dtype of the engine's weights; for servers at ``urls``, the one they were started
+            with; None: the trainer's, but ``bfloat16`` for servers that we start on GPUs.
         tensor_parallel_size: GPUs (CPU processes) that share the model of each server that we
-            start; of those at ``urls``, what they were started with.
+            start; for servers at ``urls``, the one they were started with.
 
     Raises:
-        ConfigError: for impossible values.
+        ConfigError: for invalid values.
     """
 
     starting = "vLLM servers start"
@@ -74,7 +74,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         require_at_least(1, replicas=replicas, tensor_parallel_size=tensor_parallel_size)
         if urls is not None and (not urls or replicas > 1 or devices):
             raise ConfigError(
-                f"urls={urls} are servers that run already; leave out replicas and devices, or urls"
+                f"urls={urls} are running servers; leave out replicas and devices, or leave out "
+                "urls"
             )
         for url in urls if isinstance(urls, list) else []:
             require_url(url)
@@ -83,8 +84,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         for entry in devices or []:
             if entry.count(",") + 1 < tensor_parallel_size:
                 raise ConfigError(
-                    f"devices={devices}: {entry!r} are fewer than {tensor_parallel_size=}; name "
-                    "as many for each server, like '0,1'"
+                    f"devices={devices}: {entry!r} has fewer devices than {tensor_parallel_size=}; "
+                    "name as many for each server, like '0,1'"
                 )
         super().__init__(dtype=dtype, **shared)
         transfer = self._settings.options.get("weight_transfer_config") or {}
@@ -149,7 +150,7 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             raise EngineError(f"urls: {type(urls).__name__} cannot be read: {error}") from error
         if not found:
             raise EngineError(
-                f"urls: {type(urls).__name__} names no server; start one before the run, as "
+                f"urls: {type(urls).__name__} contains no server; start one before the run, as "
                 "docs/sync.md shows"
             )
         return found
@@ -179,16 +180,16 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             return ""
         if self.api_key_env not in os.environ:
             raise EngineError(
-                f"api_key_env={self.api_key_env!r}: there is no such environment variable; set it "
-                "to the servers' key, or api_key_env: null for servers without one"
+                f"api_key_env={self.api_key_env!r}: this environment variable is not set; set it "
+                "to the servers' key, or use api_key_env: null for servers without one"
             )
         return os.environ[self.api_key_env]
 
 
 def own_cores(index: int, count: int) -> dict[str, str]:
-    """Variables that bind one of several servers on CPUs to cores of its own.
+    """Return variables that bind one of several CPU servers to its own cores.
 
-    By itself vLLM binds each of them to the same. A binding that the user has set stays.
+    By default vLLM binds all of them to the same cores. A binding set by the user is kept.
     """
     if torch.cuda.is_available() or _BIND in os.environ or not hasattr(os, "sched_getaffinity"):
         return {}
@@ -197,7 +198,7 @@ def own_cores(index: int, count: int) -> dict[str, str]:
 
 
 def server_command(arguments: dict[str, Any]) -> list[str]:
-    """The command that starts a server which :class:`VLLMServer` can work with."""
+    """Return the command that starts a server for :class:`VLLMServer`."""
     # Not `vllm serve`: that looks for a package named vllm, which vllm-cpu is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in (SERVER_ARGUMENTS | arguments).items():

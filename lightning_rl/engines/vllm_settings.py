@@ -1,4 +1,4 @@
-"""Settings of a vLLM engine, and what vLLM makes of them on the devices of this machine."""
+"""Settings of vLLM engines, and the arguments that they become on this machine's devices."""
 
 import logging
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from lightning_rl.run.machine import lacks_adapters, read_vllm_version
 _log = logging.getLogger(__name__)
 
 _QUANTIZED_ON_CPUS = "fp8_per_channel"
-"""The only one of vLLM's quantizations of a 16-bit push that its CPU build can compute."""
+"""The only quantization of 16-bit weights that vLLM's CPU build supports for pushes."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of a vLLM engine, in this process or another; :class:`VLLMEngine` describes them.
+    """Settings of a vLLM engine, in this process or another; see :class:`VLLMEngine`.
 
     Raises:
         ConfigError: for a value out of range.
@@ -53,13 +53,13 @@ class EngineSettings:
     def arguments(
         self, model_dir: Path, trust_remote_code: bool = False, device: int | None = None
     ) -> dict[str, Any]:
-        """Arguments of ``vllm.EngineArgs``, for the devices of this machine.
+        """Return arguments of ``vllm.EngineArgs``, for the devices of this machine.
 
-        ``device`` is the GPU that an engine in this process works on, by its number here; None: on
-        CPUs, and for processes of their own.
+        ``device`` is the index of the GPU used by an engine in this process; None: on CPUs, and for
+        separate processes.
 
         Raises:
-            ConfigError: for what these devices cannot do.
+            ConfigError: for settings that these devices do not support.
         """
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
@@ -110,20 +110,23 @@ class EngineSettings:
 
     def _require_cpu(self) -> None:
         if self.dtype == "float16":
-            raise ConfigError("engine dtype='float16' is not for CPUs; use float32 or bfloat16")
+            raise ConfigError(
+                "engine dtype='float16' is not supported on CPUs; use float32 or bfloat16"
+            )
         if self.quantization not in (None, _QUANTIZED_ON_CPUS):
             raise ConfigError(
-                f"engine quantization={self.quantization!r} is not for CPUs, whose vLLM has no "
-                f"kernel for it; use {_QUANTIZED_ON_CPUS}, or null"
+                f"engine quantization={self.quantization!r} is not supported on CPUs, where vLLM "
+                f"has no kernel for it; use {_QUANTIZED_ON_CPUS}, or null"
             )
         if self.batch_invariant:
             raise ConfigError(
-                "engine batch_invariant=true is not for CPUs: vLLM's batch-invariant kernels are "
-                "for GPUs; leave it out (in float32 a request's tokens do not depend on its batch)"
+                "engine batch_invariant=true is not supported on CPUs, since vLLM's "
+                "batch-invariant kernels need a GPU; leave it out (in float32 a request's tokens "
+                "do not depend on its batch)"
             )
 
     def environment(self) -> dict[str, str]:
-        """Variables of the process in which vLLM works, beside those of whoever starts it."""
+        """Return environment variables of vLLM's process, in addition to the inherited ones."""
         variables = {}
         if self.batch_invariant:
             variables["VLLM_BATCH_INVARIANT"] = "1"
@@ -136,26 +139,26 @@ class EngineSettings:
 
 @configurable
 class VLLMEngine(LoRAEngine):
-    """The settings that all engines of vLLM have, and how these follow the trainer's.
+    """The settings common to all vLLM engines, and how they follow the trainer's.
 
     Args:
-        dtype: of the engine's weights; None: as the trainer computes, but on GPUs ``bfloat16``.
-        max_model_len: longest prompt plus completion in tokens; None: what the model allows.
-        kv_cache_gb: key/value cache in GiB per process; None: vLLM's own choice from
-            ``gpu_memory_utilization`` (on CPU that would be nearly all memory, so 0.25 there).
-        gpu_memory_utilization: share of the GPU that a process of vLLM may take.
-        max_num_seqs: requests that one engine or replica computes together; others wait.
-        enable_prefix_caching: share the key/value cache of equal prompt prefixes.
-        cast_lm_head_to_fp32: compute logits in float32 though ``dtype`` has 16 bits; None: where
-            the trainer does.
-        quantization: a format of vLLM's that weights are rounded to as they arrive, such as
-            ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
-        batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
-            slower. ``VLLMLocal`` must know it before vLLM or the GPU is used in this process.
-        adapters: ``apart``: a LoRA is computed beside its base, and a push brings it alone;
-            ``merged``: with merged weights; None: apart where ``dtype`` has 16 bits and vLLM can.
-        options: further arguments of ``vllm.EngineArgs``, as they are; not for servers that run
-            already.
+        dtype: dtype of the engine's weights; None: the trainer's, but ``bfloat16`` on GPUs.
+        max_model_len: maximum tokens of prompt plus completion; None: the model's maximum.
+        kv_cache_gb: size of the KV cache in GiB per process; None: chosen by vLLM from
+            ``gpu_memory_utilization`` (on CPUs 0.25, since vLLM would take nearly all memory).
+        gpu_memory_utilization: share of the GPU's memory that a vLLM process may use.
+        max_num_seqs: maximum requests that one engine or replica computes together; others wait.
+        enable_prefix_caching: share the KV cache of equal prompt prefixes.
+        cast_lm_head_to_fp32: compute logits in float32 even if ``dtype`` has 16 bits; None: if the
+            trainer does.
+        quantization: a vLLM quantization that weights are rounded to when they arrive, such as
+            ``fp8``; None: none. It makes the engine faster, and its gap to the trainer larger.
+        batch_invariant: make a request's tokens on a GPU independent of the rest of its batch;
+            slower. ``VLLMLocal`` must be created before vLLM or the GPU is used in this process.
+        adapters: ``apart``: the LoRA stays unmerged, and a push contains it alone; ``merged``: the
+            engine computes with merged weights; None: ``apart`` if ``dtype`` has 16 bits and vLLM
+            supports it.
+        options: further arguments of ``vllm.EngineArgs``; not for servers that already run.
 
     Raises:
         ConfigError: for a value out of range.
@@ -210,15 +213,15 @@ class VLLMEngine(LoRAEngine):
 
     @property
     def settings(self) -> EngineSettings:
-        """The settings, with what follows from the trainer."""
+        """The settings, including those that follow from the trainer."""
         lora = {} if self.lora_rank is None else lora_options(1, self.lora_rank)
         options = self._settings.options | lora
         return replace(self._settings, dtype=self.dtype, options=options)
 
     def memory_here(self, elements: int, card: int) -> tuple[int, int]:
-        """The share of the GPU that vLLM takes, or with a given cache it and the weights.
+        """Return the GPU memory that vLLM takes: its share, or weights plus a given KV cache.
 
-        Nothing while it sleeps; the whole share has to be free when it starts.
+        It takes nothing while it sleeps; the whole share has to be free when it starts.
         """
         if self.serves_all_ranks:
             return super().memory_here(elements, card)
@@ -235,7 +238,7 @@ class VLLMEngine(LoRAEngine):
             return why
         settings = self._settings
         if rank > RANKS[-1]:
-            return f"vLLM has room for rank {RANKS[-1]} at most, lora has {rank}"
+            return f"vLLM supports rank {RANKS[-1]} at most, but lora has {rank}"
         if self.sleep_level == 2:
             return "with sleep_level=2 that is not tested"
         if settings.quantization not in (None, _QUANTIZED_ON_CPUS):
@@ -257,37 +260,37 @@ class VLLMEngine(LoRAEngine):
 def _warn_of_bfloat16() -> None:
     if dist.rank() == 0:
         _log.warning(
-            "the trainer computes in float32, the engine on GPUs in bfloat16 (in float32 it has no "
-            "flash attention), so that their logprobs differ by some hundredths of a nat; set "
+            "the trainer computes in float32, but the engine on GPUs in bfloat16 (it has no flash "
+            "attention in float32), so their logprobs differ by some hundredths of a nat; set "
             "trainer.precision: bf16-mixed to round alike, or engine.dtype: float32 to be exact"
         )
 
 
 def require_one_device(options: Mapping[str, Any]) -> None:
-    """Refuse a model that is spread over devices, where each training process has one.
+    """Reject a model that is sharded over devices in an engine of a training process.
 
-    The ranks' engines would have to compute the same requests in the same steps, and each rank's
-    requests are its own.
+    The ranks' engines would have to compute the same requests in the same steps, but each rank has
+    its own requests.
 
     Raises:
-        ConfigError: naming the engines that can.
+        ConfigError: naming the engines that support it.
     """
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if options.get(name, 1) != 1:
             raise ConfigError(
-                f"engine options {name}={options[name]}: VLLMLocal works on the one device of its "
+                f"engine options {name}={options[name]}: VLLMLocal uses only the device of its "
                 "training process; use VLLMServer or RayEngine with tensor_parallel_size"
             )
 
 
 def require_gpu_to_sleep(sleep_level: int | None, device: int | None) -> None:
-    """Refuse a ``sleep_level`` without a GPU.
+    """Reject a ``sleep_level`` without a GPU.
 
     Raises:
         ConfigError: saying why.
     """
     if device is None and sleep_level is not None:
         raise ConfigError(
-            f"engine sleep_level={sleep_level} is not for CPUs, where vLLM cannot give memory "
-            "back; leave it out"
+            f"engine sleep_level={sleep_level} is not supported on CPUs, where vLLM cannot free "
+            "memory; leave it out"
         )

@@ -1,4 +1,4 @@
-"""What makes vLLM start sooner on a GPU: fewer CUDA graphs, and what an earlier run compiled."""
+"""Faster starts of vLLM on GPUs: fewer CUDA graphs, and reuse of earlier runs' compiled code."""
 
 import hashlib
 import logging
@@ -21,22 +21,24 @@ _GRAPHS = {
     "performance_mode",
     "speculative_config",
 }
-"""Options that decide about CUDA graphs; with one of them, which there are is vLLM's choice."""
+"""Options that determine CUDA graphs; if one of them is set, vLLM decides."""
 
 
 def graphs(max_num_seqs: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``vllm.EngineArgs`` beside ``options``, which may leave none to say."""
+    """Return further arguments of ``vllm.EngineArgs``; {} if ``options`` already set them."""
     if options.keys() & _GRAPHS:
         return {}
     return {"compilation_config": {"cudagraph_capture_sizes": captured_sizes(max_num_seqs)}}
 
 
 def captured_sizes(max_num_seqs: int) -> list[int]:
-    """Tokens of a step that vLLM captures CUDA graphs for; one of another size takes the next.
+    """Return the token counts for which vLLM captures CUDA graphs; steps of other sizes use the
+    next.
 
-    They go as far as vLLM's own, twice ``max_num_seqs`` or 512, but grow by up to a quarter, where
-    those are 8 or 16 apart: 23 instead of 51 for 256 requests. Each is captured once for steps that
-    begin a prompt and, up to ``max_num_seqs``, once for the others, before the first token.
+    The sizes reach as far as vLLM's own, to twice ``max_num_seqs`` or 512, but grow by up to a
+    quarter, where vLLM's are 8 or 16 apart: 23 instead of 51 for 256 requests. Each is captured
+    once for steps that begin a prompt and, up to ``max_num_seqs``, once for the others, before the
+    first token.
     """
     largest = min(2 * max_num_seqs, 512)
     sizes, size = {1, 2, 4, max_num_seqs, largest}, 8
@@ -47,11 +49,13 @@ def captured_sizes(max_num_seqs: int) -> list[int]:
 
 
 def lasting(model_dir: Path) -> Path:
-    """A folder with the same files, in the user's cache, whose path is the same in every run.
+    """Return a directory with the same files, in the user's cache, whose path is equal in every
+    run.
 
-    vLLM keeps what it compiles under a key that holds the path of the model. A run gives it
-    configuration and tokenizer in a folder with a new name, so each would compile anew. A folder
-    with weights is somebody's own, and stays as it is; so does any if the cache cannot be written.
+    vLLM stores compiled code under a key that contains the model's path. A run gives it
+    configuration and tokenizer in a directory with a new name, so each run would compile again. A
+    directory with weights belongs to the user and is used unchanged; so is any if the cache cannot
+    be written.
     """
     if any(file.suffix in (".safetensors", ".bin") for file in model_dir.rglob("*")):
         return model_dir
@@ -66,7 +70,7 @@ def lasting(model_dir: Path) -> Path:
                 shutil.copytree(model_dir, Path(made, name)).rename(place)
     except OSError as error:
         if not place.exists():  # else another run made it meanwhile
-            _log.warning("what vLLM compiles is not found by later runs: %s", error)
+            _log.warning("later runs cannot reuse vLLM's compiled code: %s", error)
             return model_dir
     return place
 

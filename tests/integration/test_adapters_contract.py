@@ -113,7 +113,7 @@ def test_adapters_that_do_not_fit_are_named_and_the_others_go_on(engine, trainer
         (good | tower, IncompleteWeightsError, r"adapter of 'visual\.proj', of which"),
         (good | {f"{layer}.lora_A": torch.ones(2, 64)}, IncompleteWeightsError, r"\(2, 64\)"),
         (good | embedding, WeightSyncError, r"cannot adapt 'model\.embed_tokens'"),
-        (whole, WeightSyncError, "brings no adapters"),
+        (whole, WeightSyncError, "contains no adapters"),
     ):
         with pytest.raises(error, match=message):
             engine.of_policy("prover").load_weights(pushed.items(), 4)
@@ -121,7 +121,7 @@ def test_adapters_that_do_not_fit_are_named_and_the_others_go_on(engine, trainer
             asked(engine, "first")
     (after,) = asked(engine, "judge")
     assert same_draws(before, after)
-    with pytest.raises(WeightSyncError, match=r"takes the weights of one policy: of_policy"):
+    with pytest.raises(WeightSyncError, match=r"takes the weights of one policy at a time"):
         engine.load_weights(good.items(), 4)
     with pytest.raises(ConfigError, match=r"plays role 'third'; .* first, judge, second: name it"):
         engine.of_role("third")

@@ -67,7 +67,7 @@ def test_vllm_that_fails(tiny_model, tmp_path, capfd):
     assert message.startswith("vLLM failed while generating: failed: device-side assert triggered")
     # What vLLM has to say about it is in a file, not on the terminal.
     assert engine._crash_file.read_text().startswith("Dumping input data for V1 LLM engine")
-    assert message.endswith(f"(what it was computing is in {engine._crash_file})")
+    assert message.endswith(f"(details of the failing step are in {engine._crash_file})")
     printed = capfd.readouterr()
     assert "Dumping" not in printed.out + printed.err
     engine._crash_file.unlink()

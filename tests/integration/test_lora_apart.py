@@ -139,7 +139,7 @@ def test_a_push_that_does_not_fit_is_named_and_the_next_one_mends_it(local, trai
     if isinstance(local, VLLMLocal):
         wrong += [
             (good | embedding, r"vLLM cannot adapt 'model\.embed_tokens' .*adapters: merged"),
-            (good | rank, "has rank 20, vLLM has room for max_lora_rank=16; raise that"),
+            (good | rank, "has rank 20, but max_lora_rank=16; raise"),
         ]
     for pushed, message in wrong:
         with pytest.raises(WeightSyncError, match=message):
@@ -201,7 +201,7 @@ def test_a_model_that_vllm_cannot_adapt_is_named_with_the_way_out(tmp_path):
         EngineError, match=r"does not support LoRA.*\(set engine adapters: merged\)"
     ):
         told(VLLMLocal(**SMALL), LoRA(rank=2)).start(tmp_path / "skeleton")
-    with pytest.raises(ConfigError, match="room for rank 512 at most, lora has 600"):
+    with pytest.raises(ConfigError, match="supports rank 512 at most, but lora has 600"):
         told(VLLMLocal(**SMALL), LoRA(rank=600))
 
 

@@ -115,7 +115,7 @@ except Exception as error:
             assert any("Ray runtime started" in line for line in process.stdout)
             refused = drive()
             assert refused.startswith("ReplicaError the Ray cluster at address='127.0.0.1:")
-            assert "wants a token: set RAY_AUTH_MODE=token for this command" in refused
+            assert "requires a token; set RAY_AUTH_MODE=token for this command" in refused
             assert drive(RAY_AUTH_MODE="token") == "connected"
         finally:
             os.killpg(process.pid, signal.SIGTERM)

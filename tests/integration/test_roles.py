@@ -118,7 +118,7 @@ def test_a_full_model_of_another_kind_learns_beside_an_adapter(tiny_model, tmp_p
     [
         ({"collector": StreamedCollector()}, "has 2 policies, and data.collector=StreamedColl"),
         ({"buffer": ReplayBuffer("b.sqlite")}, "has 2 policies, and data.buffer counts"),
-        ({"engine": None}, "holds the weights of one policy, and 2 are trained .first, second."),
+        ({"engine": None}, "holds the weights of one policy, but 2 are trained .first, second."),
     ],
 )
 def test_what_several_policies_cannot_share_is_refused(options, message, tiny_model, tmp_path):

@@ -91,7 +91,7 @@ def test_a_skipped_layer_is_named(tiny_model, weights, engine, fault):
             "tensors lost on the way",
             "naming them, from vLLM's worker",
             IncompleteWeightsError,
-            "left 5 of the engine's weights as they were",
+            "left 5 of the engine's weights unchanged",
         ),
     ):
         transport.push(weights.items(), 1)

@@ -63,7 +63,7 @@ def test_the_base_comes_once(skeleton, tiny_model, running, trainers):
         assert all(name.endswith((".lora_A", ".lora_B")) for name in names)
     both = [*trainers.policies["prover"].named_adapter_weights(),
             *trainers.policies["prover"].named_base_weights()]  # fmt: skip
-    with pytest.raises(WeightSyncError, match=r"holds a base already.*close\(\) it first"):
+    with pytest.raises(WeightSyncError, match=r"already holds a base.*call close\(\) first"):
         running.of_policy("prover").load_weights(both, 4)
 
 
@@ -80,7 +80,7 @@ def test_ranks_that_vllm_has_no_room_for_are_named(engine, trainers):
     layer = "model.layers.1.mlp.up_proj"
     rank = {f"{layer}.lora_A": torch.ones(12, 64), f"{layer}.lora_B": torch.ones(64, 12)}
     pushed = dict(trainers.policies["prover"].named_adapter_weights()) | rank
-    with pytest.raises(WeightSyncError, match=r"has rank 12, .* max_lora_rank=10; raise that"):
+    with pytest.raises(WeightSyncError, match=r"has rank 12, .* max_lora_rank=10; raise"):
         engine.of_policy("prover").load_weights(pushed.items(), 4)
     large = VLLMAdapters(max_lora_rank=600)
     large.serve(ROLES)

@@ -174,7 +174,10 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.optimizer.lr .inf": ["optimizer.lr=inf must be finite"],
         "--data.reward_weights [.nan]": ["reward_weights=[nan] must be finite"],
         "--data.sampling.temperature .inf": ["temperature=inf must be 0 (greedy), or finite"],
-        "--data.sampling.temperature 0.005": ["temperature=0.005", "vLLM samples at no less"],
+        "--data.sampling.temperature 0.005": [
+            "temperature=0.005",
+            "vLLM raises lower ones to that",
+        ],
         "--model.optimizer torch.optim.LBFGS": ["optimizer=LBFGS", "use AdamW"],
         "--seed_everything 4294967296": ["must be in [0, 4294967295]"],
         "--model.loss.clip_low -0.1": ["clip_low=-0.1"],

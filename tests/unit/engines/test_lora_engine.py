@@ -92,7 +92,7 @@ def test_what_is_not_proven_is_merged_and_said(caplog, engine, obstacle, why):
         merged = told(engine(dtype="bfloat16"), 8, obstacle)
     assert not merged.takes_adapters
     assert why in caplog.text
-    assert "lacks small updates" in caplog.text
+    assert "lack small updates" in caplog.text
     with pytest.raises(ConfigError, match=rf"adapters='apart': .*{why}.*; set adapters: merged"):
         told(engine(dtype="bfloat16", adapters="apart"), 8, obstacle)
     caplog.clear()
@@ -126,7 +126,9 @@ def test_servers_that_run_already_are_asked_only_if_told(caplog):
 
 def test_another_word_is_refused():
     for engine in (TransformersEngine, VLLMLocal):
-        with pytest.raises(ConfigError, match="adapters='beside' must be apart, merged or null"):
+        with pytest.raises(
+            ConfigError, match="adapters='beside' must be 'apart', 'merged' or null"
+        ):
             engine(adapters="beside")
 
 

@@ -99,7 +99,7 @@ def test_a_run_that_was_killed_loses_its_servers(run, caplog):
     killed, resumed = run(lease_s=0.3), run()
     run_async(killed.start())
     run_async(resumed.start())
-    assert "trying for 0.3 s whether that has ended" in caplog.text
+    assert "waiting for 0.3 s in case that run has ended" in caplog.text
     run_async(resumed.pause())
     with pytest.raises(ServerTaken):
         run_async(killed.pause())  # it was only asleep

@@ -99,8 +99,11 @@ def test_a_command_for_a_server():
         ({"replicas": 2, "devices": ["0"]}, r"devices=\['0'\] must name one entry"),
         ({"dtype": "int8"}, "dtype='int8' must be"),
         ({"call_timeout_s": 0}, "call_timeout_s=0 must be"),
-        ({"urls": ["localhost:8000"]}, r"'localhost:8000' is no http://host:port; write it like"),
-        ({"urls": ["http://a:port"]}, "is no http://host:port"),
+        (
+            {"urls": ["localhost:8000"]},
+            r"'localhost:8000' must have the form http://host:port, like",
+        ),
+        ({"urls": ["http://a:port"]}, "must have the form http://host:port"),
         ({"urls": ["http://a:80/v1"]}, "must end before /v1: 'http://a:80'"),
     ],
 )
@@ -140,10 +143,10 @@ def stranger():
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (200, b"<html></html>", "is no vLLM server.*answered what no vLLM server would"),
-        (404, b"", "is no vLLM server.*/health answered 404"),
-        (401, b"", "wants another api_key_env.*/health answered 401"),
-        (200, b'{"data": []}', r"is no vLLM server: its /v1/models does not tell"),
+        (200, b"<html></html>", "is not a vLLM server.*answered unlike a vLLM server"),
+        (404, b"", "is not a vLLM server.*/health answered 404"),
+        (401, b"", "needs another key in api_key_env.*/health answered 401"),
+        (200, b'{"data": []}', r"is not a vLLM server: its /v1/models does not report"),
     ],
 )
 def test_a_server_that_is_no_vllm_is_told_at_once(stranger, tiny_model, status, body, message):

@@ -80,5 +80,5 @@ def test_texts_are_not_kept_of_states(tmp_path):
 def test_states_that_are_kept_elsewhere_are_refused(tmp_path):
     config = hf.RwkvConfig(**TOKENS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     saved(config, tmp_path)
-    with pytest.raises(ConfigError, match=r"RwkvForCausalLM keeps the states .* use VLLMLocal"):
+    with pytest.raises(ConfigError, match=r"RwkvForCausalLM stores its state .* use VLLMLocal"):
         TransformersEngine(device="cpu").start(tmp_path)

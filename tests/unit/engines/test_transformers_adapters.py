@@ -64,7 +64,7 @@ def test_with_one_policy_it_takes_whole_weights(skeleton, policies):
 
 
 def test_policies_that_are_not_there_are_named(engine):
-    with pytest.raises(ConfigError, match="serves no policy 'third', only prover, verifier"):
+    with pytest.raises(ConfigError, match="has no policy 'third'; it serves prover, verifier"):
         engine.of_policy("third")
     with pytest.raises(ConfigError, match=r"serves prover, verifier; close\(\) it first"):
         engine.serve({"first": "a", "second": "b"})
@@ -81,7 +81,7 @@ def test_a_policy_with_a_model_of_its_own_is_refused(tmp_path):
     (tmp_path / "verifier").mkdir()
     engine = TransformersAdapters(device="cpu")
     engine.serve(ROLES)
-    with pytest.raises(ConfigError, match=r"policy 'verifier' starts from a model of its own; lea"):
+    with pytest.raises(ConfigError, match=r"policy 'verifier' starts from its own model; leave"):
         engine.start(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_run_is_the_same_as_with_an_engine_for_each(tiny_model, tmp_path):
 
 
 def test_what_vllm_could_not_serve_is_refused():
-    with pytest.raises(ConfigError, match="sleep_level=2 would lose the base"):
+    with pytest.raises(ConfigError, match="sleep_level=2 would discard the base"):
         VLLMAdapters(sleep_level=2)
     with pytest.raises(ConfigError, match="max_lora_rank=0 must be >= 1"):
         VLLMAdapters(max_lora_rank=0)

@@ -445,9 +445,15 @@ def test_an_engine_sleeps_only_where_nothing_is_asked_of_it_meanwhile():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"sleep_level": 1}, "sleep_level=1 is not for CPUs, where vLLM cannot give memory back"),
-        ({"batch_invariant": True}, "batch_invariant=true is not for CPUs"),
-        ({"quantization": "fp8"}, "quantization='fp8' is not for CPUs.* use fp8_per_channel"),
+        (
+            {"sleep_level": 1},
+            "sleep_level=1 is not supported on CPUs, where vLLM cannot free memory",
+        ),
+        ({"batch_invariant": True}, "batch_invariant=true is not supported on CPUs"),
+        (
+            {"quantization": "fp8"},
+            "quantization='fp8' is not supported on CPUs.* use fp8_per_channel",
+        ),
     ],
 )
 def test_what_a_cpu_cannot_do_is_refused_by_name(tmp_path, given, told):

@@ -49,4 +49,4 @@ def test_weights_are_not_copied_and_a_cache_is_not_needed(cache, skeleton, caplo
     bare = skeleton("bare")
     assert lasting(bare) == bare
     (told,) = caplog.messages
-    assert told.startswith("what vLLM compiles is not found by later runs: ")
+    assert told.startswith("later runs cannot reuse vLLM's compiled code: ")

@@ -80,7 +80,7 @@ def test_one_that_left_gets_nothing_any_more(transport, engine, weights, caplog)
     first, second = engine.replicas
     leave(engine, first)
     wait_for(lambda: not first.alive)
-    assert "replica 0 has left the engine (requests that it had not answered: 0)" in caplog.text
+    assert "replica 0 has left the engine (unanswered requests: 0)" in caplog.text
     for seed in range(3):
         run_async(engine.generate([3], ONE, seed))
     assert (first.generated, second.generated) == (0, 3)
@@ -162,7 +162,7 @@ def test_what_it_writes_when_weights_change_is_generated_elsewhere(engine, weigh
 
     completion = asked(engine, leaving, push)
     assert (completion.token_ids, completion.versions) == ([7], [4])
-    assert "replica 2 has left the engine (requests that it had not answered: 1)" in caplog.text
+    assert "replica 2 has left the engine (unanswered requests: 1)" in caplog.text
     transport.close()
 
 
@@ -238,7 +238,11 @@ def test_replicas_follow_a_file(tmp_path, engine, weights, caplog):
     write(path, "# all but one", c)
     wait_for(lambda: names() == [c])
     write(path, "10.0.0.1:8000")
-    wait_for(lambda: "servers stay as they are: urls: '10.0.0.1:8000' is no http" in caplog.text)
+    wait_for(
+        lambda: (
+            "servers stay as they are: urls: '10.0.0.1:8000' must have the form http" in caplog.text
+        )
+    )
     path.unlink()
     wait_for(lambda: "servers stay as they are: [Errno 2]" in caplog.text)
     assert names() == [c]
@@ -259,7 +263,7 @@ def test_all_addresses_of_a_name_are_servers(monkeypatch):
     assert read_urls(ServersByName("http://engines:8000/")) == [
         "http://10.0.0.7:8000", "http://10.0.0.8:8000", "http://[fd00::1]:8000",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"'engines:8000' is no http://host:port"):
+    with pytest.raises(ConfigError, match=r"'engines:8000' must have the form http://host:port"):
         ServersByName("engines:8000")
 
 
@@ -269,9 +273,9 @@ def test_a_list_without_servers_is_told(tmp_path):
     with pytest.raises(EngineError, match=r"ServersInFile cannot be read: .*servers\.txt"):
         engine._make_replicas(tmp_path)
     path.write_text("# none yet\n")
-    with pytest.raises(EngineError, match=r"ServersInFile names no server; start one"):
+    with pytest.raises(EngineError, match=r"ServersInFile contains no server; start one"):
         engine._make_replicas(tmp_path)
     path.write_text("http://10.0.0.1:8000/\nhttp://10.0.0.1:8000\n")
     assert [replica.name for replica in engine._make_replicas(tmp_path)] == ["http://10.0.0.1:8000"]
-    with pytest.raises(ConfigError, match=r"leave out replicas and devices, or urls"):
+    with pytest.raises(ConfigError, match=r"leave out replicas and devices, or leave out urls"):
         VLLMServer(urls=ServersInFile(str(path)), replicas=2)

@@ -334,7 +334,7 @@ def test_what_reads_no_pictures_says_so(model, tiny_model, tmp_path):
     with pytest.raises(ConfigError, match="no vision tower"):
         Policy(str(tiny_model), vision=Vision())
     engine = engine_of(text, tmp_path)
-    with pytest.raises(ConfigError, match="reads no pictures"):
+    with pytest.raises(ConfigError, match="does not read pictures"):
         asyncio.run(engine.look(prompt.placed, prompt.token_ids, SAMPLING, 0))
     assert copy.deepcopy(text).reader is None
 
