@@ -111,7 +111,7 @@ def test_a_server_that_was_started_anew_is_lost_until_it_is_claimed(run, url):
     replica = run()
     run_async(replica.start())
     run_async(replica._call("DELETE", CLAIM))  # as it is in a new one
-    with pytest.raises(ReplicaLost, match="started anew"):
+    with pytest.raises(ReplicaLost, match="has been restarted"):
         run_async(replica.pause())
     run_async(replica.start())
     run_async(replica.pause())

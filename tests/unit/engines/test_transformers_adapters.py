@@ -66,7 +66,7 @@ def test_with_one_policy_it_takes_whole_weights(skeleton, policies):
 def test_policies_that_are_not_there_are_named(engine):
     with pytest.raises(ConfigError, match="has no policy 'third'; it serves prover, verifier"):
         engine.of_policy("third")
-    with pytest.raises(ConfigError, match=r"serves prover, verifier; close\(\) it first"):
+    with pytest.raises(ConfigError, match=r"serves prover, verifier; call close\(\) first"):
         engine.serve({"first": "a", "second": "b"})
 
 
