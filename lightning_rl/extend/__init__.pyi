@@ -1,4 +1,4 @@
-"""What parts of your own derive from or call, and rare variants, each from its module."""
+"""Base classes, types and functions for your own parts, and rare variants, from their modules."""
 
 from lightning_rl.agents.base import (
     Agent as Agent,
