@@ -93,7 +93,7 @@ def test_a_command_for_a_server():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"urls": []}, r"urls=\[\] are servers"),
+        ({"urls": []}, r"urls=\[\] are running servers"),
         ({"urls": ["http://a"], "replicas": 2}, "leave out replicas"),
         ({"replicas": 0}, "replicas=0 must be >= 1"),
         ({"replicas": 2, "devices": ["0"]}, r"devices=\['0'\] must name one entry"),
