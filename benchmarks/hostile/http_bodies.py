@@ -57,7 +57,7 @@ CALLS: list[Call] = [
     http_call("100,000 open brackets", posted(b"[" * 100_000), *INVALID, "deeper than 64"),
     http_call("900 closed brackets in a field", chat("[" * 900 + "]" * 900, user="HERE"), *INVALID),
     http_call("temperature 1e400", chat("1e400", temperature="HERE"), *INVALID, "beyond float64"),
-    http_call("temperature NaN", chat("NaN", temperature="HERE"), *INVALID, "NaN is no JSON"),
+    http_call("temperature NaN", chat("NaN", temperature="HERE"), *INVALID, "NaN is not valid"),
     http_call("top_p of 400 digits", chat("1" * 400, top_p="HERE"), *INVALID, "beyond float64"),
     http_call("n of 5,000 digits", chat("1" * 5000, n="HERE"), *INVALID, "beyond float64"),
     http_call("max_tokens of 30 digits", chat(max_tokens=10**30), "400", "64 bits"),
@@ -112,7 +112,7 @@ CALLS: list[Call] = [
     http_call(
         "Anthropic's with a system prompt of NaN",
         posted({**MESSAGE, "system": "HERE"}, CLAUDE, "NaN"),
-        *("400", '"type": "error"', "NaN is no JSON"),
+        *("400", '"type": "error"', "NaN is not valid"),
     ),
     http_call(
         "Anthropic's with a tool that has no schema",

@@ -1,1 +1,1 @@
-"""What any run needs, whatever it learns: ranks, threads, seeds, files that are whole, resuming."""
+"""What every run needs, whatever it learns: ranks, threads, seeds, atomic files and resuming."""

@@ -1,4 +1,4 @@
-"""Checkpoints to which every process writes its shard: folders that are whole or not there."""
+"""Sharded checkpoints: folders to which every process writes its shard, replaced atomically."""
 
 import json
 from pathlib import Path
@@ -12,19 +12,21 @@ from lightning_rl.run.folders import put_in_place, remove
 from lightning_rl.run.rundir import free_space, write_whole
 
 _SIZES = "files.json"
-"""What each file of a folder holds, in bytes."""
+"""File that lists the size in bytes of each file in the folder."""
 _NEEDED = ("meta.pt", ".metadata")
-"""What Lightning and torch write when all shards are on the disk."""
+"""Files that Lightning and torch write once all shards are on disk."""
 
 
 def writes_folders(trainer: Trainer) -> bool:
-    """Tell whether a checkpoint of this run is a folder, not a file."""
+    """Return True if checkpoints of this run are folders of shards, not single files."""
     strategy = trainer.strategy
     return isinstance(strategy, ModelParallelStrategy) and strategy._save_distributed_checkpoint
 
 
 def save_folder(trainer: Trainer, path: Path) -> None:
-    """Save under ``path``, which changes only when all of it is on disk; call it on every rank.
+    """Save a sharded checkpoint at ``path``, which changes only when all of it is on disk.
+
+    Call it on every rank.
 
     Raises:
         CheckpointError: if a shard cannot be written.
@@ -41,28 +43,28 @@ def save_folder(trainer: Trainer, path: Path) -> None:
             put_in_place(partial, path)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(
-            f"{path} could not be written: {error} ({free_space(path)}); what was saved before is "
-            "intact. Make room, or lower keep_last and keep_best, and go on from the last "
-            "checkpoint"
+            f"{path} could not be written: {error} ({free_space(path)}); the checkpoint saved "
+            "before is intact. Free some disk space, or lower keep_last and keep_best, and resume "
+            "from the last checkpoint"
         ) from error
     trainer.strategy.barrier("checkpoint folder is complete")
 
 
 def damage_of_folder(path: Path) -> str | None:
-    """Say what is wrong with a folder of shards; None if nothing is.
+    """Describe the damage of a folder of shards; None if it is intact.
 
-    Sizes are compared, not contents: no process reads all shards only to look at them. Of a folder
-    that another callback wrote no sizes are known.
+    Only sizes are compared, not contents: no process reads all shards just to check them. A folder
+    that another callback wrote has no list of sizes, so none are compared.
     """
     missing = [name for name in _NEEDED if not (path / name).is_file()]
     if missing:
-        return f"it is a folder without {' and '.join(missing)}, so not all of it was written"
+        return f"the folder lacks {' and '.join(missing)}, so it was not written completely"
     try:
         sizes = json.loads((path / _SIZES).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        return f"its {_SIZES} is no JSON ({error})"
+        return f"its {_SIZES} is not valid JSON ({error})"
     for name, size in sizes.items():
         file = path / name
         found = file.stat().st_size if file.is_file() else 0

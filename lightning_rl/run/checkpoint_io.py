@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there, and that show when they were damaged."""
+"""Checkpoint files that are written atomically and checked for damage when they are loaded."""
 
 import hashlib
 import os
@@ -30,8 +30,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files, written atomically, with a checksum that loading verifies.
 
     A file appears under its name only when all of it is on disk, so a kill or a full disk leaves
-    what was there before. Files of others, which have no checksum, are loaded as they are; remote
-    paths (``s3://...``) are left to Lightning.
+    the previous file intact. Files without a checksum, written by other tools, are loaded as they
+    are; remote paths (``s3://...``) are left to Lightning.
 
     Raises:
         CheckpointError: if a file cannot be written, or is damaged.
@@ -52,20 +52,20 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             except Exception as error:  # whatever the client of a service raises
                 raise CheckpointError(
                     f"{path} cannot be loaded ({type(error).__name__}: {error}); download it, and "
-                    "name the file"
+                    "pass the local file instead"
                 ) from error
         if Path(path).is_dir():
             raise CheckpointError(
-                f"{path} is a folder of shards, which only ModelParallelStrategy reads; set "
-                "trainer.strategy to it, with data_parallel_size the number of processes (1 "
-                "will do) and tensor_parallel_size: 1"
+                f"{path} is a folder of shards, which only ModelParallelStrategy can read; set "
+                "trainer.strategy to it, with data_parallel_size set to the number of processes (1 "
+                "is enough) and tensor_parallel_size: 1"
             )
         require_good(Path(path))
         return super().load_checkpoint(path, *args, **kwargs)
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint with its checksum; ``path`` changes only if all of it is on disk.
+    """Write a checkpoint with its checksum; ``path`` changes only when all of it is on disk.
 
     Raises:
         CheckpointError: if the disk is full, or the file cannot be written for another reason.
@@ -86,14 +86,14 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{path} could not be written: {error.strerror or error} ({free_space(path)}); what "
-            "was saved before is intact. Make room, or lower keep_last and keep_best, and go on "
-            "from the last checkpoint"
+            f"{path} could not be written: {error.strerror or error} ({free_space(path)}); the "
+            "checkpoint saved before is intact. Free some disk space, or lower keep_last and "
+            "keep_best, and resume from the last checkpoint"
         ) from error
 
 
 def written_digest(path: Path) -> str | None:
-    """The SHA-256 that a checkpoint file says of itself; None if it says none."""
+    """Return the SHA-256 that a checkpoint file records for itself; None if it has none."""
     if path.is_dir():
         return None
     found = _COMMENT.fullmatch(_tail(path))
@@ -107,9 +107,10 @@ def _tail(path: Path) -> bytes:
 
 
 def damage(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None if nothing is, or it has no checksum.
+    """Describe the damage of a checkpoint; None if it is intact, or has no checksum.
 
-    A file without a checksum was not written here; it must at least end like a torch file.
+    A file without a checksum was not written by this library; only its end is checked to be that of
+    a torch file.
     """
     if path.is_dir():
         return damage_of_folder(path)
@@ -118,7 +119,7 @@ def damage(path: Path) -> str | None:
     if written is None:
         # How an archive without a comment ends: with a record of 22 bytes.
         whole = tail[-22:-18] == b"PK\x05\x06" and tail[-2:] == b"\0\0"
-        return None if whole else "it ends too early, or is no checkpoint"
+        return None if whole else "it is truncated, or not a checkpoint"
     with path.open("rb") as file:
         digest = hashlib.sha256()
         left = path.stat().st_size - _COMMENT_SIZE - 2
@@ -129,14 +130,14 @@ def damage(path: Path) -> str | None:
     digest.update(b"\0\0")  # what torch wrote for the comment's length
     if length == _COMMENT_SIZE and digest.hexdigest() == written:
         return None
-    return "its content is not what was written (sha256 differs)"
+    return "its content has changed since it was written (the sha256 differs)"
 
 
 def require_good(path: Path) -> None:
-    """Check the checksum, of a folder of shards the sizes.
+    """Check a file's checksum, or the file sizes of a folder of shards.
 
     Raises:
-        CheckpointError: if it is damaged; names the newest good one beside it.
+        CheckpointError: if the checkpoint is damaged; names the newest intact one beside it.
     """
     if not path.exists():  # which Lightning reports
         return
@@ -144,62 +145,64 @@ def require_good(path: Path) -> None:
     if what is None:
         return
     good = next((p for p in checkpoints_in(path.parent) if damage(p) is None), None)
-    fix = f"use {good}" if good else "no good one is beside it; use another, or begin anew"
+    fix = f"use {good}" if good else "no intact one is beside it; use another, or start a new run"
     raise CheckpointError(f"{path} is damaged: {what}; {fix}")
 
 
 def newest_good(directory: Path, run_id: str | None = None) -> Path | None:
-    """The checkpoint of the highest iteration that is not damaged; warns of those that are.
+    """Return the checkpoint of the highest iteration that is intact; warn of damaged ones.
 
     Args:
-        directory: where checkpoints are.
-        run_id: of the run whose they must be; those without an id pass. None: anyone's.
+        directory: the folder of checkpoints.
+        run_id: only checkpoints of this run, or without an id, are considered. None: of any run.
 
     Raises:
-        CheckpointError: if there are checkpoints, and all are damaged or of another run.
+        CheckpointError: if there are checkpoints, but all are damaged or of another run.
     """
     bad: list[str] = []
     for path in checkpoints_in(directory):
         what = damage(path)
         if what is None and run_id is not None and run_of(path) not in (None, run_id):
-            bad.append(f"{path} is of another run, and left out")
+            bad.append(f"{path} belongs to another run and is skipped")
         elif what is not None:
             bad.append(f"{path} is damaged: {what}")
         else:
             if bad:
-                rank_zero_warn(f"{'; '.join(bad)}. Going on from the one before: {path}")
+                rank_zero_warn(f"{'; '.join(bad)}. Resuming from the one before: {path}")
             return path
     if bad:
         raise CheckpointError(
-            f"{'; '.join(bad)}. No other is left in {directory}; begin anew (without --ckpt_path), "
-            "or name a checkpoint of another run"
+            f"{'; '.join(bad)}. No other checkpoint is in {directory}; start a new run (without "
+            "--ckpt_path), or pass the path of a checkpoint elsewhere"
         )
     return None
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """All checkpoints of a folder, that of the highest iteration first; without links.
+    """Return all checkpoints of a folder, highest iteration first, without symbolic links.
 
-    Not the one written last: copying a run gives its files other times.
+    They are not ordered by modification time: copying a run changes that.
     """
     files = [path for path in directory.glob("*.ckpt") if not path.is_symlink()]
     return sorted(files, key=lambda p: (iteration_of(p), p.stat().st_mtime_ns), reverse=True)
 
 
 def iteration_of(path: Path) -> int:
-    """The iteration that a checkpoint was saved after, by its name or else its content; or -1."""
+    """Return the iteration after which a checkpoint was saved, by its name or else its content; or
+    -1.
+    """
     named = re.fullmatch(r"iteration_(\d+)\.ckpt", path.name)
     return int(named[1]) if named else int(about(path).get("iteration", -1))
 
 
 def run_of(path: Path) -> str | None:
-    """The id of the run that a checkpoint is of; None if it tells of none."""
+    """Return the id of the run that a checkpoint belongs to; None if it records none."""
     run = about(path).get("run")
     return None if run is None else run["id"]
 
 
 def about(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint of this library says of itself, without its weights; else empty."""
+    """Read this library's metadata in a checkpoint, without its weights; empty if there is none."""
     file = path / "meta.pt" if path.is_dir() else path  # shards keep all but weights there
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -210,7 +213,7 @@ def about(path: Path) -> dict[str, Any]:
 
 
 class _HashingFile:
-    """A file that hashes what is written to it meanwhile; neither holds Python's lock."""
+    """A file that is hashed in a thread while it is written; both release the GIL."""
 
     def __init__(self, file: BinaryIO, hasher: Executor) -> None:
         self._file = file
@@ -234,7 +237,7 @@ class _HashingFile:
 
 
 def _append_comment(file: BinaryIO, digest: str) -> None:
-    """Let the archive, which ends with the length 0 of its comment, have one."""
+    """Append a comment to a zip archive, which ends with the comment length 0."""
     comment = f"lightning_rl sha256 {digest}".encode()
     file.seek(-2, os.SEEK_END)
     file.write(len(comment).to_bytes(2, "little") + comment)
@@ -245,11 +248,11 @@ def _is_remote(path: Any) -> bool:
 
 
 class BackgroundCheckpointIO(AsyncCheckpointIO):
-    """Lightning's, but that a checkpoint waits in host memory, not on the device.
+    """Lightning's asynchronous writer, except that a checkpoint waits in host memory.
 
-    A copy of weights and optimizer on a GPU would need three times the weights' memory there while
-    training goes on. Training waits for the copy; serialising, checksum and writing happen in the
-    writer's thread.
+    A copy of weights and optimizer state on a GPU would need three times the weights' memory there
+    while training continues. Training waits only for the copy to the host; serialising, hashing and
+    writing happen in the writer's thread.
     """
 
     def save_checkpoint(
@@ -270,7 +273,7 @@ class BackgroundCheckpointIO(AsyncCheckpointIO):
 
 
 def in_host_memory(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A copy with its tensors on the CPU, as they are now; what is tied stays one tensor."""
+    """Copy a checkpoint's tensors to the CPU as they are now; tied tensors stay tied."""
     copies: dict[Any, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
@@ -286,7 +289,7 @@ def in_host_memory(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are one memory, seen in one way."""
+    """A key that is equal for two tensors that are the same view of the same memory."""
     plain = type(tensor) in (Tensor, nn.Parameter)
     storage = tensor.untyped_storage()._cdata if plain else id(tensor)
     view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -301,6 +304,6 @@ def _host_copy(tensor: Tensor) -> Tensor:
     try:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     except RuntimeError as error:  # the system allows no more of it
-        fell_back("pinned host memory", str(error).splitlines()[0], "a copy that is waited for")
+        fell_back("pinned host memory", str(error).splitlines()[0], "a blocking copy")
         return tensor.cpu()
     return host.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive this one: how they start, are watched, and end."""
+"""Child processes that do not outlive this one: starting, watching and ending them."""
 
 import json
 import os
@@ -24,18 +24,20 @@ getattr(importlib.import_module(module), function)(Connection(int(descriptor)), 
 
 
 class Child:
-    """A command under a keeper: when this process ends, so does all that the command has started.
+    """A command under a keeper: when this process ends, the command and all its descendants end
+    too.
 
-    It is in a session of its own, or Ctrl-C in a terminal would reach it too.
+    It runs in its own session; otherwise Ctrl-C in a terminal would reach it too.
 
     Args:
-        command: what to run.
+        command: the command to run.
         env: its environment variables; None: those of this process.
-        told: a signal for it when this process is gone; 0: none, for it notices by itself.
-        grace_s: seconds that it then has.
-        stdout: a file that it prints to; None: where it prints errors.
-        log: keep what it prints for :meth:`printed`; else it goes where ours does.
-        pass_fds: descriptors that it has too.
+        told: the signal that it gets when this process is gone; 0: none, as it notices by itself.
+        grace_s: seconds that it then has to end.
+        stdout: a file for its standard output; None: its standard error.
+        log: keep its output for :meth:`printed`; otherwise it goes where this process's output
+            goes.
+        pass_fds: file descriptors that it inherits.
     """
 
     def __init__(
@@ -62,16 +64,16 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """How it ended, as :func:`ending` reads it; None while it runs."""
+        """The return code, which :func:`ending` puts into words; None while it runs."""
         return self._process.poll()
 
     @property
     def running(self) -> bool:
-        """Until it has ended, by itself or by us."""
+        """True until the command has ended, by itself or by being killed."""
         return self.status is None
 
     def ended_within(self, seconds: float) -> bool:
-        """Wait for its end; tells whether it came in time."""
+        """Wait up to ``seconds`` for its end; returns True if it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -79,20 +81,20 @@ class Child:
         return True
 
     def terminate(self) -> None:
-        """Have its keeper end it at once, with all that it has started; do not wait for that."""
+        """Tell the keeper to kill the command and all its descendants; returns without waiting."""
         if self.running:
             self._process.terminate()
             self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once, with all that it has started, and wait for that."""
+        """Kill the command and all its descendants, and wait until they are gone."""
         self.terminate()
         if not self.ended_within(STUCK_S):
             self._process.kill()
             self._process.wait()
 
     def printed(self, most: int) -> bytes:
-        """The last bytes of what is in its log."""
+        """Return the last ``most`` bytes of its log."""
         assert self._log is not None
         return tail(self._log, most)
 
@@ -100,7 +102,7 @@ class Child:
 class PythonChild(Child):
     """A child that calls a function of a module with a connection to this process, and texts.
 
-    It imports what this process can import, but not the script, which would run again.
+    It can import whatever this process can, but does not run the main script again.
     """
 
     def __init__(self, function: Any, *arguments: str, **options: Any) -> None:
@@ -117,7 +119,7 @@ class PythonChild(Child):
 
 
 def ending(status: int) -> str:
-    """A process's end in words, by its return code; negative: that of a signal."""
+    """Describe the end of a process by its return code; a negative one is that of a signal."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:
@@ -127,14 +129,14 @@ def ending(status: int) -> str:
 
 
 def tail(log: IO[bytes], most: int) -> bytes:
-    """The last bytes of a file."""
+    """Return the last ``most`` bytes of a file."""
     size = log.seek(0, os.SEEK_END)
     log.seek(max(0, size - most))
     return log.read()
 
 
 def last_lines(output: bytes | bytearray, most: int | None = None) -> str:
-    """The last of what a process printed, behind a colon; nothing if it printed nothing."""
+    """Return the last lines that a process printed, after a colon; empty if it printed nothing."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
     said = [line for line in lines if line]
     told = " | ".join(said if most is None else said[-most:])

@@ -1,4 +1,4 @@
-"""Threads of each training process, and of an engine in it: shares of the cores that there are."""
+"""Threads of each training process, and of an engine in it: their share of the usable cores."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,21 +16,22 @@ from lightning_rl.run.machine import usable_cores
 from lightning_rl.run.openmp import spin_briefly, why_slow
 
 _GIVEN = os.environ.get("OMP_NUM_THREADS")
-"""As it was before the run: Lightning sets it, too, when it starts processes."""
+"""The value before the run started: Lightning sets the variable, too, when it starts processes."""
 
 T = TypeVar("T")
 
 
 async def compute(call: Callable[[], T], on_cpu: bool) -> T:
-    """The result of what a model computes with this process's threads, if it does so on a CPU.
+    """Return the result of a model's computation, run in a suitable thread if it is on a CPU.
 
-    Then in the thread that trains, if that waits meanwhile, with the thread count of this one.
-    OpenMP has threads of their own for each thread that computes. As soon as a process has more of
-    them than there are cores, all fall asleep behind every single product (libgomp's throttled spin
-    count), and waking them takes longer than small products do: two threads were slower than one.
+    While the training thread waits, the call runs in that thread, with this thread's thread count.
+    OpenMP keeps a separate team for each thread that computes. As soon as a process has more OpenMP
+    threads than there are cores, all of them sleep after every single product (libgomp's throttled
+    spin count), and waking them takes longer than small products do: two threads were slower than
+    one.
 
-    If that trains meanwhile, in a thread beside the loop: else whatever the trainer asks the loop
-    for would wait for a whole step.
+    While the training thread trains, the call runs in a thread beside the event loop; otherwise
+    whatever the trainer asks of the loop would wait for a whole decoding step.
     """
     if not on_cpu:
         return call()
@@ -42,7 +43,7 @@ async def compute(call: Callable[[], T], on_cpu: bool) -> T:
 
 
 def _plainly(call: Callable[[], T]) -> T:
-    """Without the autocast that the trainer may have asked for the results under."""
+    """Call without the autocast that the trainer may have enabled, and return the result."""
     # A thread takes over torch.set_num_threads() when it first asks torch; vLLM asks OpenMP.
     torch.get_num_threads()
     with torch.autocast("cpu", enabled=False):
@@ -52,13 +53,13 @@ def _plainly(call: Callable[[], T]) -> T:
 def share_cores(trainer: Trainer, chosen: int | None = None) -> None:
     """Give each training process on this machine at most its share of the cores as threads.
 
-    Call it before an engine starts in this process, which takes over as many. Lightning does the
-    same for several processes, but counts cores that a container may not use. What the user chose
-    with ``OMP_NUM_THREADS`` stays, and a warning says if it is too much. A script whose threads
-    spin for long where they wait is told so, once.
+    Call it before an engine starts in this process, because the engine takes over the thread count.
+    Lightning does the same for several processes, but counts cores that a container may not use.
+    The user's ``OMP_NUM_THREADS`` is kept, with a warning if it is too high. A script whose waiting
+    threads spin for long gets one message about it.
 
     Args:
-        trainer: of the run.
+        trainer: the run's trainer.
         chosen: a data module's own number of threads, on a CPU; None: the share.
     """
     on_cpu = trainer.strategy.root_device.type == "cpu"
@@ -71,7 +72,7 @@ def share_cores(trainer: Trainer, chosen: int | None = None) -> None:
         os.environ["OMP_NUM_THREADS"] = str(share)  # for what this process starts
     threads = torch.get_num_threads()
     if world_size() > 1:
-        rank_zero_info(f"{processes} processes of {_threads(threads)} each, on {cores} cores")
+        rank_zero_info(f"using {processes} processes of {_threads(threads)} each on {cores} cores")
         if on_cpu and processes * threads > cores:
             rank_zero_warn(_too_many(processes, threads, cores))
     if spin_briefly() and on_cpu and threads > 1 and (told := why_slow()):
@@ -82,8 +83,8 @@ def share_cores(trainer: Trainer, chosen: int | None = None) -> None:
 def beside_engine(engine_threads: int | None) -> Iterator[None]:
     """Divide this process's threads between an engine that generates meanwhile and this thread.
 
-    ``engine_threads``: the engine's share, at most all but one; None: half. One thread stays one
-    for each of them.
+    ``engine_threads`` is the engine's share, at most all but one; None: half. If there is only one
+    thread, each of them uses one.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -107,13 +108,13 @@ def beside_engine(engine_threads: int | None) -> Iterator[None]:
 def _too_many(processes: int, threads: int, cores: int) -> str:
     if threads == 1:
         return (
-            f"trainer.devices={processes} processes share {cores} cores, and none is faster than "
-            f"alone; lower it to {cores}"
+            f"trainer.devices={processes} processes share {cores} cores, and none of them runs "
+            f"faster than one alone would; lower it to {cores}"
         )
     return (
-        f"{threads} threads in each of trainer.devices={processes} processes: "
-        f"{processes * threads} threads share {cores} cores and wait for each other, which can be "
-        f"many times slower; set OMP_NUM_THREADS={max(1, cores // processes)}"
+        f"trainer.devices={processes} processes of {threads} threads each: "
+        f"{processes * threads} threads compete for {cores} cores, which can make them many times "
+        f"slower; set OMP_NUM_THREADS={max(1, cores // processes)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Digests of tensors: 64 bits of all their bytes, taken where the tensor is."""
+"""64-bit digests of all bytes of a tensor, computed on the tensor's device."""
 
 import zlib
 from collections.abc import Iterable
@@ -9,25 +9,26 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 17
-"""Words that make a sum of their own: 1 MiB, which the caches of a CPU hold."""
+"""Words per partial sum: 1 MiB, which fits in a CPU's caches."""
 _CHUNKS_AT_ONCE = 64
-"""On a GPU, which has to be told of every operation."""
+"""Chunks per operation on a GPU, where each operation has a launch cost."""
 _GOLDEN, _SPREAD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 _ALL = (1 << 64) - 1
 
 
 class Digester:
-    """Digests of tensors that come one by one; a GPU goes on with one while the next is awaited.
+    """Digests of tensors that arrive one by one; a GPU computes one while the next is awaited.
 
     Tensors of equal bytes, shape and dtype have equal digests, on every device. A change within one
-    8-byte word is always seen. Any other, also one of places, such as two rows swapped, goes unseen
-    with a chance of about 2^-64; but whoever wants to can make such a pair: for that take SHA-256.
+    8-byte word is always detected. Any other change, also of order, such as two swapped rows, goes
+    undetected with probability of about 2^-64. It is no cryptographic hash: such a pair can be
+    constructed on purpose; use SHA-256 against that.
 
-    A word x is mixed, ``m(x) = x ^ (x >> 29)``, and multiplied by an odd factor of its place. The
-    sum of a chunk of them, modulo 2^64, is mixed and multiplied likewise; the sum of those, and of
-    what stands for dtype and shape, is the digest. All of that can be undone, so that nothing of a
+    A word x is mixed, ``m(x) = x ^ (x >> 29)``, and multiplied by an odd factor of its position.
+    The sum of a chunk, modulo 2^64, is mixed and multiplied likewise; the sum of those, and of a
+    term for dtype and shape, is the digest. Each of these steps is invertible, so nothing of a
     single word is lost. Without the mixing a word's topmost bit, the sign of a number, would count
-    modulo 2 and so look alike in all places.
+    modulo 2 and so look alike in all positions.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Digester:
         self._buffer = np.empty(0, np.int64)  # of a CPU; to get memory takes its time
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Read a tensor; a sharded one is gathered, for which all its ranks have to call this."""
+        """Add a tensor under a name; a sharded one is gathered, so all its ranks must call this."""
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         self._names.append(name)
         self._forms.append(zlib.crc32(f"{whole.dtype} {tuple(whole.shape)}".encode()))
@@ -46,7 +47,7 @@ class Digester:
         self._sums.append(self._sums_of(words.numpy()) if on_cpu else _sums_on_device(words))
 
     def digests(self) -> dict[str, str]:
-        """By name, as 16 hexadecimal digits, of all that was read."""
+        """Return the digests of all added tensors by name, as 16 hexadecimal digits."""
         found = {}
         for name, form, numbers in zip(self._names, self._forms, self._read(), strict=True):
             total = form * _GOLDEN
@@ -56,7 +57,7 @@ class Digester:
         return found
 
     def _read(self) -> list[list[int]]:
-        """The sums of all tensors; each device is waited for once."""
+        """Return the chunk sums of all tensors; waits once per device."""
         sums = self._sums
         for device in {one.device for one in sums if isinstance(one, Tensor)}:
             own = [one for one in sums if isinstance(one, Tensor) and one.device == device]
@@ -66,7 +67,7 @@ class Digester:
         return [one for one in sums if isinstance(one, list)]
 
     def _sums_of(self, words: np.ndarray) -> list[int]:
-        """The sum of each chunk of words, on a CPU, with no more memory than one chunk takes."""
+        """Return the sum of each chunk of words, on a CPU, using no more memory than one chunk."""
         if len(self._buffer) < min(CHUNK, len(words)):
             self._buffer = np.empty(min(CHUNK, 2 * len(words)), np.int64)
         sums = []
@@ -81,7 +82,7 @@ class Digester:
 
 
 def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """The digest of each tensor, as 16 hexadecimal digits; sharded ones are gathered."""
+    """Return the digest of each tensor, as 16 hexadecimal digits; sharded tensors are gathered."""
     digester = Digester()
     for name, tensor in tensors:
         digester.add(name, tensor)
@@ -89,26 +90,26 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def digest(tensor: Tensor) -> str:
-    """The digest of one tensor."""
+    """Return the digest of one tensor, as 16 hexadecimal digits."""
     return digests([("", tensor)])[""]
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The tensor's bytes as 64-bit integers."""
+    """View the tensor's bytes as 64-bit integers."""
     flat = tensor.contiguous().view(-1)
     even = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
     return flat.view(torch.int64) if even else _padded(flat)
 
 
 def _padded(flat: Tensor) -> Tensor:
-    """A copy whose bytes are whole words, with zeros at the end."""
+    """Return a copy of the bytes, padded with zeros to whole 64-bit words."""
     copy = flat.new_zeros(-(-flat.nbytes // 8) * 8, dtype=torch.uint8)
     copy[: flat.nbytes] = flat.view(torch.uint8)
     return copy.view(torch.int64)
 
 
 def _sums_on_device(words: Tensor) -> Tensor:
-    """The sum of each chunk of words, on a GPU; the last may be shorter."""
+    """Return the sum of each chunk of words, on a GPU; the last chunk may be shorter."""
     whole = len(words) // CHUNK * CHUNK
     sums = [_weigh_rows(words[whole:][None])]
     for part in words[:whole].split(CHUNK * _CHUNKS_AT_ONCE):
@@ -117,7 +118,7 @@ def _sums_on_device(words: Tensor) -> Tensor:
 
 
 def _weigh_rows(words: Tensor) -> Tensor:
-    """The sums (R,) of chunks (R, C), on a GPU, which has no products of integer matrices."""
+    """Return the sums (R,) of chunks (R, C) on a GPU, which has no product of integer matrices."""
     mixed = (words >> 29).bitwise_xor_(words)
     return (mixed * _factors(words.device)[: words.shape[1]]).sum(1)
 
@@ -129,7 +130,9 @@ def _cpu_factors() -> np.ndarray:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """Of the places in a chunk: odd; the first is 1, and the others look like random numbers."""
+    """Return a factor for each position in a chunk: all are odd, the first is 1, and the others
+    look random.
+    """
     golden, spread = (constant - (1 << 64) for constant in (_GOLDEN, _SPREAD))
     with torch.inference_mode(False):
         places = torch.arange(CHUNK, device=device) * golden

@@ -1,4 +1,4 @@
-"""Messages between ranks. On one process all of this is an exact no-op."""
+"""Messages between ranks. With one process all of them are exact no-ops."""
 
 import logging
 import sys
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
-    """Number of training processes."""
+    """Return the number of training processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this one."""
+    """Return the number of this process among the training processes."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
@@ -33,19 +33,19 @@ def rank() -> int:
 
 
 def all_sum(value: Tensor) -> Tensor:
-    """The sum of ``value`` over all ranks, without gradient."""
+    """Return the sum of ``value`` over all ranks, without gradient."""
     return value if world_size() == 1 else _reduced(value, dist.ReduceOp.SUM)
 
 
 def all_max(value: Tensor) -> Tensor:
-    """The element-wise maximum of ``value`` over all ranks."""
+    """Return the element-wise maximum of ``value`` over all ranks."""
     return value if world_size() == 1 else _reduced(value, dist.ReduceOp.MAX)
 
 
 def global_mean_std(values: Tensor, unbiased: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of a vector spread over all ranks.
+    """Return mean and standard deviation of a vector that is spread over all ranks.
 
-    ``unbiased``: of n values the variance is divided by n - 1, as torch has it, not by n.
+    ``unbiased``: divide the variance of n values by n - 1, as torch does by default, not by n.
     """
     values = values.double()
     count, total = all_sum(torch.stack([torch.ones_like(values).sum(), values.sum()]))
@@ -64,9 +64,9 @@ def take_from_rank_zero(value: Tensor) -> None:
 
 
 def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
-    """Overwrite each tensor with the sum of all ranks'; they are sent many at a time.
+    """Overwrite each tensor with its sum over all ranks; they are sent in buckets.
 
-    All ranks give tensors of the same sizes in the same order.
+    All ranks must pass tensors of the same sizes in the same order.
     """
     if world_size() == 1:
         return
@@ -78,7 +78,7 @@ def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
 
 
 _BUCKET = 8 * 2**20
-"""Elements from which on tensors are sent, so that a copy of a large model is never whole."""
+"""Elements per bucket at which it is sent, so that a large model is never copied as a whole."""
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -102,7 +102,9 @@ def _reduced(value: Tensor, operation: Any) -> Tensor:
 
 
 def _route(device: torch.device) -> tuple[Any, torch.device]:
-    """The group that takes tensors of a device (None: the default one), and where it has them."""
+    """Return the group that takes tensors of a device (None: the default one), and the device for
+    it.
+    """
     # NCCL can reduce on GPUs only, and gloo is asked for it on CPUs only.
     over_nccl = _trains_over_nccl() and device.type == "cuda"
     return (None, device) if over_nccl else (_control(), torch.device("cpu"))
@@ -111,17 +113,18 @@ def _route(device: torch.device) -> tuple[Any, torch.device]:
 # ---------------------------------------------------------------- the group for control
 
 _LONGEST_WAIT = timedelta(days=7)
-"""For a rank that generates or computes rewards; one that died is noticed at once."""
+"""Timeout for a rank that generates or computes rewards; one that died is noticed at once."""
 _beside: Any = None
 
 
 def _control() -> Any:
-    """The group for what is on no GPU: None, the default one, or a gloo group beside one of NCCL.
+    """Return the group for data that is not on a GPU: None, the default one, or gloo beside NCCL.
 
-    It is made by the first message, which all ranks send; so each makes it at the same place.
+    The gloo group is created by the first message, which all ranks send, so that each creates it at
+    the same place.
 
     Raises:
-        ConfigError: if gloo finds no way between the ranks.
+        ConfigError: if gloo cannot connect the ranks.
     """
     global _beside
     if not _trains_over_nccl():
@@ -131,9 +134,9 @@ def _control() -> Any:
             _beside = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
         except RuntimeError as error:
             raise ConfigError(
-                f"the ranks have no gloo group beside NCCL, for what is no tensor on a GPU: {error}"
-                "; set the environment variable GLOO_SOCKET_IFNAME to the network interface "
-                "between the machines"
+                "the ranks could not create a gloo group, which carries data that is not on a "
+                f"GPU: {error}; set the environment variable GLOO_SOCKET_IFNAME to the network "
+                "interface between the machines"
             ) from error
     return _beside
 
@@ -143,7 +146,9 @@ def _trains_over_nccl() -> bool:
 
 
 def _is_there(group: Any) -> bool:
-    """Tell whether it belongs to the present default group, not to one that was destroyed."""
+    """Return True if the group belongs to the present default group, and was not destroyed with an
+    earlier one.
+    """
     try:
         return group is not None and bool(dist.get_backend(group))
     except ValueError:
@@ -154,17 +159,17 @@ def _is_there(group: Any) -> bool:
 
 
 def all_reduce_max(value: float) -> float:
-    """The largest of all ranks' numbers."""
+    """Return the largest of all ranks' numbers."""
     return value if world_size() == 1 else float(all_max(torch.tensor(value, dtype=torch.double)))
 
 
 def any_rank(flag: bool) -> bool:
-    """Tell whether it is so on any rank."""
+    """Return True on all ranks if ``flag`` is true on any."""
     return bool(all_reduce_max(float(flag)))
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value (it is pickled), by rank."""
+    """Return a list of every rank's value, which is pickled, ordered by rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -173,7 +178,7 @@ def gather(value: T) -> list[T]:
 
 
 def from_rank_zero(value: T) -> T:
-    """Rank 0's value (it is pickled)."""
+    """Return rank 0's value, which is pickled."""
     if world_size() == 1:
         return value
     values = [value]
@@ -182,7 +187,7 @@ def from_rank_zero(value: T) -> T:
 
 
 def scatter(items: Sequence[T]) -> list[T]:
-    """Rank 0's list (it is pickled), dealt out in turn; what others pass is not looked at."""
+    """Deal out rank 0's list (it is pickled) item by item; other ranks' arguments are ignored."""
     if world_size() == 1:
         return list(items)
     share: list[Any] = [None]
@@ -192,21 +197,21 @@ def scatter(items: Sequence[T]) -> list[T]:
 
 
 def shard(items: Sequence[T]) -> list[T]:
-    """Take this rank's share of a list that all ranks have: every n-th, in order."""
+    """Return this rank's share of a list that all ranks have: every n-th item, in order."""
     return list(items[rank() :: world_size()])
 
 
 def interleaved(shares: Sequence[Sequence[T]]) -> list[T]:
-    """The first of every rank, then the second of every rank, and so on: what was dealt."""
+    """Undo a deal: return the first item of every rank, then the second of every rank, etc."""
     rounds = zip_longest(*shares, fillvalue=_NOTHING)
     return [item for item in chain.from_iterable(rounds) if item is not _NOTHING]
 
 
 def reshard(shares: Sequence[Sequence[T]], rank: int, ranks: int) -> list[T]:
-    """Deal other ranks' shares anew, now that there are ``ranks``; of as many, each its own.
+    """Deal the shares of a run with another number of ranks anew to ``ranks``; if equal, keep them.
 
-    The k-th of each rank comes before the (k + 1)-th of any, so that a list that was dealt to some
-    is shared by others as if it had been dealt to them.
+    The k-th item of each rank comes before the (k + 1)-th of any, so the result is the same as if
+    the original list had been dealt to the new number of ranks.
     """
     return list(shares[rank] if len(shares) == ranks else interleaved(shares)[rank::ranks])
 
@@ -215,7 +220,7 @@ _NOTHING: Any = object()
 
 
 def all_reduce_sum(metrics: dict[str, float]) -> dict[str, float]:
-    """Sums over the ranks that have a metric of that name."""
+    """Return the sum of each metric over the ranks that have it."""
     sums: dict[str, float] = {}
     for ours in gather(metrics):
         for name, value in ours.items():
@@ -225,13 +230,13 @@ def all_reduce_sum(metrics: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def every_rank() -> Iterator[None]:
-    """Fail on all ranks, with the same error, if one fails; none waits for one that is gone.
+    """Fail on all ranks with the same error if one fails, so that none waits for one that is gone.
 
-    All ranks must come here. In the block there may be no collective (but for blocks of this kind),
-    because a rank that fails does not reach it.
+    All ranks must enter the block. It may contain no collective (but for blocks of this kind),
+    because a rank that fails would not reach it.
 
     Raises:
-        LightningRLError: of the same class, and naming the rank, if another rank raised one.
+        LightningRLError: if another rank raised an error: of the same class, naming the rank.
     """
     if world_size() == 1:
         yield
@@ -258,7 +263,7 @@ _KNOWN = "known_to_all_ranks"
 
 
 def _description(error: Exception) -> tuple[Any, ...]:
-    """A class that the other ranks can raise, a message, and what else it is made of."""
+    """Return a class that the other ranks can raise, the message, and its further arguments."""
     if isinstance(error, LightningRLError):
         return type(error), *error.described()
     return LightningRLError, f"{type(error).__name__}: {error}"
@@ -269,16 +274,19 @@ _log = logging.getLogger(__name__)
 
 @cache
 def fell_back(fast: str, reason: str, instead: str) -> None:
-    """Warn, on rank 0 and the first time, that ``instead`` does what ``fast`` would do faster."""
+    """Warn, once and on rank 0, that the slower ``instead`` replaces ``fast``."""
     if rank() == 0:
-        _log.warning("%s is not used: %s; %s is, which is slower", fast, reason, instead)
+        _log.warning(
+            "%s cannot be used: %s; falling back to %s, which is slower", fast, reason, instead
+        )
 
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Say what happens in the block, and in the end how long it took; on rank 0, if it is said.
+    """Print what the block does, and at its end how long it took; on rank 0, unless ``what`` is
+    empty.
 
-    On stderr, as Lightning's own messages. Two lines, since others may print between them.
+    It prints to stderr, like Lightning, and on two lines, since others may print in between.
     """
     if not what or rank() > 0:
         yield

@@ -1,4 +1,4 @@
-"""Code of others that must not end the process in which it is called."""
+"""Keep code of others from ending the process in which it is called."""
 
 import functools
 import os
@@ -15,28 +15,30 @@ from lightning_rl.run.stacks import name_crashes
 _SIGNALS = ("signal", "alarm", "setitimer")
 
 _inside: ContextVar[int] = ContextVar("lightning_rl_inside", default=0)
-"""The process in which code of others is being called here; 0: in none."""
+"""The process that is calling code of others in this context; 0: none."""
 _forking: ContextVar[int] = ContextVar("lightning_rl_forking")
-"""The process that forks."""
+"""The process that is forking."""
 _called: ContextVar[bool] = ContextVar("lightning_rl_called", default=False)
-"""Whether a user's function is being called here."""
+"""True while a user's function is being called in this context."""
 
 
 class EndsProcess(BaseException):
-    """It called ``os._exit``, which would have ended the run, and perhaps told success."""
+    """The called code used ``os._exit``, which would have ended the run, perhaps with status 0."""
 
 
 class UsesSignals(BaseException):
-    """It needs the main thread. No Exception, as careful functions catch those and go on."""
+    """The called code needs the main thread. Not an ``Exception``, as careful functions catch
+    those.
+    """
 
 
 RAISED_BY_FUNCTIONS = (Exception, SystemExit, EndsProcess, UsesSignals)
-"""What may come out of a user's function besides cancellations and Ctrl-C."""
+"""Whatever a user's function may raise, besides cancellations and Ctrl-C."""
 
 
 @contextmanager
 def function_called_here() -> Iterator[None]:
-    """While it lasts, signals outside the main thread, and ``os._exit``, raise and do no harm."""
+    """Within the block, ``os._exit``, and signals outside the main thread, raise and do no harm."""
     _install_for_functions()
     me = os.getpid()
     token = _called.set(True)
@@ -51,7 +53,7 @@ def function_called_here() -> Iterator[None]:
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """While it lasts, ``os._exit`` raises :class:`EndsProcess` in what is called here."""
+    """Within the block, ``os._exit`` raises :class:`EndsProcess` in the code that is called."""
     _install()
     token = _inside.set(os.getpid())
     try:

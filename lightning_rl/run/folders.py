@@ -1,4 +1,4 @@
-"""Folders that are whole or as they were, and links that point to something at all times."""
+"""Folders that are replaced atomically, and links that always point to something."""
 
 import os
 import shutil
@@ -10,20 +10,20 @@ from lightning_rl.run.rundir import sync_directory
 
 
 def cache_folder() -> Path:
-    """Of the user, for what this library keeps for later runs; it need not be there."""
+    """Return the user's cache folder for this library; it may not exist."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "lightning_rl"
 
 
 @contextmanager
 def replace_folder(target: Path) -> Iterator[Path]:
-    """Fill a folder that takes the place of ``target`` once all of it is on the disk.
+    """Fill a folder that replaces ``target`` once all of it is on disk.
 
-    If the block raises, or the process is killed, what was there stays: in its place, or for an
-    instant beside it, as :func:`before_of`.
+    If the block raises, or the process is killed, the old folder stays: in its place, or for an
+    instant at :func:`before_of`.
 
     Raises:
-        OSError: if the disk refuses.
+        OSError: if it cannot be written.
     """
     partial, before = target.with_name(f"{target.name}.partial"), before_of(target)
     remove(partial)  # of a process that was killed
@@ -40,7 +40,7 @@ def replace_folder(target: Path) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Give a folder that is whole its name; what has the name goes when the new one is there."""
+    """Rename a complete folder to ``target``, then remove the old one."""
     before = before_of(target)
     remove(before)
     if target.exists():
@@ -51,7 +51,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there; of a link, not what it points to."""
+    """Remove a file, link or folder if it exists; a link's target stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -59,7 +59,7 @@ def remove(path: Path) -> None:
 
 
 def before_of(target: Path) -> Path:
-    """Where the old folder is while the new one takes its place."""
+    """Return the path of the old folder while the new one takes its place."""
     return target.with_name(f"{target.name}.before")
 
 
@@ -75,7 +75,7 @@ def _sync(folder: Path) -> None:
 
 
 def link_to(link: Path, target: str) -> None:
-    """Point ``link`` to what is beside it, at no time to nothing."""
+    """Point ``link`` to a name in its own folder, without a moment in which it is missing."""
     partial = link.with_name(f"{link.name}.partial")
     partial.unlink(missing_ok=True)
     os.symlink(target, partial)

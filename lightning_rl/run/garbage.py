@@ -1,4 +1,4 @@
-"""Python's collector of garbage, where it finds none."""
+"""Python's garbage collector, switched off where there is no garbage."""
 
 import gc
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import libraries without looking for garbage in between, nor later, until an engine closes.
+    """Import libraries without garbage collection, also afterwards until an engine closes.
 
-    Modules make objects that stay. The collector goes through all of them again and again as their
-    number grows: a seventh of the time that torch, Lightning, transformers and vLLM take to be
-    imported. Where collection is off already, it stays so.
+    Modules create objects that stay. The collector traverses all of them again and again as their
+    number grows: a seventh of the time it takes to import torch, Lightning, transformers and vLLM.
+    If collection is already off, it stays off.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Hooks beside Lightning's, and a clock that says how long each stage took."""
+"""Hooks in addition to Lightning's, and a clock that measures the time of each stage."""
 
 import math
 import time
@@ -18,24 +18,24 @@ T = TypeVar("T", bound=Callback)
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The run's own list of callbacks."""
+    """Return the run's own list of callbacks."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
 
 def find_callbacks(trainer: Trainer, kind: type[T]) -> list[T]:
-    """Find the run's callbacks of a kind, in order."""
+    """Return the run's callbacks of a class, in order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
 
 
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
-    """The run's data module; None: it has dataloaders."""
+    """Return the run's data module; None if it was given dataloaders."""
     found: LightningDataModule | None = getattr(trainer, "datamodule", None)
     return found
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    """Tell whether this is a try-out, which leaves nothing behind."""
+    """Return True for a fast dev run, which leaves no files behind."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
@@ -47,9 +47,10 @@ def call_hook(trainer: Trainer, hook: str, *arguments: Any) -> None:
 def answers(
     trainer: Trainer, hook: str, *arguments: Any, module: LightningModule | None = None
 ) -> Iterator[Any]:
-    """Call a hook likewise; what a callback returns, unless None, before the next one is called.
+    """Call a hook likewise, and yield each callback's result unless None, before the next is
+    called.
 
-    ``module``: that it is told of, in place of the trainer's.
+    ``module`` is passed to the callbacks in place of the trainer's.
     """
     for callback in callbacks_of(trainer):
         if hasattr(callback, hook):
@@ -60,9 +61,10 @@ def answers(
 
 
 def named_callbacks(which: str, trainer: Trainer) -> list[Callback]:
-    """Callbacks that ``callbacks/defaults.py`` adds to a run; ``which`` of its functions.
+    """Return callbacks that ``callbacks/defaults.py`` adds to a run; ``which`` names its function.
 
-    By name, as in a configuration: callbacks know the modules, not the other way round.
+    It is found by name, as in a configuration: callbacks import the modules, not the other way
+    round.
     """
     defaults = import_module("lightning_rl.callbacks.defaults")
     added: list[Callback] = getattr(defaults, which)(trainer)
@@ -70,7 +72,7 @@ def named_callbacks(which: str, trainer: Trainer) -> list[Callback]:
 
 
 class _Unprofiled(PassThroughProfiler):
-    """Lightning's profiler where none is asked for, without a generator for each hook."""
+    """Lightning's no-op profiler, without a generator for each hook."""
 
     _context = nullcontext()
 
@@ -79,23 +81,24 @@ class _Unprofiled(PassThroughProfiler):
 
 
 def skip_profiling(trainer: Trainer) -> None:
-    """Call hooks at once, where no profiler was given: a short iteration has 200 of them."""
+    """Call hooks directly if no profiler was given: a short iteration has 200 of them."""
     if type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
         trainer.profiler = _Unprofiled()  # type: ignore[attr-defined]
 
 
 STAGES = ("generate", "reward", "logprob", "train", "sync", "digests", "eval")
-"""The library's own. Everything in an iteration that is in no stage is ``other``."""
+"""The library's own stages. The rest of an iteration is ``other``."""
 
 RESERVED = ("other", "iteration")
 """Names that ``StepTimer`` gives to sums."""
 
 
 class StageClock:
-    """Attributes wall time to named stages; a nested stage stops the outer one (but for ``eval``).
+    """Attributes wall time to named stages; a nested stage pauses the outer one (except ``eval``).
 
-    So the parts never overlap, and together with the rest ("other") sum to the wall time. Any name
-    makes a stage: ``with pl_module.clock("simulator"): ...`` is recorded as ``time/simulator``.
+    So stages never overlap, and together with the rest ("other") they sum to the wall time. Any
+    name makes a stage: ``with pl_module.clock("simulator"): ...`` is recorded as
+    ``time/simulator``.
     """
 
     def __init__(self) -> None:
@@ -114,12 +117,12 @@ class StageClock:
         """Time a block: ``with clock("train"): ...``.
 
         Raises:
-            ConfigError: for the name of a sum.
+            ConfigError: if the name is reserved for a sum.
         """
         if stage in RESERVED:
             raise ConfigError(
-                f"clock({stage!r}): {stage} is what StepTimer calls a sum of stages; name yours "
-                "otherwise"
+                f"clock({stage!r}): StepTimer uses the name {stage} for a sum of stages; choose "
+                "another name"
             )
         if self.stage == "eval":  # what an evaluation generates and grades is evaluation
             yield
@@ -135,9 +138,10 @@ class StageClock:
             self._notify()
 
     def take(self) -> dict[str, float]:
-        """Seconds per stage since the last call, and start again from zero.
+        """Return the seconds per stage since the last call, and start again from zero.
 
-        A stage of one's own stays in the table once it was seen: its column in a log has no gaps.
+        A user's own stage stays in the table once it was used, so that its column in a log has no
+        gaps.
         """
         self._switch()
         taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
@@ -156,10 +160,10 @@ class StageClock:
 
 
 def last_iteration(trainer: Trainer, iteration: int) -> float:
-    """The iteration that this run ends with; infinite where its number of epochs does not tell.
+    """Return the iteration that this run ends with; infinite if its epochs do not determine it.
 
-    ``iteration``: how many the module has trained. It may have begun with another Trainer, whose
-    iterations are not of this run.
+    ``iteration`` is the number that the module has trained so far. It may have begun with another
+    Trainer, whose iterations are not part of this run.
     """
     epochs, batches = trainer.max_epochs, trainer.num_training_batches
     if epochs is None or epochs <= 0:

@@ -1,4 +1,4 @@
-"""Signals and a deadline, turned into a stop at a place from which a run can go on."""
+"""Turn signals and a deadline into a stop at a point from which the run can be resumed."""
 
 import math
 import os
@@ -18,9 +18,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Interrupts:
-    """Memory of what asked the run to stop; raises ``RunInterrupted`` where that is safe.
+    """Remembers requests to stop the run; raises ``RunInterrupted`` where that is safe.
 
-    Outside the main thread there are no signals; the deadline is still kept.
+    Outside the main thread signals cannot be handled; the deadline still holds.
 
     Args:
         seconds: the deadline, from now.
@@ -35,14 +35,15 @@ class Interrupts:
         self._raised = False
 
     def install(self, safe: Callable[[], bool], further: signal.Signals | None = None) -> None:
-        """Listen from now on.
+        """Start to handle signals and the deadline.
 
         Args:
-            safe: tells whether the main thread may be interrupted at once.
-            further: a signal to listen to beside the usual ones.
+            safe: returns True if the main thread may be interrupted at once.
+            further: a signal to handle in addition to the usual ones.
 
         Raises:
-            RunInterrupted: if a signal came while the run was starting, and was caught.
+            RunInterrupted: if a signal came while the run was starting, and its error was
+                swallowed.
         """
         if _stop is not None:  # while the run started, where somebody caught it
             raise _stop
@@ -67,7 +68,7 @@ class Interrupts:
             self._timer.start()
 
     def remove(self) -> None:
-        """Put back what handled the signals before; a command that has begun only has to end."""
+        """Restore the earlier signal handlers, unless a command that is ending started this run."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -77,9 +78,9 @@ class Interrupts:
             signal.signal(number, _AFTERWARDS[number] if handler is _stop_starting else handler)
 
     def requested(self) -> RunInterrupted | None:
-        """The error to raise, if the run is to stop."""
+        """The error to raise if the run is to stop; else None."""
         if self._reason is None and time.monotonic() >= self._end:
-            self._reason = "max_time is over", 124  # as timeout(1) says
+            self._reason = "max_time is reached", 124  # as timeout(1) says
         return None if self._reason is None else RunInterrupted(*self._reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -95,7 +96,7 @@ class Interrupts:
             os.write(2, f"\n{interruption.reason}: saving after this update\n".encode())
 
     def _raise_if_safe(self) -> None:
-        """Raise, but once: what saves and tidies up afterwards waits too."""
+        """Raise, but only once, so that saving and cleaning up afterwards are not interrupted."""
         interruption = None if self._raised else self.requested()
         if interruption is not None and self._safe():
             self._raised = True
@@ -107,17 +108,17 @@ class Interrupts:
 _NO_HANDLERS = (signal.SIG_DFL, signal.SIG_IGN)
 _before_start: dict[int, Any] = {}
 _stop: RunInterrupted | None = None
-"""What a signal raised while the run was starting: a parser may take it for an error of its own."""
+"""The error that a signal raised while the run was starting: a parser may have swallowed it."""
 _HEARD_S = 10.0
-"""How long a main thread may take to hear of a signal while a run starts."""
+"""Seconds that the main thread may take to notice a signal while a run starts."""
 
 
 @contextmanager
 def stopped_while_starting() -> Iterator[None]:
-    """Until a run listens itself, a signal is an error like any other: one message, and an end.
+    """Until the run handles signals itself, turn them into one error message and an end.
 
-    A main thread that is not in Python does not hear of it: one that waits for ranks that will not
-    come, say. After ten seconds the process then ends without it.
+    A main thread outside Python code, such as one that waits for ranks that never come, does not
+    notice a signal. The process then ends without it after ten seconds.
 
     Raises:
         RunInterrupted: wherever the main thread is.
@@ -145,7 +146,7 @@ def stopped_while_starting() -> Iterator[None]:
 
 
 def _end_if_unheard(reader: int) -> None:
-    """In a thread: wait for signals, until the other end of the pipe is closed."""
+    """In a thread: read signal numbers until the other end of the pipe is closed."""
     while number := os.read(reader, 1):
         time.sleep(_HEARD_S)
         if signal.getsignal(number[0]) is _stop_starting:  # it would be another, had it run
@@ -157,12 +158,12 @@ def _end_if_unheard(reader: int) -> None:
 def _while_starting(number: int) -> str:
     return (
         f"{signal.Signals(number).name} came while the run was starting, so there is nothing to "
-        "save; give the same command again"
+        "save; run the same command again"
     )
 
 
 def _forget_pipe() -> None:
-    """What a forked child hears is not for this process."""
+    """Detach a forked child from the pipe, so that its signals are not reported here."""
     if _before_start:
         signal.set_wakeup_fd(-1)
 
@@ -171,7 +172,7 @@ os.register_at_fork(after_in_child=_forget_pipe)
 
 
 def leave_signals() -> None:
-    """Of a run that does not listen: signals do again what they did before the command."""
+    """For a run without signal handling: restore the handlers from before the command."""
     while _before_start:
         signal.signal(*_before_start.popitem())
 
@@ -185,7 +186,7 @@ def _stop_starting(number: int, frame: FrameType | None) -> None:
 
 
 def _end_anyway(number: int, frame: FrameType | None) -> None:
-    os.write(2, f"\n{signal.Signals(number).name}: the run is ending already\n".encode())
+    os.write(2, f"\n{signal.Signals(number).name}: the run is already ending\n".encode())
 
 
 _AFTERWARDS: dict[int, Callable[[int, FrameType | None], object]] = {
@@ -196,10 +197,10 @@ _AFTERWARDS: dict[int, Callable[[int, FrameType | None], object]] = {
 
 
 def seconds_of(max_time: str) -> float:
-    """Seconds of ``DD:HH:MM:SS``, as Lightning's Trainer writes it.
+    """Convert ``DD:HH:MM:SS``, the format of Lightning's Trainer, to seconds.
 
     Raises:
-        ConfigError: for another format.
+        ConfigError: if the format is another.
     """
     found = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", max_time.strip())
     if found is None:

@@ -1,15 +1,15 @@
-"""Processes that do not outlive the one that asked for them, with all that they start.
+"""Processes that do not outlive the one that started them, with all their descendants.
 
     python -I -S keeper.py PARENT TOLD GRACE_S COMMAND...
 
-runs a command under a keeper: its parent, which also becomes the parent of whatever the command
-leaves behind, in whichever group or session that is. The keeper ends all of it once the command has
-ended, when the process PARENT is gone, and at once when it gets SIGTERM itself;
-it then ends as the command did. When PARENT is gone the command gets the signal TOLD (0: none, for
-it notices by itself), and GRACE_S to end.
+runs a command under a keeper: its parent, which also adopts all processes that the command leaves
+behind, in whichever group or session they are. The keeper kills all of them once the command has
+ended, when the process PARENT is gone, or at once when it gets SIGTERM itself; it then ends with
+the command's status. When PARENT is gone the command gets the signal TOLD (0: none, as it notices
+by itself), and GRACE_S seconds to end.
 
-Only the standard library is imported, by any Python from 3.9 on: so keepers start at once, and
-other environments' Pythons can use this file too.
+Only the standard library is imported, and any Python from 3.9 on can run it: so keepers start fast,
+and the Pythons of other environments can use this file too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 
 GRACE_S = 5.0
-"""Seconds in which what a keeper keeps may end by itself once nobody wants it any more."""
+"""Seconds that a command has to end by itself once its parent is gone."""
 STUCK_S = 10.0
 """Seconds after which a keeper that was told to end is killed: something has stopped it."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux/prctl.h
@@ -34,14 +34,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def kept(command: Sequence[str], told: int = 0, grace_s: float = GRACE_S) -> list[str]:
-    """The command that runs one under a keeper of this process.
+    """Return the command that runs ``command`` under a keeper of this process.
 
-    SIGTERM ends the keeper, with all that it keeps, at once.
+    SIGTERM makes the keeper kill all its processes and end at once.
 
     Args:
-        command: what to run.
-        told: a signal for it when its parent is gone; 0: none, for it notices by itself.
-        grace_s: seconds that it then has.
+        command: the command to run.
+        told: the signal that it gets when its parent is gone; 0: none, as it notices by itself.
+        grace_s: seconds that it then has to end.
     """
     # Not its parent as the keeper finds it: that may be gone when the keeper looks.
     own = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(told)), str(grace_s)]
@@ -49,7 +49,7 @@ def kept(command: Sequence[str], told: int = 0, grace_s: float = GRACE_S) -> lis
 
 
 def _stay_kept(parent: int, told: int, grace_s: float) -> None:
-    """Go on in a child of this process, which becomes its keeper: only the child returns."""
+    """Fork a child to continue in, and become its keeper: only the child returns."""
     try:
         parents_end = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -82,7 +82,7 @@ def _stay_kept(parent: int, told: int, grace_s: float) -> None:
 
 
 def first_of(files: Sequence[int], seconds: float | None = None) -> set[int]:
-    """Wait until one of these can be read; those that can, none if that takes too long."""
+    """Wait until one of these files is readable; returns those that are, none after ``seconds``."""
     watched = select.poll()  # select() knows no files beyond number 1023
     for file in files:
         watched.register(file, select.POLLIN)
@@ -100,24 +100,24 @@ def adopt_orphans() -> None:
 
 
 def keep_others_out(out: bool = True) -> None:
-    """Let no other process without privileges trace this one, or use its files and memory.
+    """Keep unprivileged processes from tracing this one, or using its files and memory.
 
-    What it forks is alike, until it is called with False; what is executed begins without.
+    Forked children inherit this until they call it with False; ``exec`` resets it.
     """
     _check(_libc.prctl(_PR_SET_DUMPABLE, int(not out), 0, 0, 0))
 
 
 def children() -> list[int]:
-    """The processes whose parent is this one's main thread."""
+    """Return the ids of the processes whose parent is this one's main thread."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(child) for child in file.read().split()]
 
 
 def end_all(child: int) -> int:
-    """Kill and reap everything below this process; the wait status of ``child``.
+    """Kill and reap everything below this process; returns the wait status of ``child``.
 
-    A killed process's children become ours if we adopt orphans, so this ends only when there is
-    none left.
+    With :func:`adopt_orphans` the children of a killed process become ours, so this returns only
+    when none is left.
     """
     status = 0
     while True:
@@ -131,7 +131,7 @@ def end_all(child: int) -> int:
 
 
 def kill_children() -> None:
-    """Kill all processes of which this one is the parent; as process 1, all that there are."""
+    """Kill all children of this process; as process 1, all processes of its namespace."""
     if os.getpid() == 1:  # of a sandbox: all at once, so that nothing can fork away
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -143,7 +143,7 @@ def kill_children() -> None:
 
 
 def _when_told_to_end() -> int:
-    """A file that can be read once this process is told to end."""
+    """Return a file that becomes readable once this process is told to end."""
     asked, tell = os.pipe()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: os.write(tell, b"."))
@@ -151,7 +151,7 @@ def _when_told_to_end() -> int:
 
 
 def _end_as(status: int) -> None:
-    """End as a process did that has this wait status."""
+    """End in the same way as a process with this wait status."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         number = os.WTERMSIG(status)
@@ -168,7 +168,7 @@ def _check(result: int) -> None:
 
 
 def main() -> None:
-    """Become a keeper, and in its child the command."""
+    """Become a keeper, and run the command in its child."""
     parent, told, grace_s, *command = sys.argv[1:]
     _stay_kept(int(parent), int(told), float(grace_s))
     try:

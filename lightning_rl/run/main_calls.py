@@ -1,4 +1,4 @@
-"""Calls that the main thread makes for coroutines while it waits."""
+"""Calls that the main thread makes on behalf of coroutines while it waits."""
 
 import asyncio
 import threading
@@ -20,7 +20,9 @@ class MainCall:
         self._loop = asyncio.get_running_loop()
 
     def make(self) -> None:
-        """Make it in this thread; what ends a thread, such as Ctrl-C, is raised here, too."""
+        """Make the call in this thread; an exception that ends a thread, such as Ctrl-C, is also
+        raised here.
+        """
         if not self.future.set_running_or_notify_cancel():  # nobody waits any more
             return
         try:
@@ -29,21 +31,21 @@ class MainCall:
             self.future.set_exception(storable(error))
         except BaseException as error:
             kind = type(error).__name__
-            self.future.set_exception(LightningRLError(f"the call was broken off by {kind}"))
+            self.future.set_exception(LightningRLError(f"the call was interrupted by {kind}"))
             raise
         else:
             self.future.set_result(result)
 
     def make_in_loop(self) -> None:
-        """Have it made in the thread of the loop that it came from."""
+        """Have the call made in the thread of the event loop that it came from."""
         self._loop.call_soon_threadsafe(self.make)
 
 
 class MainCalls:
     """An executor that works only while its thread waits, between ``open`` and ``close``.
 
-    ``busy`` while a call is made. Where an exception breaks ``serve`` off before, by a signal at
-    any place, the call is still queued, and ``close`` has its loop make it.
+    ``busy`` is True while a call is made. If a signal's exception ends ``serve`` early, the call
+    stays queued, and ``close`` has its event loop make it.
     """
 
     def __init__(self) -> None:
@@ -54,12 +56,12 @@ class MainCalls:
         self.busy = False
 
     def open(self) -> None:
-        """Take calls from now on."""
+        """Accept calls from now on."""
         with self._lock:
             self.is_open = True
 
     def close(self) -> None:
-        """Take no more; those that are still queued are made by their loops."""
+        """Accept no more calls; queued ones are made by their event loops."""
         with self._lock:
             self.is_open = False
             left, self._queued = self._queued, {}
@@ -68,7 +70,7 @@ class MainCalls:
             call.make_in_loop()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any] | None:
-        """Queue a call; None while it takes none."""
+        """Queue a call; returns None if none are accepted."""
         with self._lock:
             if not self.is_open:
                 return None
@@ -78,11 +80,11 @@ class MainCalls:
         return queued.future
 
     def wake(self) -> None:
-        """End the present ``serve``."""
+        """Make the present ``serve`` return."""
         self._wakeups.put(None)
 
     def serve(self, timeout: float) -> None:
-        """Sleep until somebody wakes it, for so many seconds; make a call, if there is one."""
+        """Wait up to ``timeout`` seconds to be woken; make the queued call, if there is one."""
         try:
             self._wakeups.get(timeout=timeout)
         except Empty:

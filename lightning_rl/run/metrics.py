@@ -1,7 +1,7 @@
-"""MetricsLog: a run's rows of metrics in memory and in a file, of which a checkpoint holds a place.
+"""A run's rows of metrics, in memory and in a file; a checkpoint stores only a position in it.
 
-A checkpoint with all rows in it would grow with every iteration; their place and their checksum are
-enough to take back what a killed run wrote behind it.
+A checkpoint with all rows would grow with every iteration. Their position and checksum are enough
+to drop the rows that a killed run wrote after it.
 """
 
 import json
@@ -23,7 +23,8 @@ from lightning_rl.run.rundir import append, run_dir, write_whole
 class TokenMetrics:
     """Sums of per-token tensors; means do not depend on how tokens were cut into packs.
 
-    A name that ends in ``_max`` is the maximum instead. What no rank has a value of is left out.
+    For names that end in ``_max`` it is the maximum instead. Names without a value on any rank are
+    left out.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,9 @@ class TokenMetrics:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, metrics: dict[str, Tensor]) -> None:
-        """Add tensors of shape (M,) each; empty ones make a name known, as all ranks must."""
+        """Add tensors of shape (M,) each; an empty one registers its name, which all ranks must
+        know.
+        """
         for name, values in metrics.items():
             values = values.detach().float()
             if name.endswith("_max"):
@@ -45,7 +48,7 @@ class TokenMetrics:
                 self._counts[name] = self._counts.get(name, 0) + values.numel()
 
     def include(self, other: "TokenMetrics") -> None:
-        """Add all that another one has."""
+        """Add all values of another one."""
         for name, total in other._sums.items():
             known = self._sums.get(name)
             self._sums[name] = total if known is None else known + total
@@ -55,7 +58,7 @@ class TokenMetrics:
             self._maxima[name] = peak if known is None else torch.maximum(known, peak)
 
     def compute(self) -> dict[str, float]:
-        """Means and maxima over everything added on every rank."""
+        """Return means and maxima over everything added on every rank."""
         result: dict[str, float] = {}
         if self._sums:
             sums = torch.stack(list(self._sums.values())).double()
@@ -73,7 +76,7 @@ class TokenMetrics:
 
 
 def summarize(values: list[float]) -> tuple[float, float]:
-    """Mean and (biased) standard deviation; nan for an empty list."""
+    """Return mean and (biased) standard deviation; nan for an empty list."""
     if not values:
         return math.nan, math.nan
     mean = math.fsum(values) / len(values)
@@ -86,8 +89,8 @@ Row = dict[str, float]
 class MetricsLog:
     """``metrics.jsonl`` in the run directory, and its rows since the run began.
 
-    A run that begins anew in a directory adds to what is there. One that goes on keeps the rows up
-    to its checkpoint, also in another directory, to which they are copied.
+    A new run in the same directory appends to the file. A resumed run keeps the rows up to its
+    checkpoint; in another directory, they are copied there.
     """
 
     NAME = "metrics.jsonl"
@@ -107,7 +110,7 @@ class MetricsLog:
         self._checksum = 0
 
     def go_on(self, trainer: Trainer) -> None:
-        """Drop rows behind the checkpoint, if there is one. Call it in ``on_train_start``."""
+        """Drop rows after the checkpoint, if there is one. Call it in ``on_train_start``."""
         state, self._state = self._state, None
         if state is None or not trainer.is_global_zero:
             return
@@ -129,10 +132,10 @@ class MetricsLog:
         self._flush()
 
     def add(self, trainer: Trainer, row: Row) -> None:
-        """Append a row; one of the same iteration as the last is merged with it.
+        """Append a row; if it has the same iteration as the last one, they are merged.
 
         Raises:
-            DiskError: if it cannot be written; then the file is as it was.
+            DiskError: if it cannot be written; the file is then unchanged.
         """
         if self.rows and self.rows[-1]["iteration"] == row["iteration"]:
             row = self.rows.pop() | row  # a resumed run syncs, and may evaluate, once more
@@ -142,7 +145,7 @@ class MetricsLog:
             self._flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the rows, as primitives; what it tells of is on the disk."""
+        """Return the position of the rows as primitives, after syncing the file to disk."""
         file = self._path()
         if self._end > self._begin and file.is_file():
             with file.open("rb") as lines:
@@ -157,7 +160,7 @@ class MetricsLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken, when training starts."""
+        """Resume from the state's position when training starts."""
         self._state = state
 
     def _flush(self) -> None:
@@ -167,7 +170,7 @@ class MetricsLog:
             self._pending = ""
 
     def _path(self) -> Path:
-        assert self._file is not None, "begin() comes first"
+        assert self._file is not None, "call begin() first"
         return self._file
 
     def _save_what_is_left(self, file: Path, state: dict[str, Any]) -> None:
@@ -179,8 +182,8 @@ class MetricsLog:
             self._rewrite(_lines(rows))
         self.rows = rows
         rank_zero_warn(
-            f"{state['file']} does not hold what it held when the checkpoint was saved; going on "
-            f"with the {len(rows)} rows of metrics that are left"
+            f"{state['file']} has changed since the checkpoint was saved; continuing "
+            f"with the {len(rows)} rows of metrics that remain"
         )
 
     def _rewrite(self, text: str) -> None:
@@ -189,7 +192,7 @@ class MetricsLog:
 
 
 def read_rows(text: str) -> list[Row]:
-    """Rows by iteration, of which the later one of two wins; lines that are none are left out."""
+    """Read rows by iteration; the later of two is kept, and invalid lines are skipped."""
     rows: dict[float, Row] = {}
     for line in text.splitlines():
         try:
@@ -206,7 +209,7 @@ def _lines(rows: list[Row]) -> str:
 
 
 def _candidates(file: Path, trainer: Trainer, state: dict[str, Any]) -> list[Path]:
-    """Our own file; that of the run that the checkpoint lies in; and where it was at the time."""
+    """List where the file may be: here, in the checkpoint's run, and where it was when saved."""
     checkpoint = Path(str(trainer.ckpt_path))
     return [file, checkpoint.absolute().parent.parent / file.name, Path(state["file"])]
 
@@ -223,5 +226,5 @@ def _part(file: Path, state: dict[str, Any]) -> bytes:
 
 
 def named(metric: str, learner: str) -> str:
-    """The name of a metric that is one learner's of several: ``policy/loss``, ``policy/a/loss``."""
+    """Return a metric's name for one of several learners, such as ``policy/a/loss``."""
     return metric.replace("/", f"/{learner}/", 1)

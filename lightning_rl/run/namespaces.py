@@ -1,6 +1,7 @@
-"""Linux namespaces, by calls that Python does not have.
+"""Linux namespaces, by system calls that Python does not offer.
 
-Only the standard library is imported, by any Python from 3.9 on: other environments' use it too.
+Only the standard library is imported, and any Python from 3.9 on can run it: other environments use
+it too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(call: str, result: int) -> None:
-    """Raise the error of a call that failed.
+    """Raise the error of a system call that failed.
 
     Raises:
         OSError: unless the result is 0.
@@ -32,14 +33,15 @@ def check(call: str, result: int) -> None:
 
 
 def unshare(namespaces: int, inside: tuple[int, int] | None = None) -> None:
-    """Leave namespaces for new ones.
+    """Move this process to new namespaces.
 
     Args:
-        namespaces: which; of processes, it is for those that are forked from now on.
-        inside: user and group that this process is inside of a new user namespace; None: the same.
+        namespaces: flags of the namespaces; a new process namespace holds only later forks.
+        inside: user and group of this process within a new user namespace; None: the same as
+            outside.
 
     Raises:
-        OSError: if that is not allowed.
+        OSError: if it is not permitted.
     """
     user, group = os.getuid(), os.getgid()
     check("unshare", libc.unshare(namespaces))
@@ -51,10 +53,10 @@ def unshare(namespaces: int, inside: tuple[int, int] | None = None) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every privilege for good, unless this process's user is root and it runs a program.
+    """Give up every privilege for good, except that root regains its own when it runs a program.
 
     Raises:
-        OSError: if the kernel is too old for this.
+        OSError: if the kernel is too old.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
@@ -64,14 +66,15 @@ def drop_capabilities() -> None:
 def leave_processes() -> bool:
     """Have the processes that are forked from now on see each other, and no others.
 
-    The first of them calls :func:`mount_own_processes`. With the privileges to do so they keep
-    them; without, they are in a user namespace, in which nobody becomes another user.
+    The first of them must call :func:`mount_own_processes`. If this process has the privileges, it
+    uses and keeps them; otherwise the processes run in a user namespace, in which nobody becomes
+    another user.
 
     Returns:
-        whether that is so: then :func:`drop_capabilities` before what must not undo this.
+        True if privileges are kept: call :func:`drop_capabilities` before running untrusted code.
 
     Raises:
-        OSError: if this machine does not allow it.
+        OSError: if this machine does not permit it.
     """
     try:
         unshare(NEWPID | NEWNS)
@@ -83,10 +86,10 @@ def leave_processes() -> bool:
 
 
 def mount_own_processes() -> None:
-    """Make ``/proc`` that of this process's namespace.
+    """Mount the ``/proc`` of this process's namespace.
 
     Raises:
-        OSError: if this machine does not allow it.
+        OSError: if this machine does not permit it.
     """
     check("mount", libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None))
     libc.umount2(b"/proc", _MNT_DETACH)  # without privileges it stays, and is covered
@@ -94,12 +97,12 @@ def mount_own_processes() -> None:
 
 
 def hide_processes() -> None:
-    """The ``/proc`` of outside shows all command lines: cover it with that of these processes.
+    """Cover the outer ``/proc``, which shows all command lines, with that of this namespace.
 
-    A container that hides parts of its own ``/proc`` may have no other; then there is none at all.
+    A container that hides parts of its own ``/proc`` may not permit another; then it becomes empty.
 
     Raises:
-        OSError: if this machine does not allow it.
+        OSError: if this machine does not permit it.
     """
     harmless = MS_RDONLY | _HARMLESS
     if libc.mount(b"proc", b"/proc", b"proc", harmless, None) != 0:

@@ -1,4 +1,4 @@
-"""The newest run, where ``ckpt_path="last"`` goes on instead of beginning a new one."""
+"""The newest run, in which ``ckpt_path="last"`` continues instead of beginning a new one."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from lightning_rl.run.rundir import continue_in, own_runs, require_free
 
 
 def continue_newest_run(trainer: Trainer) -> None:
-    """Continue in the last folder that holds a checkpoint; new runs begin a new one.
+    """Continue in the newest folder that holds a checkpoint; otherwise a new run begins.
 
     Raises:
-        ConfigError: if another process is at it.
+        ConfigError: if another process is using that folder.
     """
     own = own_runs(trainer)
     if own is not None:
@@ -42,7 +42,7 @@ def continue_newest_run(trainer: Trainer) -> None:
 
 
 def newest_run(runs: Path) -> Path | None:
-    """The last among ``runs/version_<n>`` that holds a checkpoint."""
+    """Return the highest ``runs/version_<n>`` that holds a checkpoint."""
     begun = [
         directory.parent
         for directory in runs.glob("version_*/checkpoints")
@@ -52,11 +52,11 @@ def newest_run(runs: Path) -> Path | None:
 
 
 def _is_open(logger: TensorBoardLogger | CSVLogger) -> bool:
-    """Whether its version is unknown, or nobody's choice.
+    """Return True if the logger's version is unset, or was not chosen by the user.
 
-    Who asked for its folder before, as ``ModelCheckpoint`` does, has only drawn the next number.
-    Under Slurm, Lightning's default logger has the job's, which is another when it is submitted
-    again.
+    A callback that asked for the folder before, as ``ModelCheckpoint`` does, has only drawn the
+    next number. Under Slurm, Lightning's default logger uses the job's id, which changes when the
+    job is submitted again.
     """
     version = logger._version
     return version is None or (
@@ -71,7 +71,7 @@ def _require_free(trainer: Trainer, directory: Path) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Lightning's CSVLogger deletes the file of an earlier start."""
+    """Rename an earlier file, which Lightning's CSVLogger would delete."""
     if path.exists():
         number = sum(1 for _ in path.parent.glob(f"{path.stem}_before_*{path.suffix}")) + 1
         path.rename(path.with_name(f"{path.stem}_before_{number}{path.suffix}"))

@@ -1,4 +1,4 @@
-"""Warnings of Lightning's that our modules cause, and that nobody who runs them can act on."""
+"""Lightning's warnings that our modules cause, and that users cannot act on."""
 
 import warnings
 
@@ -17,6 +17,6 @@ IGNORED_WARNINGS = (
 
 
 def ignore_known_warnings() -> None:
-    """Ignore these where Lightning raises them, until filters are reset; others stay."""
+    """Ignore these warnings from Lightning until filters are reset; others stay."""
     for message in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message, module=r"lightning\.pytorch\.")

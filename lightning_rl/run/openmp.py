@@ -1,12 +1,13 @@
-"""How long OpenMP's threads spin where they wait for each other, before they sleep.
+"""How long OpenMP's threads spin while they wait for each other, before they sleep.
 
-A thread that spins is ready at once; but beside other work it burns the turns of the thread that it
-waits for. libgomp spins 300,000 times by itself (7.5 ms on an AMD EPYC), which is longer than a
-scheduler's turn: an iteration beside one busy process takes several times as long. Threads that
-never spin cost a small model half as much again on a quiet machine, because its operations follow
-each other within microseconds. `python -m benchmarks.neighbours` measures all three.
+A spinning thread is ready at once, but beside other work it uses up the time slices of the thread
+that it waits for. By default libgomp spins 300,000 times (7.5 ms on an AMD EPYC), which is longer
+than a scheduler's time slice: beside one busy process, an iteration takes several times as long.
+Threads that never spin make a small model half again as slow on a quiet machine, because its
+operations follow each other within microseconds. `python -m benchmarks.neighbours` measures all
+three.
 
-libgomp reads its environment when it is loaded, with torch: hence no import of torch here.
+libgomp reads its environment when it is loaded, with torch, so this file does not import torch.
 """
 
 import os
@@ -22,10 +23,10 @@ _CHOSEN = (WAITING, "OMP_WAIT_POLICY")
 
 
 def spin_briefly() -> bool:
-    """Set how long threads spin, for this process before torch is imported, and those it starts.
+    """Set how long threads spin, in this process before torch is imported, and in its children.
 
     Returns:
-        False where the environment says how threads wait: the user's choice stays.
+        False if the environment already says how threads wait; the user's choice is kept.
     """
     if any(name in os.environ for name in _CHOSEN):
         return False
@@ -34,11 +35,11 @@ def spin_briefly() -> bool:
 
 
 def why_slow() -> str:
-    """Say what a process that loaded libgomp before the variable was set should do; else ""."""
+    """Return advice for a process that loaded libgomp before the variable was set; else ""."""
     maps = Path("/proc/self/maps")
     if not maps.exists() or "libgomp" not in maps.read_text(encoding="utf-8"):
         return ""
     return (
-        "OpenMP's threads spin where they wait, and beside other work an iteration takes several "
-        f"times as long: `export {WAITING}={SPINS}` before Python starts, as lightning-rl does"
+        "OpenMP's threads spin while they wait, so beside other work an iteration takes several "
+        f"times as long: run `export {WAITING}={SPINS}` before Python starts, as lightning-rl does"
     )

@@ -13,14 +13,14 @@ from lightning_rl.run import dist
 from lightning_rl.run.machine import this_machine
 
 _REPORT_S = 5.0
-"""How long the others may take to notice, too, that somebody is gone."""
+"""Seconds that the other processes have to notice, too, that one is gone."""
 _LOOK_S = 0.1
 _FOUND = "lost_peer"
 _SIGNS = ("gloo/", "closed by peer", "Connection reset", "Broken pipe", "NCCL", "TCPStore")
 
 
 class Peer(NamedTuple):
-    """A training process: the node that it runs on, for messages, and where its number counts."""
+    """A training process: its node, for messages, and the machine on which its id is valid."""
 
     node: str
     machine: str
@@ -35,15 +35,15 @@ _peers: list[Peer] = []
 
 
 def introduce() -> None:
-    """Let all ranks know each other; call it on every rank."""
+    """Exchange the identities of all ranks; call it on every rank."""
     _peers[:] = dist.gather(Peer.of_this_process())
 
 
 def lost_peer(error: BaseException) -> PeerLostError | None:
-    """The error to raise in place of one that another process's end has led to; else None.
+    """Return the error to raise if the given one was caused by another process's end; else None.
 
-    Who notices it says so in the store by which the ranks have met. Whose process is no more, or
-    who says nothing in time, is the one that is gone.
+    A rank that notices it says so in the store through which the ranks have met. A rank whose
+    process has ended, or that says nothing in time, is the one that is gone.
     """
     if len(_peers) < 2 or not _is_of_a_lost_connection(error):
         return None
@@ -55,8 +55,8 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
             _FOUND,
             PeerLostError(
                 f"{names or 'another training process'} is gone: it failed, was killed, ran out of "
-                "memory, or its machine or network is down; what it printed last says which. The "
-                "others cannot go on without it: give the same command with --ckpt_path last"
+                "memory, or its machine or network is down; its last output says which. The "
+                "others cannot continue without it: run the same command with --ckpt_path last"
             ),
         )
     found: PeerLostError = getattr(error, _FOUND)
@@ -104,7 +104,7 @@ def _key(rank: int) -> str:
 
 
 def _has_ended(peer: Peer) -> bool:
-    """Tell it of a process on this machine; of others nothing is known."""
+    """Return True if a process on this machine has ended; False for other machines."""
     if peer.machine != this_machine():
         return False
     try:

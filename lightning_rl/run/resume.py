@@ -1,4 +1,4 @@
-"""Going on with a run: in its directory alone, with what it was configured with, or as one says."""
+"""Resuming a run: alone in its directory, with its old configuration or permitted changes."""
 
 import json
 import re
@@ -62,16 +62,16 @@ OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.value_lr")
 _POLICY = re.compile(r"^model\.policies\.\w+\.")
 
 configured_as: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
-"""What a run was configured with, if that was told before ``fit``."""
+"""The configuration of a run, if it was known before ``fit``."""
 going_on_from: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
-"""A run's checkpoint, if told before ``fit``: what cannot go on from it is refused the earlier."""
+"""A run's checkpoint, if known before ``fit``, so that what cannot be resumed is refused early."""
 
 
 def require_one_start(trainer: Trainer) -> None:
-    """See to it that all ranks go on from the same checkpoint. Call it on every rank.
+    """Check that all ranks resume from the same checkpoint. Call it on every rank.
 
     Raises:
-        CheckpointError: if one finds another than rank 0, or none.
+        CheckpointError: if a rank finds another checkpoint than rank 0, or none.
     """
     path = going_on_from.get(trainer)
     found = dist.gather((Peer.of_this_process().node, None if path is None else path.name))
@@ -79,7 +79,7 @@ def require_one_start(trainer: Trainer) -> None:
     for rank, (node, name) in enumerate(found):
         if name != first:
             raise CheckpointError(
-                f"rank 0 (node {found[0][0]}) goes on from {first or 'no checkpoint'}, and rank "
+                f"rank 0 (node {found[0][0]}) resumes from {first or 'no checkpoint'}, and rank "
                 f"{rank} (node {node}) from {name or 'none'}: the run's folder must be on a file "
                 "system that all nodes see"
             )
@@ -89,7 +89,7 @@ def require_one_start(trainer: Trainer) -> None:
 
 
 def enter_directory(trainer: Trainer) -> Path:
-    """The run directory, held by this run until it ends. Call it on every rank.
+    """Return the run directory, locked by this run until it ends. Call it on every rank.
 
     Raises:
         ConfigError: if another process runs in it.
@@ -106,22 +106,22 @@ def enter_directory(trainer: Trainer) -> Path:
 
 
 def leave_directory(trainer: Trainer) -> None:
-    """Let others have it."""
+    """Release the lock on the run directory."""
     release(run_dir(trainer))
 
 
 def run_id_of(checkpoints: Path) -> str | None:
-    """The id of the run whose checkpoints a folder is for."""
+    """Return the id of the run that a folder of checkpoints belongs to; None if unknown."""
     return _identity(checkpoints).get("id")
 
 
 def run_day_of(checkpoints: Path) -> str | None:
-    """The day on which the run began whose checkpoints a folder is for."""
+    """Return the day on which the run of a folder of checkpoints began; None if unknown."""
     return _identity(checkpoints).get("day")
 
 
 def enter_run(trainer: Trainer, module: Any, checkpoints: Path) -> str:
-    """The run's id, kept beside its checkpoints; one that goes on there keeps its own."""
+    """Return the run's id, kept beside its checkpoints; a run resumed there keeps its own."""
     if not trainer.is_global_zero:
         return ""
     source = None if trainer.ckpt_path is None else Path(str(trainer.ckpt_path)).resolve()
@@ -153,16 +153,19 @@ def _identity(checkpoints: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        warnings.warn(f"{path} is damaged ({error}); any checkpoint is taken", stacklevel=2)
+        warnings.warn(
+            f"{path} is damaged ({error}); checkpoints of any run are accepted", stacklevel=2
+        )
         return {}
     return known if isinstance(known, dict) else {}
 
 
 def tell_of_beginning(trainer: Trainer, checkpoints: Path) -> None:
-    """``ckpt_path="last"`` found nothing: begin a run, and say where there is one like it.
+    """Say that ``ckpt_path="last"`` found nothing and a run begins; name a similar run if there is
+    one.
 
-    Whoever gives a run another name means another run, as of a script that is submitted twice; but
-    who changed the name without meaning to would wait for a run that began anew.
+    A new name usually means a new run, as in a script that is submitted twice; but a user who
+    changed the name by mistake would otherwise wait for a run that began anew.
     """
     now = configured_as.get(trainer)
     for path in _neighbours(trainer, checkpoints) if now is not None else ():
@@ -172,15 +175,15 @@ def tell_of_beginning(trainer: Trainer, checkpoints: Path) -> None:
         ):
             rank_zero_warn(
                 f"ckpt_path: 'last' found no checkpoint in {checkpoints}, so a new run begins; "
-                f"{path} is of a run of the same configuration under another name: to go on with "
-                "that, set trainer.logger back"
+                f"{path} belongs to a run with the same configuration and another name: to resume "
+                "that one, set trainer.logger back"
             )
             return
-    rank_zero_info(f"there is no checkpoint in {checkpoints} to go on from: a new run begins")
+    rank_zero_info(f"there is no checkpoint in {checkpoints} to resume from: a new run begins")
 
 
 def _neighbours(trainer: Trainer, checkpoints: Path) -> list[Path]:
-    """The newest checkpoint of each run that has the same parent folder, or grandparent."""
+    """Return the newest checkpoint of each run with the same parent folder, or grandparent."""
     if not trainer.loggers or trainer.loggers[0].save_dir is None:
         return []
     root = Path(trainer.loggers[0].save_dir)
@@ -195,7 +198,9 @@ _OPEN = "auto"
 
 
 class KeepConfigs(SaveConfigCallback):
-    """``config.yaml`` of the run; ``config_<n>.yaml`` if it goes on otherwise after iteration n."""
+    """Saves the run's ``config.yaml``, or ``config_<n>.yaml`` if it is resumed differently after
+    iteration n.
+    """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_dir(trainer)  # on all ranks
@@ -222,9 +227,9 @@ class KeepConfigs(SaveConfigCallback):
 
 
 def settle(trainer: Trainer, policy: str, setting: str, value: int) -> None:
-    """Write what a run has chosen for a setting of a policy's into its newest configuration.
+    """Write the value that a run has chosen for a policy's setting to its newest configuration.
 
-    It stands there in the place of ``auto``, for whoever goes on with the run or does it again.
+    It replaces ``auto``, so that resuming or repeating the run uses the same value.
     """
     files = config_files(run_dir(trainer))
     path = files[max(files)]
@@ -248,7 +253,7 @@ def _table(text: str) -> Table:
 
 
 def configuration_of(module: Any) -> Table:
-    """The table of a run's configuration, with a fingerprint of its prompts."""
+    """Return the table of a run's configuration, with a fingerprint of its prompts."""
     trainer = module._trainer
     if trainer is None:
         return dict(module.configuration or {})
@@ -264,7 +269,9 @@ def configuration_of(module: Any) -> Table:
 
 
 def kind_of(change: Change, then: Table, now: Table) -> str:
-    """``refused``: cannot go on; ``alters`` what is learned; or ``harmless``."""
+    """Return ``refused`` (the run cannot resume), ``alters`` (it learns something else) or
+    ``harmless``.
+    """
     key = _POLICY.sub("model.", change.key)  # each is as a run's only one
     if key in FIXED_CLASSES or _below(key, FIXED):
         return "refused"
@@ -279,7 +286,7 @@ def kind_of(change: Change, then: Table, now: Table) -> str:
 
 
 def check_early(trainer: Trainer) -> None:
-    """Refuse before an engine starts, if it is known what the run goes on from."""
+    """Refuse a configuration before an engine starts, if the checkpoint is already known."""
     path = going_on_from.get(trainer)
     if trainer.state.fn == "fit" and path is not None:
         module: Any = trainer.lightning_module
@@ -290,10 +297,10 @@ def check_early(trainer: Trainer) -> None:
 
 
 def check_resume(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Compare the run that a checkpoint is of with the one that goes on from it, and say it.
+    """Compare the checkpoint's run with the one that resumes from it, and report the changes.
 
     Raises:
-        ConfigError: naming what cannot go on, or would alter the run and was not allowed to.
+        ConfigError: naming the changes that prevent resuming, or alter the run without permission.
     """
     trainer = module._trainer
     if trainer is None:  # load_from_checkpoint
@@ -319,23 +326,23 @@ def _check(module: Any, told: dict[str, Any], path: Path) -> None:
         _refuse([c for c in altering if not _below(c.key, listed)], path, _ON_DEMAND)
     module.changes = changes
     lines = [
-        f"  {change}{' (as --allow_changes allows)' if kind == 'alters' else ''}"
+        f"  {change}{' (permitted by --allow_changes)' if kind == 'alters' else ''}"
         for change, kind in kinds
         if change.key not in ("ckpt_path", "allow_changes", "weights_only")
     ]
     if lines:
         rank_zero_info(
-            f"going on after iteration {told['iteration']} of {path} with another configuration; "
-            "what holds is now's:\n" + "\n".join(lines)
+            f"resuming after iteration {told['iteration']} of {path} with another configuration; "
+            "the new values apply:\n" + "\n".join(lines)
         )
 
 
 _NO_WAY = (
-    "the checkpoint's weights and optimizer state are made for what it was; set it back, or begin "
+    "the checkpoint's weights and optimizer state fit only the old values; set them back, or start "
     "a new run without --ckpt_path"
 )
 _ON_DEMAND = (
-    "that alters the run; set it back, or go on with the new values from here: --allow_changes "
+    "this alters the run; set it back, or continue with the new values by --allow_changes "
     "true (or a list of these keys; in Python module.allow_changes)"
 )
 
@@ -345,12 +352,12 @@ def _refuse(changes: list[Change], path: Path, why: str) -> None:
         more = f" and {len(changes) - 6} more" if len(changes) > 6 else ""
         shown = "; ".join(map(str, changes[:6]))
         raise ConfigError(
-            f"{path} cannot be gone on with as it is configured now: {shown}{more}: {why}"
+            f"{path} cannot be resumed with the present configuration: {shown}{more}: {why}"
         )
 
 
 def _require_fitting(module: Any, theirs: dict[str, Any], path: str) -> None:
-    """One message instead of a page of keys."""
+    """Raise one message instead of a page of keys if the weights do not fit."""
     ours = module.state_dict()
     if not theirs or not ours:
         return
@@ -360,19 +367,19 @@ def _require_fitting(module: Any, theirs: dict[str, Any], path: str) -> None:
         if k in ours and hasattr(v, "shape") and v.shape != ours[k].shape
     ]
     for names, what in (
-        ([k for k in ours if k not in theirs], "the checkpoint lacks"),
+        ([k for k in ours if k not in theirs], "the checkpoint has no"),
         ([k for k in theirs if k not in ours], "only the checkpoint has"),
         (shapes, "have another shape in the checkpoint:"),
     ):
         if names:
             raise ConfigError(
                 f"{path} is of another model: {what} {len(names)} weights, such as {names[0]}; "
-                "configure the same model, LoRA, value_head, kl and reference as then"
+                "configure the same model, LoRA, value_head, kl and reference as that run"
             )
 
 
 def use_new_optimizer_settings(module: Any) -> None:
-    """Take only the state of an optimizer or schedule that may change from the checkpoint."""
+    """Load only the state, not the settings, of an optimizer or schedule that may change."""
     changed = (_POLICY.sub("model.", change.key) for change in _changes_of(module))
     if not any(_below(key, OPTIMIZER) for key in changed):
         return
@@ -390,7 +397,7 @@ def use_new_optimizer_settings(module: Any) -> None:
 
 
 def _in_lists(made: Any) -> tuple[list[Any], list[Any]]:
-    """Optimizers and schedules, however ``configure_optimizers`` puts them."""
+    """Return lists of optimizers and schedules, whatever form ``configure_optimizers`` returns."""
     if isinstance(made, tuple):
         return made
     if isinstance(made, dict):

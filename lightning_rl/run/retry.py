@@ -1,4 +1,4 @@
-"""Waiting for something afar: how long, and how often to try."""
+"""Waiting for a remote service: how long, and how often to try."""
 
 import asyncio
 import random
@@ -12,13 +12,13 @@ from lightning_rl.errors import LightningRLError
 T = TypeVar("T")
 
 LONGEST_ASKED_S = 600.0
-"""How long a server may have us wait, at most; one that asks for more is not asked again."""
+"""Longest wait in seconds that a server may ask for; if it asks for more, the error is raised."""
 _WORTH_A_WORD_S = 30.0
-"""A longer wait is said: a run that does nothing looks as if it hung."""
+"""Longer waits are reported, since the run would look as if it hung."""
 
 
 class ServerError(LightningRLError):
-    """A server did not answer as it should; another attempt may help, after ``wait_s`` seconds."""
+    """A server did not answer as expected; another attempt after ``wait_s`` seconds may help."""
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
         super().__init__(message)
@@ -37,19 +37,19 @@ async def retry(
     longest_wait_s: float = 30.0,
     on: tuple[type[Exception], ...] = (Exception,),
 ) -> T:
-    """Await ``call()``, and again after an error, waiting twice as long each time.
+    """Await ``call()``, and again after an error, with a wait that doubles each time.
 
     The i-th wait (from 0) is between half and all of ``min(first_wait_s * 2**i, longest_wait_s)``,
-    so that many clients that failed together do not come back together. A :class:`ServerError`
-    that asks for a longer wait gets it, up to ``LONGEST_ASKED_S``; one that asks for more is
+    so that many clients that failed together do not come back together. If a :class:`ServerError`
+    asks for a longer wait, that is used, up to ``LONGEST_ASKED_S``; if it asks for more, it is
     raised at once.
 
     Args:
         call: makes a new attempt.
         retries: attempts after the first.
         timeout_s: seconds per attempt; None: no limit.
-        first_wait_s: seconds before the first retry, at most.
-        longest_wait_s: seconds before any retry, at most.
+        first_wait_s: longest wait in seconds before the first retry.
+        longest_wait_s: longest wait in seconds before any retry.
         on: errors after which to try again; others are raised at once. A timeout always counts.
 
     Raises:
@@ -65,7 +65,7 @@ async def retry(
             if asked > LONGEST_ASKED_S:
                 raise
             if asked > _WORTH_A_WORD_S:
-                rank_zero_warn(f"waiting for {asked:g} s, as it is asked for: {error}")
+                rank_zero_warn(f"waiting {asked:g} s, as the server asks: {error}")
             wait = min(first_wait_s * 2**attempt, longest_wait_s) * _jitter.uniform(0.5, 1.0)
             await asyncio.sleep(max(wait, asked))
     return await _within(timeout_s, call)

@@ -1,6 +1,6 @@
-"""The directory of a run, of one process at a time, and the files in it.
+"""A run's directory, which one process at a time uses, and atomic writes to the files in it.
 
-Files are whole or as they were, also when the disk is full or the power fails.
+A file holds its old or its new content, even if the disk is full or the power fails.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from lightning_rl.run import dist
 from lightning_rl.run.hooks import is_fast_dev_run
 
 OWN_RUNS = "lightning_rl_runs"
-"""Where in ``default_root_dir`` runs are that no logger has a directory for."""
+"""Folder in ``default_root_dir`` for runs without a directory of a logger."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Also of one that Lightning made a path of, ``file:/x``; a drive has one letter."""
+"""Matches URLs, also in the form that ``Path`` gives them, ``file:/x``; a drive has one letter."""
 
 _known: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 _own: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
@@ -34,14 +34,14 @@ _scratch: WeakKeyDictionary[Trainer, tempfile.TemporaryDirectory[str]] = WeakKey
 
 
 def run_dir(trainer: Trainer) -> Path:
-    """The directory of a run's results; created.
+    """Return the directory of a run's results, and create it.
 
     That is the directory of the first logger, if it is a ``TensorBoardLogger`` or ``CSVLogger``,
     which begin a new one for every run. Otherwise it is ``lightning_rl_runs/version_<n>`` in
-    ``default_root_dir``. Of a fast dev run it is a scratch directory, which is deleted at the end.
+    ``default_root_dir``. For a fast dev run it is a scratch directory, which is deleted at the end.
 
-    On several ranks it is rank 0's. They all have to make the first call, since it asks rank 0
-    (the data modules do, first thing in ``setup``); later calls may be made by any.
+    On several ranks it is rank 0's. All ranks have to make the first call, since it asks rank 0
+    (the data modules do so first in ``setup``); any rank may make later calls.
     """
     directory = _known.get(trainer)
     if directory is None:
@@ -53,12 +53,12 @@ def run_dir(trainer: Trainer) -> Path:
 
 
 def require_writable_dirs(trainer: Trainer) -> None:
-    """Check the directories that a run will write to, before a logger fails with a bare error.
+    """Check the directories that a run will write to, before a logger fails with an unclear error.
 
-    Loggers that keep no files of a run beside others' may save to a URL.
+    Loggers that do not keep a run's other files may save to a URL.
 
     Raises:
-        ConfigError: naming the first that cannot be written.
+        ConfigError: naming the first directory that cannot be written.
     """
     if is_fast_dev_run(trainer):
         return
@@ -70,9 +70,9 @@ def require_writable_dirs(trainer: Trainer) -> None:
 
 
 def output_path(trainer: Trainer, given: str | Path | None, name: str) -> Path:
-    """``given``, where a user chose a place of his own; else ``name`` in the run directory.
+    """Return ``given`` if the user chose a path, else ``name`` in the run directory.
 
-    A fast dev run leaves the user's own files alone, and takes the run directory for them too.
+    A fast dev run leaves the user's own files alone, and uses the run directory for them too.
     """
     if given is not None and not is_fast_dev_run(trainer):
         return Path(given)
@@ -80,10 +80,10 @@ def output_path(trainer: Trainer, given: str | Path | None, name: str) -> Path:
 
 
 def own_runs(trainer: Trainer) -> Path | None:
-    """The folder of the runs that no logger has a directory for; None where one has.
+    """Return the folder of runs without a logger's directory; None if a logger has one.
 
     Raises:
-        ConfigError: if it is no local one.
+        ConfigError: if it is not a local path.
     """
     if isinstance(trainer.logger, TensorBoardLogger | CSVLogger):
         return None
@@ -91,12 +91,12 @@ def own_runs(trainer: Trainer) -> Path | None:
 
 
 def continue_in(trainer: Trainer, directory: Path) -> None:
-    """Let a run go on in the directory of an earlier one, which is among ``own_runs``."""
+    """Let a run continue in the directory of an earlier one, which is among ``own_runs``."""
     _own[trainer] = directory
 
 
 def _choose(trainer: Trainer) -> Path:
-    """Choose the run directory, as this rank sees it; rank 0 creates it."""
+    """Choose the run directory from this rank's point of view; rank 0 creates it."""
     if is_fast_dev_run(trainer):
         return _scratch_directory(trainer)
     runs = own_runs(trainer)
@@ -138,13 +138,13 @@ _held: dict[Path, int] = {}  # descriptors of this process
 
 
 def hold(directory: Path) -> None:
-    """Hold a run directory's lock until :func:`release`, or the end of this process.
+    """Lock a run directory until :func:`release`, or the end of this process.
 
-    Holding it twice in one process is holding it. The lock is the kernel's (``lockf``), so what a
-    killed process leaves behind is a file that locks nothing.
+    Locking it again in the same process has no effect. The lock is the kernel's (``lockf``), so the
+    file that a killed process leaves behind locks nothing.
 
     Raises:
-        ConfigError: if another process holds it; names that.
+        ConfigError: if another process holds the lock; names that process.
         DiskError: if the directory cannot be written.
     """
     path = directory.resolve() / NAME
@@ -160,8 +160,8 @@ def hold(directory: Path) -> None:
     except OSError as error:  # a network file system without locks
         os.close(descriptor)
         rank_zero_warn(
-            f"{directory} is on a file system without locks ({error.strerror}): nothing keeps a "
-            "second process from going on with this run at the same time; see to it yourself"
+            f"{directory} is on a file system without locks ({error.strerror}), so nothing stops a "
+            "second process from using this run at the same time; make sure that none does"
         )
         return
     os.ftruncate(descriptor, 0)
@@ -173,7 +173,7 @@ def hold(directory: Path) -> None:
 
 @contextlib.contextmanager
 def holding(directory: Path) -> Iterator[None]:
-    """While it lasts a directory, made if need be, is ours; see :func:`hold`."""
+    """Within the block, lock a directory, created if missing; see :func:`hold`."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -186,7 +186,7 @@ def holding(directory: Path) -> Iterator[None]:
 
 
 def require_free(directory: Path) -> None:
-    """Look whether another process holds the lock, without taking it.
+    """Check that no other process holds the lock, without taking it.
 
     Raises:
         ConfigError: if one does.
@@ -206,7 +206,7 @@ def require_free(directory: Path) -> None:
 
 
 def release(directory: Path) -> None:
-    """Give the lock back."""
+    """Release the lock."""
     descriptor = _held.pop(directory.resolve() / NAME, None)
     if descriptor is not None:
         os.close(descriptor)
@@ -225,8 +225,8 @@ def _holder(descriptor: int) -> str:
 
 def _in_use(directory: Path, who: str) -> ConfigError:
     return ConfigError(
-        f"{directory} is in use by {who}: two runs in one directory would mix their files; wait "
-        "for it, end it, or begin a run elsewhere (another trainer.logger, no --ckpt_path)"
+        f"{directory} is in use by {who}, and two runs in one directory would mix their files; "
+        "wait for it, end it, or start a run elsewhere (another trainer.logger, no --ckpt_path)"
     )
 
 
@@ -234,10 +234,10 @@ def _in_use(directory: Path, who: str) -> ConfigError:
 
 
 def sync_directory(directory: Path) -> None:
-    """Put the names in a directory on the disk: a file's new name is safe only with its directory.
+    """Sync a directory's entries to disk: only then is a new file name safe.
 
     Raises:
-        OSError: if the disk refuses.
+        OSError: if the disk reports an error.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -247,10 +247,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def append(path: Path, text: str) -> int:
-    """Append all of ``text``, or nothing; returns the file's length in bytes.
+    """Append all of ``text``, or nothing; returns the file's new length in bytes.
 
     Raises:
-        DiskError: if it cannot be written; the file is as it was.
+        DiskError: if it cannot be written; the file is then unchanged.
     """
     # JSON's own escape for half a character, which UTF-8 cannot hold.
     left = memoryview(text.encode("utf-8", "backslashreplace"))
@@ -274,10 +274,10 @@ def append(path: Path, text: str) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content; what was there stays until all of the new one is on the disk.
+    """Replace a file's content atomically: the old content stays until all of the new is on disk.
 
     Raises:
-        DiskError: if it cannot be written; the file is as it was.
+        DiskError: if it cannot be written; the file is then unchanged.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -292,34 +292,34 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_writable(directory: str | Path, key: str) -> None:
-    """Check that a local directory can be written, or made, before anything is begun.
+    """Check that a local directory can be written, or created, before anything starts.
 
     Raises:
-        ConfigError: naming the key, and what stands in the way.
+        ConfigError: naming the configuration key and the obstacle.
     """
     there = _local(directory, key).absolute()
     while not os.path.lexists(there):
         there = there.parent
     if not there.is_dir():
-        raise ConfigError(f"{key}: {there} is a file, where a directory should be; name another")
+        raise ConfigError(f"{key}: {there} is a file, but must be a directory; choose another")
     if not _takes_files(there):
         raise ConfigError(
-            f"{key}: {there} cannot be written (read-only, or of another user); name another "
-            "directory, or change its rights"
+            f"{key}: {there} cannot be written (it is read-only, or belongs to another user); "
+            "choose another directory, or change its permissions"
         )
 
 
 def _local(path: str | Path, key: str) -> Path:
     if _URL.match(str(path)):
         raise ConfigError(
-            f"{key}={str(path)!r} is a URL, and a run's files are local ones; name a local "
-            "directory, and copy it afterwards or mount what the URL names"
+            f"{key}={str(path)!r} is a URL, but a run writes local files; choose a local "
+            "directory, and copy it afterwards, or mount the remote one"
         )
     return Path(path)
 
 
 def _takes_files(directory: Path) -> bool:
-    """Try it: by its rights root may write anywhere, and yet not in /proc or on some disks."""
+    """Try to write, since permissions do not tell: root may not write to /proc or some disks."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return True
@@ -328,15 +328,15 @@ def _takes_files(directory: Path) -> bool:
 
 
 def refused(path: Path, error: OSError) -> DiskError:
-    """The error of a write: what the operating system said, and how much room there is."""
+    """Try to write; permissions do not tell, as root cannot write to /proc or some disks."""
     return DiskError(
-        f"{path} could not be written: {error.strerror or error} ({free_space(path)}); what was "
-        "there before is intact. Make room, or write elsewhere (trainer.logger, "
-        "trainer.default_root_dir), and go on from the last checkpoint"
+        f"{path} could not be written: {error.strerror or error} ({free_space(path)}); the file "
+        "there is unchanged. Free some disk space, or write elsewhere (trainer.logger, "
+        "trainer.default_root_dir), and resume from the last checkpoint"
     )
 
 
 def free_space(path: Path) -> str:
-    """The room on the disk that a file is on, or would be."""
+    """Describe the free space of the disk that a file is on, or would be on."""
     existing = next(parent for parent in path.absolute().parents if parent.exists())
     return f"{shutil.disk_usage(existing).free / 2**20:.0f} MiB free"

@@ -1,4 +1,4 @@
-"""One seed for a run, and the state of the random generators that code outside of it may use."""
+"""A run's seed, and the state of the random generators that code outside the library may use."""
 
 import os
 import random
@@ -12,41 +12,41 @@ from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.run.dist import gather, rank
 
 LARGEST_SEED = 2**32 - 1
-"""Of ``seed_everything``; numpy takes no larger one."""
+"""The largest seed of ``seed_everything`` and numpy."""
 
 
 def run_seed(seed: int | None) -> int:
-    """``seed`` if given, else what Lightning's ``seed_everything`` was called with, else 0.
+    """Return ``seed`` if given, else the seed of Lightning's ``seed_everything``, else 0.
 
     Raises:
-        ConfigError: for a negative one.
+        ConfigError: if it is negative.
     """
     require_at_least(0, seed=seed)
     return seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def drawn_seed() -> int:
-    """A seed for ``seed_everything: true``; all ranks that Lightning starts get the first's.
+    """Draw a seed for ``seed_everything: true``; ranks that Lightning starts get that of the first.
 
     Raises:
-        ConfigError: on one of several processes that something else started.
+        ConfigError: if several processes were started by something else than Lightning.
     """
     if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
         return secrets.randbelow(LARGEST_SEED + 1)
     if "PL_GLOBAL_SEED" not in os.environ:
         raise ConfigError(
-            "seed_everything=true on processes that torchrun or SLURM started: each would draw a "
-            "seed of its own; set it to a number"
+            "seed_everything=true on processes started by torchrun or SLURM: each would draw its "
+            "own seed; set it to a number"
         )
     return int(os.environ["PL_GLOBAL_SEED"])
 
 
 def derived_seed(seed: int, *places: int) -> int:
-    """A seed in [0, 2^64) for one place of a run, such as its iteration and epoch.
+    """Return a seed in [0, 2^64) for one place in a run, such as its iteration and epoch.
 
-    Stateless, so that a resumed run draws the same. (seed x 1,000,003 + place) x 1,000,003 + ...
-    modulo 2^64, which is what torch's generators take: odd factors, so no two iterations of a run
-    share one, however large ``seed`` is.
+    It is stateless, so that a resumed run draws the same. The value is (seed x 1,000,003 + place) x
+    1,000,003 + ... modulo 2^64, the range of torch's generators: the factors are odd, so no two
+    iterations of a run share a seed, however large ``seed`` is.
     """
     for place in places:
         seed = seed * 1_000_003 + place
@@ -54,17 +54,19 @@ def derived_seed(seed: int, *places: int) -> int:
 
 
 def derived_generator(seed: int, *places: int) -> torch.Generator:
-    """A generator on the CPU that begins with :func:`derived_seed`."""
+    """Return a CPU generator that is seeded with :func:`derived_seed`."""
     return torch.Generator().manual_seed(derived_seed(seed, *places))
 
 
 def permutation(count: int, seed: int, *places: int) -> torch.Tensor:
-    """An order of ``count`` things for one place of a run, such as its pass over them."""
+    """Return a random order of ``count`` items for one place in a run, such as an epoch."""
     return torch.randperm(count, generator=derived_generator(seed, *places))
 
 
 def gather_random_states() -> list[dict[str, Any]]:
-    """The states of torch, numpy, Python and CUDA generators of every rank; primitives, tensors."""
+    """Return the states of every rank's torch, numpy, Python and CUDA generators, as primitives and
+    tensors.
+    """
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     mine: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -76,7 +78,7 @@ def gather_random_states() -> list[dict[str, Any]]:
 
 
 def restore_random_states(states: list[dict[str, Any]]) -> None:
-    """Inverse of :func:`gather_random_states`; ranks that were not there before keep theirs."""
+    """Restore the states of :func:`gather_random_states`; additional ranks keep theirs."""
     if rank() >= len(states):
         return
     state = states[rank()]

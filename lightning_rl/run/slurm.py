@@ -1,4 +1,4 @@
-"""Slurm's queue: whose the signal is by which Slurm says that a job's time is nearly over."""
+"""Requeueing under Slurm, and who handles the signal that a job's time is nearly over."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 _PATIENCE_S = 60.0
-"""How long ``scontrol`` may take; the controller may be busy."""
+"""Seconds that ``scontrol`` may take; the controller may be busy."""
 
 
 class _NoHandlers(_SignalConnector):
-    """Lightning's place for signal handlers, left empty.
+    """Lightning's signal connector without handlers.
 
-    Its own save, requeue and broadcast within the handler: in each process by itself, wherever that
-    happens to be. A save of several processes needs all of them at one place.
+    Lightning's handler saves, requeues and broadcasts by itself in each process, wherever that
+    happens to be. A save of several processes needs all of them at the same point.
     """
 
     def register_signal_handlers(self) -> None:
@@ -25,12 +25,14 @@ class _NoHandlers(_SignalConnector):
 
 
 def take_signals(trainer: Trainer) -> None:
-    """Have Lightning handle no signals in this run; ``IterationCheckpoint`` does."""
+    """Keep Lightning from handling signals in this run; ``IterationCheckpoint`` does it."""
     trainer._signal_connector = _NoHandlers(trainer)
 
 
 def requeue_signal(trainer: Trainer) -> signal.Signals | None:
-    """The signal after which the job goes back into the queue: under ``srun``, unless forbidden."""
+    """Return the signal after which the job is requeued: under ``srun``, unless forbidden; else
+    None.
+    """
     environment = trainer._accelerator_connector.cluster_environment
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
@@ -38,18 +40,19 @@ def requeue_signal(trainer: Trainer) -> signal.Signals | None:
 
 
 def requeue_job(trainer: Trainer, goes_on: bool) -> None:
-    """Put this job back into the queue; all ranks have saved. Rank 0 does it.
+    """Requeue this job, on rank 0, once all ranks have saved.
 
-    ``goes_on``: whether the same command goes on with what was saved; else it would begin anew.
+    ``goes_on``: True if the same command resumes from the checkpoint; otherwise it would start
+    anew.
     """
     if not trainer.is_global_zero:
         return
     job = _job_id()
     if not goes_on:
         rank_zero_warn(
-            f"job {job} is not put back into the queue: without --ckpt_path last the same command "
-            "would begin anew. Give that from the first start on (it then begins a run), or "
-            "trainer.plugins: SLURMEnvironment with auto_requeue: false"
+            f"job {job} is not requeued: without --ckpt_path last the same command would start "
+            "anew. Pass it from the first start on (a run begins if there is no checkpoint), or "
+            "set trainer.plugins: SLURMEnvironment with auto_requeue: false"
         )
         return
     try:
@@ -61,9 +64,9 @@ def requeue_job(trainer: Trainer, goes_on: bool) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         why, failed = str(error), True
     if failed:
-        rank_zero_warn(f"`scontrol requeue {job}` failed ({why}); submit the job again yourself")
+        rank_zero_warn(f"`scontrol requeue {job}` failed ({why}); submit the job again by hand")
     else:
-        rank_zero_info(f"job {job} is back in the queue")
+        rank_zero_info(f"job {job} was requeued")
 
 
 def _job_id() -> str:

@@ -1,4 +1,4 @@
-"""Where threads and tasks are, for who asks why a run stands still."""
+"""Where threads and tasks are, to find out why a run does not progress."""
 
 import asyncio
 import faulthandler
@@ -15,7 +15,7 @@ from typing import Any
 
 @cache
 def name_crashes() -> None:
-    """Let Python say where it is when others' code crashes it: else it ends without a word."""
+    """Have Python print its stack when native code crashes it; otherwise it ends silently."""
     if not faulthandler.is_enabled():
         faulthandler.enable(2, all_threads=False)  # in a notebook sys.stderr may be no file
 
@@ -27,7 +27,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 
 def describe(loop: asyncio.AbstractEventLoop) -> str:
-    """The stacks of all threads, then what the loop's tasks await, those that are alike counted."""
+    """Return the stacks of all threads, then the awaits of the loop's tasks, equal ones counted."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
@@ -39,13 +39,13 @@ def describe(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def where_tasks_wait(loop: asyncio.AbstractEventLoop) -> str:
-    """The place where most tasks of a loop wait."""
+    """Return the place where most tasks of an event loop wait."""
     places = Counter(innermost(chain) for chain in chains(loop) if chain)
-    return places.most_common(1)[0][0] if places else "no task at all"
+    return places.most_common(1)[0][0] if places else "no task (there is none)"
 
 
 def where_thread_is(thread: threading.Thread) -> str:
-    """The place that a thread has reached."""
+    """Return the place that a thread has reached."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "the end of its thread"
@@ -53,7 +53,7 @@ def where_thread_is(thread: threading.Thread) -> str:
 
 
 def innermost(stack: Sequence[Place]) -> str:
-    """The last place outside of the standard library, and how this package got there."""
+    """Return the innermost place outside the standard library, and where this package called it."""
     places = [place for place in stack if not _is_standard(place)] or list(stack)
     own = [place for place in places if "lightning_rl" in Path(place[0]).parts]
     reached = f" (called by {tell(own[-1])})" if own and own[-1] != places[-1] else ""
@@ -66,7 +66,7 @@ def _is_standard(place: Place) -> bool:
 
 
 def chains(loop: asyncio.AbstractEventLoop) -> list[tuple[Place, ...]]:
-    """List, for each task, the places from its own coroutine to the innermost that it awaits."""
+    """Return the places of each task, from its own coroutine to the innermost one it awaits."""
     return [_chain(task.get_coro()) for task in asyncio.all_tasks(loop)]
 
 
@@ -85,6 +85,6 @@ def _chain(coroutine: Any) -> tuple[Place, ...]:
 
 
 def tell(place: Place) -> str:
-    """``directory/file.py:12 in function``."""
+    """Format a place as ``directory/file.py:12 in function``."""
     file, line, function = place
     return f"{'/'.join(Path(file).parts[-2:])}:{line} in {function}"

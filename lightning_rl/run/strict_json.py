@@ -1,32 +1,32 @@
-"""JSON from outside, read so that whatever it becomes can be written, stored and computed with."""
+"""Strict parsing of JSON from outside: the result can be written, stored and computed with."""
 
 import json
 import math
 from typing import Any
 
 DEEPEST = 64
-"""Objects and arrays within each other; what copies a record goes down as deep."""
+"""Deepest nesting of objects and arrays; functions that copy a record recurse as deep."""
 
 
 def loads(text: str | bytes) -> Any:
-    """What a JSON text says.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: for what is none, and for what Python reads but others cannot: NaN and
-            infinities, numbers beyond float64, half a surrogate pair, nesting beyond ``DEEPEST``.
+        ValueError: if it is not valid JSON, or only Python would read it: NaN and infinities,
+            numbers beyond float64, half a surrogate pair, nesting beyond ``DEEPEST``.
     """
     try:
         value = json.loads(
             text, parse_float=_finite, parse_int=_whole, parse_constant=_refuse_constant
         )
     except RecursionError as error:
-        raise ValueError(f"it is nested deeper than {DEEPEST} levels") from error
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep") from error
     require_plain(value)
     return value
 
 
 def require_plain(value: Any) -> None:
-    """Refuse what of nested objects, arrays and texts nobody could store.
+    """Refuse values, nested in objects and arrays, that cannot be stored.
 
     Raises:
         ValueError: as :func:`loads` does.
@@ -34,7 +34,7 @@ def require_plain(value: Any) -> None:
     level, depth = [value], 0
     while level:
         if depth > DEEPEST:
-            raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
         inner: list[Any] = []
         for item in level:
             if isinstance(item, str):
@@ -52,7 +52,7 @@ def _require_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise ValueError(f"{half} is half a surrogate pair, and no character") from error
+        raise ValueError(f"{half} is half a surrogate pair, not a character") from error
 
 
 def _finite(digits: str) -> float:
@@ -69,4 +69,4 @@ def _whole(digits: str) -> int:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON; write a finite number or null")
+    raise ValueError(f"{name} is not valid JSON; write a finite number or null")

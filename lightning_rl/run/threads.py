@@ -1,4 +1,4 @@
-"""Calling what may block or hang, in threads that can be left behind."""
+"""Calls that may block or hang, made in threads that can be abandoned."""
 
 import asyncio
 import sys
@@ -13,22 +13,22 @@ _left_behind: list[threading.Thread] = []
 
 
 def leave_behind(thread: threading.Thread) -> None:
-    """Remember a thread that nobody waits for any more, as what it calls may never end."""
+    """Remember a thread that nobody waits for any more, since its call may never end."""
     _left_behind[:] = [*hanging_threads(), thread]
 
 
 def hanging_threads() -> list[threading.Thread]:
-    """List those that were left behind, and still run."""
+    """Return the abandoned threads that still run."""
     return [thread for thread in _left_behind if thread.is_alive()]
 
 
 class CallingThread:
-    """A daemon thread for one call after another, which is replaced if one never ends.
+    """A daemon thread that makes one call after another, and is replaced if one never ends.
 
-    A hop there and back takes some 30 µs. The thread starts with the first call.
+    A round trip takes some 30 µs. The thread starts with the first call.
 
     Args:
-        name: of the thread, for stacks.
+        name: the thread's name, for stack traces.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,9 +39,11 @@ class CallingThread:
         self._current: Future[Any] | None = None
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Queue a call, for its result; what would end the process is a RuntimeError.
+        """Queue a call and return its future; an exception that would end the process is a
+        RuntimeError.
 
-        It can be cancelled at any time, also while the call runs, which goes on unheard.
+        The future can be cancelled at any time, also while the call runs, whose result is then
+        ignored.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -51,7 +53,7 @@ class CallingThread:
         return future
 
     async def heard(self, future: Future[Any]) -> Any:
-        """The result of a call that was submitted; it is abandoned where nobody waits any more."""
+        """Return the result of a submitted call; if this is cancelled, the call is abandoned."""
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -59,7 +61,7 @@ class CallingThread:
             raise
 
     def abandon(self, future: Future[Any]) -> None:
-        """Wait no more for this call; if it runs, those after it get another thread."""
+        """Stop waiting for this call; if it is running, later calls get another thread."""
         future.cancel()
         with self._lock:
             if self._current is future and self._thread is not None:
@@ -67,7 +69,7 @@ class CallingThread:
                 self._start()
 
     def abandon_current(self) -> threading.Thread | None:
-        """Wait no more for the call that runs, if there is one; returns its thread."""
+        """Stop waiting for the running call, if there is one; returns its thread."""
         with self._lock:
             current, thread = self._current, self._thread
         if current is None:
@@ -77,7 +79,7 @@ class CallingThread:
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The thread, if it is in the middle of a call."""
+        """The thread, while it is making a call; else None."""
         with self._lock:
             return None if self._current is None else self._thread
 
@@ -116,12 +118,13 @@ class CallingThread:
 
 
 class CallingThreads:
-    """As many as have to be: a call never waits for another, and an idle thread takes the next.
+    """As many calling threads as needed: a call never waits for another, and idle threads are
+    reused.
 
-    Unlike a pool's, one that hangs delays neither others nor the process's exit.
+    Unlike a pool's, a hanging thread delays neither other calls nor the process's exit.
 
     Args:
-        name: of the threads, for stacks.
+        name: the threads' name, for stack traces.
     """
 
     def __init__(self, name: str) -> None:
@@ -129,7 +132,7 @@ class CallingThreads:
         self._idle: list[CallingThread] = []
 
     async def call(self, call: Callable[[], Any]) -> Any:
-        """The result of a call; it is abandoned where nobody waits any more."""
+        """Return the result of a call; if this is cancelled, the call is abandoned."""
         thread = self._idle.pop() if self._idle else CallingThread(self._name)
         try:
             return await thread.heard(thread.submit(call))
@@ -138,13 +141,13 @@ class CallingThreads:
 
 
 def _cuda_device() -> int | None:
-    """The device of the current thread; a new one would begin with device 0."""
+    """Return the CUDA device of the current thread; a new thread would begin with device 0."""
     torch = sys.modules.get("torch")  # which worker processes do without
     return torch.cuda.current_device() if torch and torch.cuda.is_initialized() else None
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Call, and return the result, or an error that ends neither a thread nor a coroutine."""
+    """Return the call's result and None, or None and an error that is safe to re-raise."""
     try:
         return call(), None
     except BaseException as error:
@@ -152,9 +155,10 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def storable(error: BaseException) -> Exception:
-    """The error, if a future may hold it; else one in its place.
+    """Return the error if a future may hold it, else a substitute.
 
-    None may hold StopIteration, and what ends a process, such as SystemExit, is not for others.
+    A future cannot hold StopIteration, and errors that end a process, such as SystemExit, must not
+    end another thread.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error

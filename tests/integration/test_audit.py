@@ -128,7 +128,7 @@ def change_configuration(run: Path) -> None:
         (lambda run: change_line(run, 3, "metrics"), "the recorded metrics of iteration 3 were ch"),
         (lambda run: change_line(run, 2, "weights"), "the recorded checksums of version 2 were ch"),
         (change_checkpoint, "checkpoints/iteration_2.ckpt is not the checkpoint that the run sav"),
-        (flip_a_bit, "checkpoints/iteration_4.ckpt was changed: its content is not what was wri"),
+        (flip_a_bit, "checkpoints/iteration_4.ckpt was changed: its content has changed since"),
         (change_configuration, "config.yaml is not what the run was started with"),
     ],
 )

@@ -168,7 +168,7 @@ def test_last_passes_over_a_folder_that_is_not_whole(stopped_folders):
     with pytest.raises(CheckpointError, match=f"use {before}"):
         require_good(newest)
     (before / "meta.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"a folder without meta\.pt, so not all of it was"):
+    with pytest.raises(CheckpointError, match=r"the folder lacks meta\.pt, so it was not written"):
         newest_good(newest.parent)
 
 

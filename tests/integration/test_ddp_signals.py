@@ -119,8 +119,8 @@ def test_a_job_that_would_begin_anew_is_not_requeued(tiny_model, tmp_path):
     statuses, said = run(folder, *FIT[:3])
     assert statuses == [138, 138], "\n".join(said)
     assert saved(folder) == ["iteration_1.ckpt"]
-    assert "job 17 is not put back into the queue: without --ckpt_path last" in said[0]
-    assert "is not put back" not in said[1]
+    assert "job 17 is not requeued: without --ckpt_path last" in said[0]
+    assert "is not requeued" not in said[1]
     assert not (folder / "requeued").exists()
 
 
@@ -171,5 +171,5 @@ def test_a_process_that_is_killed_is_named_with_its_node(tiny_model, tmp_path, k
     assert re.match(
         rf"lightning-rl: peer lost error: rank {killed} \(node {node}\) is gone: ", messages[0]
     )
-    assert messages[0].endswith("give the same command with --ckpt_path last")
+    assert messages[0].endswith("run the same command with --ckpt_path last")
     assert "Traceback" not in said[left]

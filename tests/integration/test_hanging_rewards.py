@@ -167,7 +167,7 @@ def test_a_deadline_ends_it_too(tiny_model, tmp_path, release):
         os.kill(os.getpid(), signal.SIGUSR1)  # as the timer does
         release.wait()
 
-    with pytest.raises(RunInterrupted, match="max_time is over; saved") as stopped:
+    with pytest.raises(RunInterrupted, match="max_time is reached; saved") as stopped:
         fit(tiny_model, tmp_path, Hangs(1, hang, release, None), saver=saver)
     assert stopped.value.status == 124
     assert saved(tmp_path).name == "iteration_0.ckpt"

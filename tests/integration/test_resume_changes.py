@@ -94,7 +94,7 @@ def test_what_is_allowed_holds_and_both_configurations_are_kept(run, capsys, cap
     assert go_on(*MORE, *changed, "--allow_changes", "true") == 0
     said = caplog.text
     assert "trainer.max_epochs: 1 then, 2 now\n" in said
-    assert "model.optimizer.lr: 0.001 then, 0.5 now (as --allow_changes allows)" in said
+    assert "model.optimizer.lr: 0.001 then, 0.5 now (permitted by --allow_changes)" in said
     assert (run / "config.yaml").read_text() == before
     kept = yaml.safe_load((run / "config_1.yaml").read_text())
     assert kept["data"]["init_args"]["group_size"] == 4
@@ -155,14 +155,14 @@ def test_last_begins_the_same_run_under_another_name_and_names_the_one_beside_it
     """As of a job script that is submitted twice."""
     told = (
         r"'last' found no checkpoint in runs/two/.*, so a new run begins; .*"
-        r"iteration_1\.ckpt is of a run of the same configuration under another name"
+        r"iteration_1\.ckpt belongs to a run with the same configuration and another name"
     )
     with pytest.warns(UserWarning, match=told):
         assert go_on("--trainer.logger.name", "two") == 0
     # Another experiment beside it is none that one may have meant.
     with warnings.catch_warnings(record=True) as caught:
         assert go_on("--trainer.logger.name", "three", "--data.group_size", "4") == 0
-    assert not [w for w in caught if "under another name" in str(w.message)]
+    assert not [w for w in caught if "and another name" in str(w.message)]
     for name in ("one", "two", "three"):
         there = run.parents[1] / name / "version_0"
         assert (there / "checkpoints" / "iteration_1.ckpt").exists()
@@ -190,7 +190,7 @@ def test_the_newest_is_of_the_highest_iteration_and_of_this_run(run):
         write_checkpoint(own, checkpoints / f"iteration_{iteration}.ckpt")
     os.utime(checkpoints / "iteration_2.ckpt", (1, 1))  # as after a copy
     name = json.loads((run / "run.json").read_text())["id"]
-    with pytest.warns(UserWarning, match=r"iteration_9\.ckpt is of another run, and left out"):
+    with pytest.warns(UserWarning, match=r"iteration_9\.ckpt belongs to another run and is"):
         assert newest_good(checkpoints, name) == checkpoints / "iteration_2.ckpt"
     assert newest_good(checkpoints) == checkpoints / "iteration_9.ckpt"
 

@@ -99,12 +99,12 @@ def wait_for_the_end(slurm: dict[str, str], folder: Path, job: str) -> str:
 def test_a_job_is_saved_requeued_and_goes_on(slurm, tiny_model, tmp_path, at):
     folder = configure(tmp_path / "job", tiny_model, *at)
     job = submit(slurm, folder)
-    wait_until(slurm, folder, job, f"job {job} is back in the queue")
+    wait_until(slurm, folder, job, f"job {job} was requeued")
     start_again(slurm, folder, job)
     assert wait_for_the_end(slurm, folder, job) == "COMPLETED"
     text = (folder / OUTPUT.format(job=job)).read_text()
     assert text.count("SIGUSR1; saved runs/one/version_0/checkpoints/iteration_2.ckpt") >= 1
-    assert text.count("is back in the queue") == 1
+    assert text.count("was requeued") == 1
     assert "Traceback" not in text
     saved = folder / "runs" / "one" / "version_0" / "checkpoints"
     assert os.readlink(saved / "last.ckpt") == "iteration_4.ckpt"
@@ -119,7 +119,7 @@ def test_a_preempted_job_makes_way_goes_on_and_ends_as_if_it_had_not(slurm, tiny
     wait_for(lambda: len(rows(folder)) > 3, lambda: state(slurm, folder, job))
     urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=true"]
     urgent_job = call(slurm, folder, *urgent).strip()
-    wait_until(slurm, folder, job, f"job {job} is back in the queue")
+    wait_until(slurm, folder, job, f"job {job} was requeued")
     assert wait_for_the_end(slurm, folder, urgent_job) == "COMPLETED"
     begun = len(rows(folder))
     assert 3 < begun < len(rows(alone))

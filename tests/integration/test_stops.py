@@ -203,7 +203,7 @@ def test_a_signal_in_an_update_stops_after_the_iteration(tiny_model, tmp_path, w
 
 
 def test_a_deadline_stops_the_run_as_timeout_does(tiny_model, tmp_path):
-    with pytest.raises(RunInterrupted, match="max_time is over") as stopped:
+    with pytest.raises(RunInterrupted, match="max_time is reached") as stopped:
         fit(tiny_model, tmp_path, saver=IterationCheckpoint(max_time="00:00:00:00"))
     assert stopped.value.status == 124
 

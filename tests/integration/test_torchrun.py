@@ -72,7 +72,7 @@ def test_nodes_that_do_not_share_the_run_directory_are_told(
     for status, _, errors in together(2, command, *FIT, folders=folders):
         assert status == 1, errors
         [message] = [line for line in errors.splitlines() if line.startswith("lightning-rl: ")]
-        assert "goes on from iteration_4.ckpt, and rank 1 (node " in message
+        assert "resumes from iteration_4.ckpt, and rank 1 (node " in message
         assert message.endswith(
             "from none: the run's folder must be on a file system that all nodes see"
         )

@@ -201,7 +201,7 @@ def test_a_new_loop_takes_over():
         return asyncio.get_running_loop()
 
     assert run_async(here()) is runtime.loop
-    assert where_tasks_wait(old) == "no task at all"
+    assert where_tasks_wait(old) == "no task (there is none)"
     old.call_soon_threadsafe(old.stop)
 
 

@@ -112,7 +112,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--config nope.yaml": ["nope.yaml: there is no such file"],
         "--config twice.yaml": ["twice.yaml:3: data is set twice", "line 1"],
         "--ckpt_path nope.ckpt": ["ckpt_path: 'nope.ckpt' does not exist"],
-        "--ckpt_path train.jsonl": ["train.jsonl is damaged", "or is no checkpoint"],
+        "--ckpt_path train.jsonl": ["train.jsonl is damaged", "or not a checkpoint"],
         "--model.model ./nope": ["model='./nope': there is no such directory"],
         "--model.model ./own_code": ["comes with code of its own", "trust_remote_code: true"],
         "--model.model ./empty": ["model='./empty': cannot load a tokenizer"],

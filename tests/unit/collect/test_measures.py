@@ -129,7 +129,7 @@ def test_a_stage_of_ones_own_stops_the_others_and_keeps_its_column(now):
 
 @pytest.mark.parametrize("name", ["other", "iteration"])
 def test_a_stage_cannot_have_the_name_of_a_sum(name):
-    with pytest.raises(ConfigError, match=f"clock.'{name}'.: {name} is what StepTimer calls a sum"):
+    with pytest.raises(ConfigError, match=f"clock.'{name}'.: StepTimer uses the name {name}"):
         StageClock()(name).__enter__()
 
 

@@ -158,7 +158,7 @@ def test_the_wait_that_the_server_asks_for_is_kept(server, monkeypatch):
     monkeypatch.setattr(asyncio, "sleep", note)
     monkeypatch.setattr("lightning_rl.run.retry._jitter", Random(0))
     server.fail(JOBS, (429, {"Retry-After": "20"}), (429, {"Retry-After": "40"}), 429)
-    with pytest.warns(UserWarning, match="waiting for 40 s, as it is asked for"):
+    with pytest.warns(UserWarning, match="waiting 40 s, as the server asks"):
         create(jobs_of(server, first_wait_s=1.0))
     first, second, own = waited
     assert (first, second) == (20, 40)

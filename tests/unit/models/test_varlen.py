@@ -204,9 +204,9 @@ def test_why_the_kernel_is_not_used_is_said_once(caplog, model, reason):
     [record] = caplog.records
     assert record.levelname == "WARNING"
     message = record.getMessage()
-    assert message.startswith("torch's varlen_attn is not used: ")
+    assert message.startswith("torch's varlen_attn cannot be used: ")
     assert reason in message
-    assert message.endswith("; SDPA over buckets is, which is slower")
+    assert message.endswith("; falling back to SDPA over buckets, which is slower")
 
 
 def test_what_a_kernel_fails_with_is_said_too(caplog):
@@ -214,7 +214,7 @@ def test_what_a_kernel_fails_with_is_said_too(caplog):
     for _ in range(2):
         assert not varlen.kernel_works.__wrapped__(torch.device("cpu"), torch.bfloat16, 16)
     [record] = caplog.records
-    assert "varlen_attn is not used: NotImplementedError: Could not run" in record.getMessage()
+    assert "varlen_attn cannot be used: NotImplementedError: Could not run" in record.getMessage()
 
 
 def test_only_rank_0_says_so(monkeypatch, caplog):

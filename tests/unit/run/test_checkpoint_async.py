@@ -88,7 +88,7 @@ def test_from_a_gpu_through_pinned_memory_or_else_waited_for(monkeypatch, caplog
     assert checkpoint_async._host_copy(OnCUDA()) == "on its way"
     assert checkpoint_async._host_copy(OnCUDA()) == "waited for"
     assert asked == 2 * [{"device": "cpu", "pin_memory": True}]
-    assert "pinned host memory is not used: cannot pin;" in caplog.text
+    assert "pinned host memory cannot be used: cannot pin;" in caplog.text
 
 
 def test_a_checksum_is_made_while_the_file_is_written(monkeypatch, tmp_path):

@@ -45,7 +45,7 @@ def machine(monkeypatch):
 def test_cores_are_shared_out(machine, processes, of_cores, threads):
     assert machine(processes, of_cores) == (
         int(threads.split()[0]),
-        [f"{processes} processes of {threads} each, on {of_cores} cores"],
+        [f"using {processes} processes of {threads} each on {of_cores} cores"],
     )
     assert os.environ["OMP_NUM_THREADS"] == threads.split()[0]
 
@@ -59,8 +59,11 @@ def test_one_process_has_no_more_threads_than_there_are_cores(machine):
 
 
 def test_a_data_modules_own_number_counts_on_cpus_alone(machine):
-    assert machine(2, 8, chosen=1) == (1, ["2 processes of 1 thread each, on 8 cores"])
-    assert machine(1, 8, given="4", chosen=2) == (2, ["2 processes of 1 thread each, on 8 cores"])
+    assert machine(2, 8, chosen=1) == (1, ["using 2 processes of 1 thread each on 8 cores"])
+    assert machine(1, 8, given="4", chosen=2) == (
+        2,
+        ["using 2 processes of 1 thread each on 8 cores"],
+    )
     assert machine(1, 8, given="4", chosen=2, device="cuda")[0] == 4
 
 
@@ -84,10 +87,10 @@ def test_one_thread_a_gpu_and_what_the_user_chose_need_no_word(machine, monkeypa
 
 
 def test_what_the_user_chose_stays_and_too_much_is_said(machine):
-    assert machine(2, 8, given="1") == (1, ["2 processes of 1 thread each, on 8 cores"])
+    assert machine(2, 8, given="1") == (1, ["using 2 processes of 1 thread each on 8 cores"])
     threads, said = machine(2, 2, given="2")
     assert threads == 2
-    assert said[-1].startswith("2 threads in each of trainer.devices=2 processes: 4 threads share")
+    assert said[-1].startswith("trainer.devices=2 processes of 2 threads each: 4 threads compete")
     assert said[-1].endswith("set OMP_NUM_THREADS=1")
 
 
@@ -99,7 +102,7 @@ def test_more_processes_than_cores_is_said(machine):
 
 def test_processes_that_compute_on_gpus_may_have_more(machine):
     _, said = machine(4, 2, device="cuda")
-    assert said == ["4 processes of 1 thread each, on 2 cores"]
+    assert said == ["using 4 processes of 1 thread each on 2 cores"]
 
 
 def test_an_engine_in_the_process_has_its_share_beside_the_trainer():

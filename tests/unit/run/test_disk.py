@@ -117,7 +117,7 @@ def test_rows_that_were_changed_or_lost_are_told(run, tmp_path):
     directory, state = run
     file = directory / "metrics.jsonl"
     file.write_text(json.dumps(row(0)) + "\nrubbish\n" + json.dumps(row(3)) + "\n")
-    with pytest.warns(UserWarning, match="does not hold what it held.*the 1 rows of metrics"):
+    with pytest.warns(UserWarning, match="has changed since.*the 1 rows of metrics"):
         log, _ = log_in(directory, state)
     assert log.rows == lines(directory) == [row(0)]
     file.unlink()
@@ -145,7 +145,7 @@ def test_a_file_where_the_runs_should_go_is_told_before_anything_begins(tiny_mod
         (False, tmp_path / "runs" / "below", r"trainer\.default_root_dir"),
     ):
         trainer = trainer_of(root, [], logger=logger)
-        with pytest.raises(ConfigError, match=rf"{key}: .*runs is a file, where a directory"):
+        with pytest.raises(ConfigError, match=rf"{key}: .*runs is a file, but must be a directory"):
             trainer.fit(grpo(tiny_model), data_module())
 
 
@@ -153,7 +153,7 @@ def test_a_file_where_the_runs_should_go_is_told_before_anything_begins(tiny_mod
 def test_a_url_where_the_runs_should_go_is_refused(tiny_model, tmp_path, monkeypatch, root):
     monkeypatch.chdir(tmp_path)
     trainer = trainer_of(root, [], logger=False)
-    with pytest.raises(ConfigError, match=r"default_root_dir='\w+:/+\w.*is a URL.*name a local"):
+    with pytest.raises(ConfigError, match=r"default_root_dir='\w+:/+\w.*is a URL.*choose a local"):
         trainer.fit(grpo(tiny_model), data_module())
     assert not list(tmp_path.iterdir())
 
@@ -175,4 +175,4 @@ def test_a_directory_that_cannot_be_written_is_told():
         os.waitpid(child, 0)
         os.close(writing)
         with os.fdopen(reading) as said:
-            assert f"save_dir: {place} cannot be written (read-only" in said.read()
+            assert f"save_dir: {place} cannot be written (it is read-only" in said.read()

@@ -59,5 +59,5 @@ def test_ranks_share_what_the_first_drew(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "1234567")
     assert drawn_seed() == 1234567
     monkeypatch.delenv("PL_GLOBAL_SEED")
-    with pytest.raises(ConfigError, match="each would draw a seed of its own"):
+    with pytest.raises(ConfigError, match="each would draw its own seed"):
         drawn_seed()

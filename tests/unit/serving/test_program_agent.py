@@ -369,7 +369,7 @@ def nested(levels):
         ({"metrics": {"a": 10**399}}, r"metrics\.a is a number beyond float64"),
         ({"role_rewards": {"": 1e300}}, r"role_rewards\.=1e\+300 must be within ±1e\+06"),
         ({"answer": "\ud800"}, r"\\ud800 is half a surrogate pair"),
-        ({"x": nested(80)}, "nested deeper than 64"),
+        ({"x": nested(80)}, "nested more than 64 levels"),
         ({"role_rewards": 3}, "role_rewards=3 must be an object"),
         ({"metrics": {"a": None}}, r"metrics\.a=None"),
         ({"call_rewards": [1, 2, 3]}, r"call_rewards=\[1, 2, 3\] must be a list of 0, one per"),
