@@ -114,9 +114,9 @@ CALLS = [
     audited("ledger: bytes that are no text", lambda run: (run / "ledger.jsonl").write_bytes(
         b"\xff\xfe\n"), "ledger.jsonl:1 is no entry"),
     written("ledger: empty", "ledger.jsonl", b"", "holds no start of a run"),
-    audited("last.ckpt leads to a device", _into_nowhere, "last.ckpt leads to"),
+    audited("last.ckpt leads to a device", _into_nowhere, "last.ckpt points to"),
     written("config.yaml: a list", "config.yaml", b"[3]", "config.yaml is not what the run was"),
-    written("config.yaml: no YAML", "config.yaml", b"{", "config.yaml is no configuration of a run",
+    written("config.yaml: no YAML", "config.yaml", b"{", "config.yaml is not a run's configuration",
             begin=("audit", "--share", "1")),
     written("versions.jsonl: numbers", "rerun/versions.jsonl", b"3\n[]\n{}\n",
             "the recorded checksums of version 1 were changed or removed"),

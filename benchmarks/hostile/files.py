@@ -260,7 +260,7 @@ CALLS: list[Call] = [
         "a tokenizer that is none",
         "hf/tokenizer.json",
         b"{}",
-        "hf/tokenizer.json: no tokenizer, or damaged",
+        "hf/tokenizer.json: it is not a tokenizer",
     ),
     Call(
         "view into a folder that is a file",

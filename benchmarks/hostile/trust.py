@@ -163,7 +163,7 @@ CALLS: list[Call] = [
     refused("an optimizer of the folder", NOT_TRUSTED, model__init_args__optimizer="evil.Evil"),
     refused("a schedule that calls", "lr_scheduler", model__init_args__lr_scheduler={
         "class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": {"lr_lambda": "evil.f"}}),
-    refused("a profiler that writes where it is told", "nothing says", trainer__profiler={
+    refused("a profiler that writes where it is told", "is not known", trainer__profiler={
         "class_path": "SimpleProfiler", "init_args": {"dirpath": "/tmp", "filename": "x"}}),
     # --------------------------------------------------------------------- parts in files
     refused("a part in a file", "is a configuration file", data__init_args__engine="part.yaml"),
@@ -183,7 +183,7 @@ CALLS: list[Call] = [
     agent("a command in words", NOT_TRUSTED, kind="ProgramAgent", command=["sh", "evil.sh"]),
     agent("a tool of the folder", NOT_TRUSTED, kind="ToolAgent", tools=["evil.f"]),
     agent("a tool of Python", NOT_TRUSTED, kind="ToolAgent", tools=["os.system"]),
-    agent("a package of environments", "runs none", kind="VerifiersAgent",
+    agent("a package of environments", "is not known", kind="VerifiersAgent",
           environment="evil", python="nested"),
     # --------------------------------------------------------------------- environments
     refused("a module before a colon", "names a module", **_environment(name="evil:Evil-v0")),

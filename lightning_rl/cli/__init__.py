@@ -1,4 +1,4 @@
-"""The command ``lightning-rl``: LightningCLI in subclass mode, with errors a person can act on."""
+"""The command ``lightning-rl``: LightningCLI in subclass mode, with actionable error messages."""
 
 import os
 import re
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command: the module whose ``main(arguments)`` it is, and what it does, in a line.
+    """A command: the module whose ``main(arguments)`` runs it, and a one-line description.
 
-    ``main`` returns the exit status. A package adds one by an entry point of the group
+    ``main`` returns the exit status. A package adds a command by an entry point of the group
     ``lightning_rl.commands``.
     """
 
     module: str
     does: str
     imports: bool = True
-    """It may import code that the user names, from where the user stands."""
+    """True if it may import code that the user names, from the working directory."""
 
 
 _APP = "lightning_rl.cli.app"
@@ -41,14 +41,16 @@ COMMANDS = {
     ),
     "fit": Command(_APP, "train: lightning-rl fit --config recipes/sort_digits/grpo.yaml"),
     "validate": Command(_APP, "evaluate a model or checkpoint on the held-out prompts"),
-    "test": Command(_APP, "the same, under the names test uses"),
+    "test": Command(_APP, "the same as validate, with metrics named test"),
     "rollout": Command(_APP, "write graded rollouts to a file, without training"),
     "staged": Command(
         "lightning_rl.games.staged.command",
         "train by fine-tune jobs, of an API or on this machine, stage by stage",
     ),
     "rollouts": Command(
-        "lightning_rl.cli.rollouts", "show what such a file, or a replay buffer, holds", False
+        "lightning_rl.cli.rollouts",
+        "show the contents of such a file, or of a replay buffer",
+        False,
     ),
     "view": Command(
         "lightning_rl.cli.view.command",
@@ -57,26 +59,26 @@ COMMANDS = {
     ),
     "rerun": Command(
         "lightning_rl.cli.rerun",
-        "do a recorded rollout or iteration again, and say where it first differs",
+        "repeat a recorded rollout or iteration, and report its first difference",
     ),
     "audit": Command(
         "lightning_rl.cli.audit",
-        "check a run's files against its ledger, and do a share of its iterations again",
+        "check a run's files against its ledger, and repeat a share of its iterations",
     ),
     "check": Command(
         "lightning_rl.cli.check.command",
-        "what a configuration amounts to, and a first rollout; writes nothing",
+        "show what a configuration does, and a first rollout; writes nothing",
     ),
     "help": Command(
         "lightning_rl.cli.help", "show the arguments of a class: lightning-rl help PolicyModule"
     ),
     "doctor": Command(
         "lightning_rl.cli.check.doctor",
-        "versions, engine, devices, threads, and what is wrong with each",
+        "check versions, engine, devices and threads, and list problems",
         False,
     ),
 }
-"""Those of this package; others add theirs."""
+"""This package's commands; other packages add theirs."""
 
 _USAGE = """\
 usage: lightning-rl <command> [options]
@@ -93,7 +95,9 @@ def _added() -> dict[str, "EntryPoint"]:
 
 
 def usage() -> str:
-    """What is printed without a command: all commands, those of other packages too."""
+    """Return the text that is printed without a command: it lists all commands, also of other
+    packages.
+    """
     lines = {name: command.does for name, command in COMMANDS.items()}
     for name in _added():
         try:
@@ -104,12 +108,14 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status.
+    """Run a command and return the exit status.
 
-    2: bad configuration or data, 1: the run failed, 128 + n: signal n, 124: ``max_time``.
+    It is 2 for a bad configuration or bad data, 1 if the run failed, 128 + n after signal n, and
+    124 after ``max_time``.
 
     Args:
-        argv: the command and its options; None: those of this process, which is then the command.
+        argv: the command and its options; None: the options of this process, which becomes the
+            command.
     """
     if argv is not None:
         return _main(list(argv))
@@ -163,7 +169,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def find_command(name: str) -> Command:
-    """The command of this name, this package's or another's.
+    """Return the command of this name, from this package or another.
 
     Raises:
         ConfigError: if there is none, or its package cannot be imported.
@@ -174,7 +180,7 @@ def find_command(name: str) -> Command:
         point = _added()[name]
         command = packages.load(point)
         if not isinstance(command, Command):
-            raise ConfigError(f"{point.value} must be a Command, and is a {type(command).__name__}")
+            raise ConfigError(f"{point.value} must be a Command, not a {type(command).__name__}")
         return command
     if name in packages.OPTIONAL_COMMANDS:
         lacking = packages.lacking(packages.OPTIONAL_COMMANDS[name])
@@ -186,10 +192,10 @@ def find_command(name: str) -> Command:
 
 
 def _search_working_directory(arguments: list[str]) -> None:
-    """Rewards and prompt factories are named by import path from where the user stands.
+    """Search the working directory for rewards and prompt factories, which have import paths.
 
-    A stranger's folder may hold a ``yaml.py``, though: with ``--trusted_only`` nothing is imported
-    from it, and with ``--trust`` only what is not installed.
+    An untrusted folder may hold a ``yaml.py``, though: with ``--trusted_only`` nothing is imported
+    from it, and with ``--trust`` only modules that are not installed.
     """
     here = os.getcwd()
     names = {argument.partition("=")[0] for argument in arguments}

@@ -1,4 +1,6 @@
-"""LightningCLI for RL: what a run gets by default, and messages that name key, value and fix."""
+"""LightningCLI for RL: a run's default parts, and messages that name the key, the value and the
+fix.
+"""
 
 import inspect
 import json
@@ -58,7 +60,7 @@ class RLCLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``rollout`` with any module and data module.
 
     Args:
-        args: a command line, from its command on.
+        args: a command line, beginning with its command.
     """
 
     def __init__(self, args: list[str]) -> None:
@@ -78,7 +80,9 @@ class RLCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The one that was asked for: a parser of each would take four times as long to make."""
+        """Return only the requested subcommand: building a parser for each takes four times as
+        long.
+        """
         all_of_them = LightningCLI.subcommands() | {"rollout": {"model", "datamodule"}}
         return {self._command: all_of_them[self._command]}
 
@@ -107,7 +111,7 @@ class RLCLI(LightningCLI):
         self._push_weights()
 
     def table(self) -> Table:
-        """The configuration of ``fit``, flat."""
+        """Return the configuration of ``fit``, flattened."""
         text = self._parser("fit").dump(self.config.fit, skip_unset=False, format="json")
         return flatten(json.loads(text))
 
@@ -117,9 +121,9 @@ class RLCLI(LightningCLI):
             require_trusted_parts(own, self.trusted, {"trainer": RLTrainer})
 
     def _push_weights(self) -> None:
-        """Have a ``WeightSync`` where there is an engine, unless one is configured.
+        """Add a ``WeightSync`` if there is an engine and none is configured.
 
-        As a part of the configuration, which is kept, and compared when a run goes on.
+        It becomes part of the configuration, which is saved, and compared when a run resumes.
         """
         own = self.config[self.config.subcommand]
         given = _as_list(own.trainer.callbacks)
@@ -133,7 +137,9 @@ class RLCLI(LightningCLI):
             own.trainer.callbacks = [default, *given]
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Add what lets a run be gone on with, be rerun, and end if it hangs; unless given."""
+        """Add the callbacks and plugins for resuming, rerunning and detecting hangs, unless they
+        are given.
+        """
         plugins, given = _as_list(config["plugins"]), _as_list(config["callbacks"])
 
         def lacks(kind: type) -> bool:
@@ -166,18 +172,21 @@ class RLCLI(LightningCLI):
             raise ConfigError(f"ckpt_path: {path!r} cannot be used: {innermost(error)}") from error
 
     def _require_trusted_checkpoint(self) -> None:
-        """A checkpoint's hyper-parameters name classes too."""
+        """Check the classes that a checkpoint's hyper-parameters name, too."""
         path = self.config[self.config.subcommand].get("ckpt_path")
         if self.trusted is not None and path and Path(path).is_file():
             hparams = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
             require_trusted(hparams.get("hyper_parameters", {}), self.trusted, f"{path}: ")
 
     def _set_seed(self) -> None:
-        """Draw a seed if asked to, and say it: with it the run can be done again."""
+        """Draw a seed if asked to, and report it, so that the run can be repeated."""
         own = self.config[self.config.subcommand]
         if own.seed_everything is True:
             own.seed_everything = drawn_seed()
-            rank_zero_info(f"seed_everything=true: drew {own.seed_everything}; set it to run again")
+            rank_zero_info(
+                f"seed_everything=true: drew {own.seed_everything}; set this number to repeat the "
+                "run"
+            )
         elif not 0 <= own.seed_everything <= LARGEST_SEED:  # false is 0, and leaves all as it is
             raise ConfigError(
                 f"seed_everything={own.seed_everything} must be in [0, {LARGEST_SEED}]"
@@ -191,7 +200,7 @@ class RLCLI(LightningCLI):
             raise innermost(error) from error
 
     def after_instantiate_classes(self) -> None:
-        """Find what else cannot work, before a model is loaded and an engine started."""
+        """Find further mistakes before a model is loaded and an engine is started."""
         if self.subcommand == "fit" and isinstance(self.model, RecordingModule):
             self._note_configuration()
         if isinstance(self.model, RolloutModule):
@@ -210,7 +219,9 @@ class RLCLI(LightningCLI):
             check_evaluations(self.trainer)
 
     def _note_configuration(self) -> None:
-        """Note it, for a checkpoint to tell, and for a run that goes on to compare."""
+        """Record the configuration, which is stored in checkpoints and compared when the run
+        resumes.
+        """
         require_writable_dirs(self.trainer)
         config = self.config.fit
         configured_as[self.trainer] = self.table()
@@ -234,7 +245,7 @@ class RLCLI(LightningCLI):
 
 
 def _start_loggers(trainer: Trainer) -> None:
-    """Connect loggers of other services, as Lightning is about to.
+    """Connect the loggers of remote services now, as Lightning is about to.
 
     Raises:
         ConfigError: naming the logger, and why it does not start, such as a missing key.
@@ -249,17 +260,18 @@ def _start_loggers(trainer: Trainer) -> None:
         except Exception as error:  # whatever a service's client raises
             first = str(error).strip().splitlines()[:1]
             raise ConfigError(
-                f"trainer.logger: {type(logger).__name__} does not start "
+                f"trainer.logger: {type(logger).__name__} failed to start "
                 f"({type(error).__name__}: {''.join(first)}); log in, set it offline, or use "
                 "CSVLogger"
             ) from error
 
 
 def _check_steps(module: Any, key: str) -> None:
-    """Make optimizer and learning-rate schedule of a parameter of no consequence.
+    """Create the optimizer and learning-rate schedule for a dummy parameter, to check their
+    settings.
 
     Raises:
-        ConfigError: if one of them cannot be made, or used.
+        ConfigError: if one of them cannot be created, or used.
     """
     if not hasattr(module, "optimizer"):
         return
@@ -274,7 +286,7 @@ def _check_steps(module: Any, key: str) -> None:
 
 
 def _require_own_states(callbacks: list[Callback]) -> None:
-    """Have each callback's state in a checkpoint under a name of its own, as a Trainer needs it.
+    """Check that every callback stores its state under a unique name, as the Trainer requires.
 
     Raises:
         ConfigError: naming the callback that is there twice.
@@ -286,7 +298,7 @@ def _require_own_states(callbacks: list[Callback]) -> None:
         if count > 1:
             raise ConfigError(
                 f"trainer.callbacks: there are {count} {type(callback).__name__} with the same "
-                "settings, which a checkpoint cannot tell apart; leave one"
+                "settings, which a checkpoint cannot tell apart; remove all but one"
             )
 
 
@@ -297,8 +309,8 @@ def _as_list(value: Any) -> list[Any]:
 def _require_checkpoint(path: Any) -> None:
     if path in ("best", "hpc"):
         raise ConfigError(
-            f"ckpt_path: {path!r} is one that this very process has saved, and it has only begun; "
-            "use last, or the path of a file, such as RUN/checkpoints/best.ckpt"
+            f"ckpt_path: {path!r} names a checkpoint that this process saved, but it has saved "
+            "none yet; use last, or the path of a file, such as RUN/checkpoints/best.ckpt"
         )
     special = ("last", "registry")  # registry:name:version
     if path is None or str(path).split(":")[0] in special or "://" in str(path):
@@ -307,7 +319,7 @@ def _require_checkpoint(path: Any) -> None:
         raise ConfigError(f"ckpt_path: {path!r} does not exist (working directory: {Path.cwd()})")
     kind = kind_of_path(Path(path))
     if kind not in (None, "a folder"):  # that of a sharded checkpoint
-        raise ConfigError(f"ckpt_path: {path!r} is {kind}, not a file; name a file")
+        raise ConfigError(f"ckpt_path: {path!r} is {kind}, not a file; pass the path of a file")
     try:
         require_good(Path(path))
     except CheckpointError as error:
@@ -315,6 +327,6 @@ def _require_checkpoint(path: Any) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``fit``, ``validate``, ``test`` or ``rollout``, the first of the arguments."""
+    """Run ``fit``, ``validate``, ``test`` or ``rollout``, as the first argument says; returns 0."""
     RLCLI(arguments)
     return 0

@@ -1,4 +1,4 @@
-"""``lightning-rl help``: the arguments of a class, as a configuration or a script gives them."""
+"""``lightning-rl help``: the arguments of a class, as a configuration or script sets them."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ WIDTH = 100
 
 
 class Argument(NamedTuple):
-    """An argument of a class; ``default`` is None where it has to be given."""
+    """An argument of a class; ``default`` is None if it is required."""
 
     name: str
     type: str
@@ -82,8 +82,8 @@ def _class_called(name: str) -> type:
         raise ConfigError(f"help: no class of this library is called {name!r}{meant}")
     found: Any = public(name)
     if not isclass(found) or issubclass(found, Exception):
-        kind = "an error" if isclass(found) else "no class"
-        raise ConfigError(f"help: {name} is {kind}, and has no arguments to configure")
+        kind = "an error" if isclass(found) else "not a class"
+        raise ConfigError(f"help: {name} is {kind}, so it has no arguments to configure")
     return found
 
 
@@ -114,6 +114,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the arguments of each class named."""
+    """Print the arguments of each named class; returns 0."""
     print(printable("\n\n".join(map(text_of, parse_arguments(arguments).name))))
     return 0

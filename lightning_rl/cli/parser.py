@@ -1,4 +1,4 @@
-"""Parsers of the commands' options: what is wrong is raised, and a help fits a screen."""
+"""Parsers of the commands' options, which raise mistakes and have a short help."""
 
 import math
 from argparse import SUPPRESS
@@ -32,7 +32,7 @@ usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...
   --trainer.KEY        arguments of Lightning's Trainer
 {own}
   --print_config       print the whole configuration, defaults included, and stop
-  --trusted_only       name no code but the library's own; --trust MODULE allows another
+  --trusted_only       allow no code but this library's own; --trust MODULE allows another module
 
 Any key may be set on the command line: --data.group_size 16, --trainer.callbacks+=StepTimer.
 List the options of a class:  lightning-rl {command} --model.help PolicyModule
@@ -44,10 +44,10 @@ List the options of a class:  lightning-rl {command} --model.help PolicyModule
 # Lightning's own texts for these run over half a page.
 OWN_HELP = {
     "seed_everything": "seed of all random generators; true draws one (default: 0)",
-    "ckpt_path": "checkpoint to go on from, or to use",
-    "checkpoints": "several, as a list or a folder: each is tested, in one table",
+    "ckpt_path": "checkpoint to resume from, or to use",
+    "checkpoints": "several checkpoints, as a list or a folder; prints one table of all tests",
     "weights_only": "false also loads pickled objects, from a file that you trust",
-    "allow_changes": "with ckpt_path: true, or keys that may alter the run from there on",
+    "allow_changes": "with ckpt_path: true, or the keys that may differ from the run so far",
     "verbose": "print the metrics at the end (default: true)",
 }
 
@@ -56,7 +56,7 @@ set_dumper("yaml", partial(dump_yaml, default_flow_style=False, allow_unicode=Tr
 
 
 class RLArgumentParser(LightningArgumentParser):
-    """A parser that raises what is wrong instead of printing usage; its help fits a screen."""
+    """A parser that raises mistakes instead of printing usage, and whose help fits a screen."""
 
     command = ""
 
@@ -66,10 +66,12 @@ class RLArgumentParser(LightningArgumentParser):
         raise innermost(ex or ValueError(message)) from ex
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
-        """Return the configuration as text, defaults included, but for those that are objects.
+        """Return the configuration as text, including defaults, but without values that are
+        objects.
 
-        No text says what these are. Where a configuration leaves them out, they are the defaults.
-        What was parsed is valid, so it is not validated again, which would take twice as long.
+        Objects cannot be written as text. If a configuration leaves them out, they take their
+        defaults. The arguments are already validated, and validating them again would take twice as
+        long.
         """
         kwargs.setdefault("skip_validation", True)
         return str(super().dump(without_objects(namespace), *args, **kwargs))
@@ -91,7 +93,7 @@ class RLArgumentParser(LightningArgumentParser):
 
 
 def without_objects(arguments: Namespace) -> Namespace:
-    """The arguments but for those that hold an object, as only a constructor's default can."""
+    """Return the arguments without those that hold an object, which only a default can."""
     held = {name: _without_objects(value) for name, value in vars(arguments).items()}
     return Namespace(**{name: value for name, value in held.items() if _is_sayable(value)})
 
@@ -107,7 +109,7 @@ def _without_objects(value: Any) -> Any:
 
 
 def _is_sayable(value: Any) -> bool:
-    """Tell whether a text can say it: a number, a name of code, or what is made of such."""
+    """Return True if text can express it: a number, a name of code, or a collection of these."""
     if isinstance(value, Mapping):
         return all(map(_is_sayable, value.values()))
     if isinstance(value, list | tuple | set):
@@ -121,15 +123,15 @@ def _is_sayable(value: Any) -> bool:
 def checked_sources(
     arguments: Sequence[str], parser: LightningArgumentParser, trusted: Sequence[str] | None
 ) -> Sources:
-    """What files and options say, in which the parser will find no mistake.
+    """Read files and options, and check them, so that the parser will find no mistake.
 
     Args:
         arguments: files and options of a command line, without its command.
-        parser: the command's.
+        parser: the command's parser.
         trusted: modules that may be named; None: all.
 
     Raises:
-        ConfigError: naming what is not trusted, before it is imported, or the first mistake.
+        ConfigError: naming code that is not trusted, before it is imported, or the first mistake.
     """
     sources = read_sources(arguments)
     if trusted is not None:
@@ -140,10 +142,10 @@ def checked_sources(
 
 
 def named_classes(sources: Sources, parser: LightningArgumentParser) -> list[str]:
-    """Options that say ``class_path`` where a class's name stands, and any text may.
+    """Return options that set ``class_path`` where a class name is given and any text is allowed.
 
-    Of ``--trainer.strategy ShardedStrategy`` the parser would leave a text, for Lightning to look
-    up among its own names.
+    For ``--trainer.strategy ShardedStrategy`` the parser would keep the text, and Lightning would
+    look it up among its own names.
     """
     found = []
     for action in parser._actions:
@@ -155,7 +157,7 @@ def named_classes(sources: Sources, parser: LightningArgumentParser) -> list[str
 
 
 def trainer_help() -> str:
-    """The Trainer's options alone."""
+    """Return the help text of the Trainer's options."""
     parser = LightningArgumentParser(description="", usage=SUPPRESS, add_help=False)
     parser.add_class_arguments(Trainer, "trainer")
     return str(parser.format_help())
@@ -165,10 +167,10 @@ CARD_OPTION, GPUS_OPTION = "--gpu_memory_gb", "--gpus"
 
 
 def card_of(arguments: Sequence[str]) -> tuple[float | None, list[str]]:
-    """The GiB of a GPU that were given, and the other arguments.
+    """Return the given GiB of a GPU, None if not given, and the other arguments.
 
     Raises:
-        ConfigError: if they are no number above 0.
+        ConfigError: if it is not a number above 0.
     """
     given, others = _taken(CARD_OPTION, arguments)
     if given is None:
@@ -178,15 +180,17 @@ def card_of(arguments: Sequence[str]) -> tuple[float | None, list[str]]:
     except ValueError:
         size = math.nan
     if not 0 < size < math.inf:
-        raise ConfigError(f"{CARD_OPTION}={given!r} must be a number > 0, the GiB of one GPU")
+        raise ConfigError(
+            f"{CARD_OPTION}={given!r} must be a number > 0, the memory of one GPU in GiB"
+        )
     return size, others
 
 
 def gpus_of(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The number of GPUs that was given, and the other arguments.
+    """Return the given number of GPUs, None if not given, and the other arguments.
 
     Raises:
-        ConfigError: if it is no whole number above 0.
+        ConfigError: if it is not a whole number above 0.
     """
     given, others = _taken(GPUS_OPTION, arguments)
     if given is None:
@@ -197,7 +201,7 @@ def gpus_of(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def _taken(option: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """An option's value, ``--option VALUE`` or ``--option=VALUE``, and the other arguments."""
+    """Return the value of ``--option VALUE`` or ``--option=VALUE``, and the other arguments."""
     others = list(arguments)
     for place, argument in enumerate(others):
         name, equals, value = argument.partition("=")

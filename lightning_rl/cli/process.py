@@ -1,4 +1,4 @@
-"""The command's process: no lines that nobody can act on, and an end with the status it earned."""
+"""The command's process: it hides messages that users cannot act on, and sets the exit status."""
 
 import argparse
 import atexit
@@ -24,12 +24,14 @@ _UNPRINTABLE = {
 
 
 def printable(text: str) -> str:
-    """Text with marks in place of what a terminal would obey, such as ESC: a model may write it."""
+    """Replace control characters, such as ESC, which a terminal would interpret: a model may write
+    them.
+    """
     return text.translate(_UNPRINTABLE)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Options of ``lightning-rl <command>``; what they cannot mean is a ConfigError."""
+    """Parser of the options of ``lightning-rl <command>``; it raises mistakes as ConfigError."""
 
     def __init__(self, command: str, description: str, epilog: str | None = None) -> None:
         super().__init__(
@@ -62,15 +64,16 @@ def quiet() -> Iterator[None]:
 
 
 def _no_tips(record: logging.LogRecord) -> bool:
-    """Lightning's advertisements for its own services."""
+    """Drop Lightning's advertisements for its own services."""
     return "Tip: For seamless cloud" not in record.getMessage()
 
 
 def run_to_the_end(command: Callable[[], int]) -> int:
-    """Call ``command``, and return its status, for this process to end with.
+    """Call ``command``, and return its status, with which this process should end.
 
-    Where a function that hangs was left behind, it ends here: Python would wait for what that has
-    started. ``os._exit(0)`` before the command is done ends the process too, but with status 1.
+    If a hanging function was abandoned, the process ends here: Python would wait for the threads
+    that it has started. ``os._exit(0)`` before the command is done ends the process too, but with
+    status 1.
     """
     leave = os._exit
     os._exit = _failing(leave)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""``lightning-rl quickstart``: the first training, where the user stands."""
+"""``lightning-rl quickstart``: a first training run, in the working directory."""
 
 import shutil
 import sys
@@ -10,14 +10,14 @@ from lightning_rl.errors import DiskError
 
 _LIBRARY = Path(__file__).parents[1]
 COPIED = {".py", ".yaml", ".md"}
-"""Kinds of files that recipes are of; Python leaves others beside them."""
+"""Suffixes of a recipe's files; Python leaves other files beside them."""
 _RECIPE = "recipes.smollm2.quickstart"
 
 
 def copy_recipes(place: Path) -> list[Path]:
-    """Have all recipes in ``place/recipes``, to read and to change; returns what was missing.
+    """Copy missing recipes to ``place/recipes``, to read and to change; returns the files copied.
 
-    What is there already stays as it is, and so does all in a checkout.
+    Existing files stay as they are, and a checkout is not changed.
 
     Raises:
         DiskError: if they cannot be written there.
@@ -38,13 +38,13 @@ def copy_recipes(place: Path) -> list[Path]:
     except OSError as error:
         raise DiskError(
             f"the recipes cannot be written to {place / 'recipes'}: {error}; run this in a folder "
-            "that you may write to"
+            "where you have write permission"
         ) from error
     return missing
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``recipes/smollm2``, and copy the recipes first where there are none."""
+    """Copy the recipes if there are none, then run ``recipes/smollm2``."""
     here = Path.cwd()
     if copied := copy_recipes(here):
         print(f"wrote {len(copied)} files to {here / 'recipes'}: recipes to read and to change")

@@ -1,4 +1,4 @@
-"""``lightning-rl rollouts``: what a rollout file or replay buffer holds, as a table and in sum."""
+"""``lightning-rl rollouts``: a table and a summary of a rollout file or replay buffer."""
 
 import argparse
 import json
@@ -23,19 +23,21 @@ COLUMNS = (
     "id", "group_id", "prompt_id", "iteration", "version_min", "version_max", "reward", "status",
     "finish_reason", "tokens", "created", "run", "state",
 )  # fmt: skip
-"""Columns to sort and search by."""
+"""Columns for sorting and filtering."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: for what it cannot mean.
+        ConfigError: if an option has an invalid value.
     """
     columns = f"Columns: {', '.join(COLUMNS)}."
     parser = CommandParser("rollouts", "Show recorded rollouts, and count them.", columns)
     parser.add_argument("file", help=".jsonl, .parquet or .sqlite")
-    parser.add_argument("--status", help="only those: completed, failed, aborted, skipped, ...")
+    parser.add_argument(
+        "--status", help="only this status: completed, failed, aborted, skipped, ..."
+    )
     parser.add_argument("--where", help='an SQL condition, e.g. "reward < 0.5 AND tokens > 100"')
     parser.add_argument("--sort", choices=COLUMNS, help="largest first (default: as written)")
     parser.add_argument("--ascending", action="store_true", help="smallest first")
@@ -46,7 +48,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table and the summary."""
+    """Print the table and the summary; returns 0."""
     options = parse_arguments(arguments)
     rows = find_rows(options)
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -58,11 +60,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find_rows(options: argparse.Namespace) -> list[sqlite3.Row]:
-    """The rows that the options ask for, in their order.
+    """Return the rows that the options select, in their order.
 
     Raises:
-        ConfigError: for a condition that SQLite does not understand.
-        DataError: for a file that is missing or damaged.
+        ConfigError: if SQLite does not understand the condition.
+        DataError: if the file is missing or damaged.
     """
     database = _searchable(options.file).connection
     database.execute("PRAGMA query_only = ON")
@@ -93,7 +95,7 @@ def find_rows(options: argparse.Namespace) -> list[sqlite3.Row]:
 
 
 def _require_sound(file: str, row: sqlite3.Row) -> None:
-    """SQLite takes anything for a number."""
+    """Check the types of a row's values, since SQLite accepts anything as a number."""
     where = f"{file}: rollout {row['id']}"
     for name, kind in (("iteration", int), ("tokens", int), ("reward", float), ("status", str)):
         if type(row[name]) is not kind and (row[name] is not None or name != "reward"):
@@ -112,7 +114,7 @@ def _is_chat(content: Any) -> bool:
 
 
 def _searchable(path: str) -> RolloutStore:
-    """The file as a database; other formats are read into one in memory."""
+    """Return the file as a database; other formats are read into memory."""
     file = open_rollouts(path)
     if isinstance(file, RolloutStore):
         file.require_existing()
@@ -124,7 +126,7 @@ def _searchable(path: str) -> RolloutStore:
 
 
 def table(rows: Sequence[sqlite3.Row]) -> Table:
-    """One line per rollout."""
+    """Return a table with one line per rollout."""
     made = Table(header_style="bold", expand=True)
     for name in ("id", "reward", "status", "end", "tokens", "version"):
         made.add_column(name, justify="right" if name == "tokens" else "left")
@@ -149,7 +151,7 @@ def table(rows: Sequence[sqlite3.Row]) -> Table:
 
 
 def summary(rows: Sequence[sqlite3.Row]) -> list[str]:
-    """Counts, rewards and tokens of all rows."""
+    """Return counts, rewards and tokens of all rows, as lines of text."""
     if not rows:
         return ["no rollouts"]
     groups = {(row["run"], row["group_id"]) for row in rows}
@@ -171,7 +173,7 @@ def summary(rows: Sequence[sqlite3.Row]) -> list[str]:
 
 
 def as_line(content: Any) -> str:
-    """Text, or the last of some chat messages, in one line."""
+    """Return a text, or the last of some chat messages, on one line."""
     if not isinstance(content, str):
         content = str(content[-1].get("content")) if content else ""
     return " ".join(content.split())

@@ -1,4 +1,4 @@
-"""One test of several checkpoints: the same held-out tasks and seeds, and one engine for all."""
+"""Tests several checkpoints on the same held-out tasks and seeds, with one engine for all."""
 
 import json
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.rundir import run_dir, write_whole
 
 Row = dict[str, Any]
-"""``checkpoint``, ``iteration``, and metrics."""
+"""A row of the table: ``checkpoint``, ``iteration``, and metrics."""
 
 Named = str | PathLike[str] | Sequence[str | PathLike[str]]
 """A folder of checkpoints, a checkpoint, or a list of these."""
 
 
 def checkpoints_named(given: Named) -> list[Path]:
-    """Checkpoints in the order of a list, or those of a folder in that of their iterations.
+    """Return checkpoints in the order of a list, or a folder's checkpoints by iteration.
 
     Raises:
-        ConfigError: if there are none, or for one that is missing, damaged or of something else.
+        ConfigError: if there are none, or one is missing, damaged or not a checkpoint.
     """
     if isinstance(given, str | PathLike):
         found = _in_folder(Path(given))
     else:
         found = [Path(path) for path in given]
     if not found:
-        raise ConfigError("checkpoints: the list is empty; name some, or leave it out")
+        raise ConfigError("checkpoints: the list is empty; add checkpoints, or leave it out")
     for path in found:
         _require_checkpoint(path)
     return found
@@ -46,7 +46,11 @@ def _in_folder(place: Path) -> list[Path]:
     found = checkpoints_in(place)[::-1]
     if not found:
         inside = place / "checkpoints"
-        fix = f"did you mean {inside}?" if inside.is_dir() else "name a folder of them, or a list"
+        fix = (
+            f"did you mean {inside}?"
+            if inside.is_dir()
+            else "pass a folder of checkpoints, or a list"
+        )
         raise ConfigError(f"checkpoints: {str(place)!r} holds no *.ckpt; {fix}")
     return found
 
@@ -62,7 +66,7 @@ def _require_checkpoint(path: Path) -> None:
         raise ConfigError(f"checkpoints: {str(path)!r} cannot be used: {error}") from error
     if not about(path):
         raise ConfigError(
-            f"checkpoints: {str(path)!r} tells of no iteration, so it was not saved while learning "
+            f"checkpoints: {str(path)!r} records no iteration, so it was not saved while learning "
             "from rewards; leave it out, or test it alone with ckpt_path"
         )
 
@@ -71,17 +75,17 @@ class CheckpointSeries:
     """Loads one checkpoint after the other into a module, and evaluates each.
 
     Metrics go to the loggers at the checkpoint's iteration, and to ``test.json`` in the run
-    directory. Weights are pushed to the engine as ``WeightSync`` does it; it is not started anew.
+    directory. Weights are pushed to the engine as ``WeightSync`` does; the engine is not restarted.
 
     Args:
-        trainer: its test is running when a checkpoint's turn comes.
-        model: what the weights are loaded into.
+        trainer: its ``test`` calls this for each checkpoint.
+        model: the module that the weights are loaded into.
         datamodule: evaluates.
         paths: the checkpoints.
-        weights_only: as of ``Trainer.test``.
+        weights_only: as in ``Trainer.test``.
 
     Raises:
-        ConfigError: if ``model`` or ``datamodule`` cannot do that.
+        ConfigError: if ``model`` or ``datamodule`` does not support this.
     """
 
     NAME = "test.json"
@@ -96,8 +100,8 @@ class CheckpointSeries:
     ) -> None:
         if not isinstance(model, RecordingModule):
             raise ConfigError(
-                f"checkpoints: {type(model).__name__} counts no iterations to tell them apart by; "
-                "test each alone with ckpt_path"
+                f"checkpoints: {type(model).__name__} counts no iterations by which to identify "
+                "them; test each alone with ckpt_path"
             )
         if not isinstance(datamodule, CollectingDataModule):
             raise ConfigError(
@@ -123,7 +127,7 @@ class CheckpointSeries:
         return {}
 
     def _load(self, path: Path) -> None:
-        """Do what ``ckpt_path`` would, but only with the module."""
+        """Load a checkpoint as ``ckpt_path`` would, but only into the module."""
         connector = self.trainer._checkpoint_connector
         connector.resume_start(str(path), weights_only=self.weights_only)
         connector.restore_model()
@@ -140,7 +144,7 @@ class CheckpointSeries:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """A line per checkpoint, a column per metric."""
+    """Format rows as a table with a line per checkpoint and a column per metric."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -1,4 +1,4 @@
-"""RLTrainer: Lightning's Trainer with what the commands ``test`` and ``rollout`` add."""
+"""RLTrainer: Lightning's Trainer with additions for the commands ``test`` and ``rollout``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,23 +27,23 @@ class RLTrainer(Trainer):
         weights_only: bool | None = None,
         checkpoints: list[str] | str | None = None,
     ) -> list[Mapping[str, Any]]:
-        """Evaluate on what is held out; several checkpoints with one engine, if they are named.
+        """Evaluate on held-out prompts; optionally several checkpoints with one engine.
 
         Args:
-            model: what is tested.
-            dataloaders: in place of ``datamodule``.
+            model: the module to test.
+            dataloaders: used in place of ``datamodule``.
             ckpt_path: a checkpoint whose weights to use instead of the model's own.
             verbose: print the metrics.
-            datamodule: what it is tested on.
+            datamodule: the data to test on.
             weights_only: as in ``fit``.
             checkpoints: a list of files, or a folder, of which each is loaded and tested; the
                 metrics also go to ``test.json`` in the run directory.
 
         Returns:
-            Metrics; of ``checkpoints`` a row for each, with ``checkpoint`` and ``iteration``.
+            Metrics; for ``checkpoints`` a row for each, with ``checkpoint`` and ``iteration``.
 
         Raises:
-            ConfigError: if some checkpoint cannot be used, or there is ``ckpt_path`` beside them.
+            ConfigError: if a checkpoint cannot be used, or ``ckpt_path`` is given as well.
         """
         if isinstance(dataloaders, LightningDataModule):
             dataloaders, datamodule = None, dataloaders
@@ -52,7 +52,7 @@ class RLTrainer(Trainer):
             return super().test(*arguments)
         if ckpt_path is not None:
             raise ConfigError(
-                f"ckpt_path={str(ckpt_path)!r} and checkpoints both say what to test; leave one out"
+                f"ckpt_path={str(ckpt_path)!r} and checkpoints both set what to test; leave one out"
             )
         paths = checkpoints_named(checkpoints)
         model = model or self.lightning_module
@@ -75,18 +75,19 @@ class RLTrainer(Trainer):
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Write graded rollouts to a file, without training; go on where a former run stopped.
+        """Write graded rollouts to a file, without training; continues a file that is incomplete.
 
         Args:
             model: the policy.
             datamodule: prompts, engine and rewards.
             output: the file; .jsonl, .parquet (a folder) or .sqlite.
-            iterations: how many batches of groups_per_iteration groups it shall hold.
+            iterations: the number of batches of groups_per_iteration groups that the file shall
+                hold.
             ckpt_path: a checkpoint whose weights to use instead of the model's own.
             weights_only: as in ``fit``.
 
         Raises:
-            ConfigError: if ``iterations`` is below 1, or ``datamodule`` collects nothing.
+            ConfigError: if ``iterations`` is below 1, or ``datamodule`` does not collect rollouts.
             DataError: if ``output`` holds something else.
         """
         if not isinstance(datamodule, RLDataModule):

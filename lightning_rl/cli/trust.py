@@ -1,4 +1,4 @@
-"""``--trusted_only``: configurations of strangers, which may name no code but what is trusted."""
+"""``--trusted_only``: untrusted configurations, which may name no code outside trusted modules."""
 
 import inspect
 import os
@@ -27,14 +27,14 @@ from lightning_rl.errors import ConfigError
 _HARMLESS: dict[str, list[str]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
-"""By the name of a mapping, the keys in it that run no code whatever they are set to."""
+"""The keys, by their mapping's name, that run no code whatever their values are."""
 _SENDS = {"OpenAIJudge", "OpenAIChat"}
-"""Classes whose options are sent, and no more."""
+"""Classes whose options are only sent to a server."""
 _HERE = {"auto", "local", "127.0.0.1", "localhost", "[::1]"}
 
 
 def require_harmless(tree: Any, place: str = "") -> None:
-    """Refuse arguments through which a trusted class would run a stranger's code.
+    """Refuse arguments through which a trusted class would run untrusted code.
 
     Raises:
         ConfigError: naming the key, the value and the reason.
@@ -52,12 +52,12 @@ def require_harmless(tree: Any, place: str = "") -> None:
         for stray in sorted(map(str, value.keys() - set(known))):
             raise ConfigError(
                 f"{place}{name_of((*key, stray))}: {value[stray]!r:.60} may run code, as it is "
-                f"none of those known not to ({', '.join(sorted(known))}); leave it out"
+                f"not one of the keys known to be safe ({', '.join(sorted(known))}); leave it out"
             )
 
 
 def as_parsed(value: Any) -> Any:
-    """Make of a value what the parser does: texts may hold lists, mappings and switches as YAML."""
+    """Convert a value as the parser does: texts may hold lists, mappings and switches as YAML."""
     if not isinstance(value, str):
         return value
     try:
@@ -67,22 +67,22 @@ def as_parsed(value: Any) -> Any:
 
 
 def _reason(name: Any, value: Any, owner: str) -> str | None:
-    """The reason why a value may not stand there, if there is one."""
+    """Return the reason why a value is not allowed; None if it is."""
     if name == "trust_remote_code" and value:
         return f"{value!r} runs code that comes with a model"
     if name == "weights_only" and value is False:
         return "false unpickles objects, which runs code"
     if name == "ckpt_path" and "://" in str(value):
-        return f"{value!r} would be unpickled, which runs code: download it, and name the file"
+        return f"{value!r} would be unpickled, which runs code; download it, and pass the file"
     if name == "sandbox" and owner == "PythonTests" and value is False:
-        return "false runs what a model wrote, or the data's tests, unprotected"
+        return "false runs code of the model, or of the data's tests, unprotected"
     if name == "address" and value and not {str(value), str(value).rpartition(":")[0]} & _HERE:
-        return f"{value!r}: a Ray cluster may run what it likes in its drivers"
+        return f"{value!r}: a Ray cluster can run any code in its drivers"
     return None
 
 
 def _nodes(node: Any, key: Key, owner: str) -> Iterator[tuple[Key, Any, str]]:
-    """All nodes, with the last part of the nearest class_path around them."""
+    """Yield all nodes, with the last part of the nearest enclosing class_path."""
     node = as_parsed(node)
     yield key, node, owner
     if isinstance(node, dict) and "class_path" in node:
@@ -92,7 +92,7 @@ def _nodes(node: Any, key: Key, owner: str) -> Iterator[tuple[Key, Any, str]]:
 
 
 def _children(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    """Parts of a mapping or list, each with its key."""
+    """Yield the parts of a mapping or list, each with its key."""
     parts: Iterable[tuple[str | int, Any]] = ()
     if isinstance(node, dict):
         parts = node.items()
@@ -102,7 +102,7 @@ def _children(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
 
 
 TRUSTED = ("lightning_rl", "lightning.pytorch", "torch.optim")
-"""Where classes may come from in any case: public names, and parts of a Trainer or optimizer."""
+"""Modules whose classes are always allowed: public names, and parts of a Trainer or optimizer."""
 _KINDS = {
     "lightning.pytorch": (
         Callback, Accelerator, Logger, CheckpointIO, ClusterEnvironment, LayerSync, Precision,
@@ -110,17 +110,18 @@ _KINDS = {
     ),
     "torch.optim": (Optimizer, LRScheduler),
 }  # fmt: skip
-"""Which classes of a module may be named."""
+"""Classes of a module that may be named."""
 _INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"  # which Lightning notes in checkpoints
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """The arguments without ``--trusted_only`` and ``--trust MODULE``, and what is trusted then.
+    """Return the arguments without ``--trusted_only`` and ``--trust MODULE``, and the trusted
+    modules.
 
-    None: everything, as neither was given.
+    These are None if neither was given: everything is trusted.
 
     Raises:
-        ConfigError: for ``--trust`` without a module's name.
+        ConfigError: if ``--trust`` has no module name.
     """
     rest, trusted, only = [], list(TRUSTED), False
     words = iter(arguments)
@@ -141,12 +142,12 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str] | None
 
 
 def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
-    """Refuse what would run other code, before anything is imported.
+    """Refuse names of other code before anything is imported.
 
-    Every text in the tree that could be an import path is one: it has two names or more with dots
-    between them, and Python finds a module of the first name. It must then be a public name of this
-    library, a part of Lightning's Trainer, an optimizer or scheduler of torch, or be defined in a
-    module that ``--trust`` adds.
+    Every text in the tree that could be an import path counts as one: it consists of two or more
+    names with dots between them, and Python finds a module of the first name. It must then be a
+    public name of this library, a part of Lightning's Trainer, an optimizer or scheduler of torch,
+    or be defined in a module that ``--trust`` adds.
 
     Args:
         tree: a configuration, or hyper-parameters of a checkpoint.
@@ -160,7 +161,7 @@ def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
         where = f"{place}{name_of(key)}"
         if value.endswith((".yaml", ".yml")) and os.path.isfile(value):
             raise ConfigError(
-                f"{where}: {value!r} is a configuration of its own, which is not looked into; give "
+                f"{where}: {value!r} is a separate configuration file, which is not checked; pass "
                 "it with --config"
             )
         instantiator = key[-1:] == ("_instantiator",) and value == _INSTANTIATOR
@@ -172,12 +173,12 @@ def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
 def require_trusted_parts(
     config: Any, trusted: Sequence[str], owners: Mapping[str, type] | None = None
 ) -> None:
-    """Refuse classes that short names turned out to mean, and texts that such a class may run.
+    """Refuse classes that short names resolved to, and texts that such a class may run.
 
     Args:
-        config: as parsed.
-        trusted: modules, :data:`TRUSTED` first. What is of one that ``--trust`` added may be given
-            any text.
+        config: the parsed configuration.
+        trusted: modules, :data:`TRUSTED` first. Classes of a module that ``--trust`` added may be
+            given any text.
         owners: classes whose arguments a key of the configuration holds.
 
     Raises:
@@ -203,7 +204,7 @@ def _refusal(where: str, value: str, trusted: Sequence[str]) -> ConfigError:
     if inside is not None:
         return ConfigError(
             f"{where}: {value!r} is not among the trusted modules' public classes ({inside} holds "
-            "it, or leads to it, but not for configurations); leave it out"
+            "it, or imports it, but not for use in configurations); leave it out"
         )
     return ConfigError(
         f"{where}: {value!r} is not among the trusted modules ({', '.join(trusted)}); read "
@@ -212,7 +213,7 @@ def _refusal(where: str, value: str, trusted: Sequence[str]) -> ConfigError:
 
 
 def _texts(node: Any, key: Key) -> Iterator[tuple[Key, str]]:
-    """All texts, also inside of texts that the parser would read as YAML."""
+    """Yield all texts, also inside texts that the parser would read as YAML."""
     for place, inner in _children(node, key):
         yield from _texts(inner, place)
     if isinstance(node, str):
@@ -235,7 +236,9 @@ def _is_import_path(text: str) -> bool:
 
 
 def _is_trusted(path: str, trusted: Sequence[str]) -> bool:
-    """Tell whether it names what a trusted module defines, and not what it has imported."""
+    """Return True if a path names something that a trusted module defines, not something it
+    imported.
+    """
     module = next((module for module in trusted if _within(path, module)), None)
     if module is None or not _stays_inside(path):
         return False
@@ -252,7 +255,7 @@ def _is_trusted(path: str, trusted: Sequence[str]) -> bool:
 
 
 def _stays_inside(path: str) -> bool:
-    """Tell whether no step on the way leads into another module, as ``pool.os`` does."""
+    """Return True if no step of a path leads into another module, as ``pool.os`` does."""
     parts = path.split(".")
     for end in range(1, len(parts)):
         place = ".".join(parts[:end])

@@ -1,4 +1,4 @@
-"""Which arguments may hold a text under ``--trusted_only``: those that say so, and no others."""
+"""Which arguments may hold a text under ``--trusted_only``: only those that are listed."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from lightning_rl.errors import ConfigError
 TABLE: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
-"""By kind, the arguments of each class that may hold texts of this kind."""
+"""The arguments of each class that may hold texts, by kind of text."""
 KINDS = tuple(kind for kind in TABLE if kind != "records")
 
 
@@ -28,14 +28,15 @@ def require_safe_texts(
     is_trusted: Callable[[str], bool],
     is_added: Callable[[type], bool],
 ) -> None:
-    """Refuse texts in arguments that could be code or a command, or that nobody knows about.
+    """Refuse texts in arguments that could be code or a command, or whose use is unknown.
 
     Args:
-        config: as parsed: every class has its ``class_path``, but where only one is possible.
-        owner: the class whose arguments the mapping holds; None: no class's.
-        place: where it stands.
-        is_trusted: whether an import path may be named.
-        is_added: whether a class may be given any text, as its code was read.
+        config: the parsed configuration: every class has its ``class_path``, unless only one is
+            possible.
+        owner: the class whose arguments the mapping holds; None: it holds no class's arguments.
+        place: the key of the mapping.
+        is_trusted: returns True if an import path may be named.
+        is_added: returns True if a class may be given any text, because the user read its code.
 
     Raises:
         ConfigError: naming the key, the value, and what it could do.
@@ -52,23 +53,23 @@ def require_safe_texts(
         if _is_default(component, name, text):
             continue
         if kind == "code":
-            reason = "may be run, or say what is run"
+            reason = "may be run as code, or select code to run"
         elif kind == "registered":
             reason = "names a module to import before the colon"
         elif kind == "imported":
-            reason = "would be imported, and is not among the trusted modules"
+            reason = "would be imported, but is not among the trusted modules"
         else:
-            reason = f"is a text, and nothing says that {component.__name__}.{name} runs none"
+            reason = f"is a text, but {component.__name__}.{name} is not known to be safe for texts"
         raise ConfigError(
-            f"{where} {reason}; leave it out, or read what it does and run without --trusted_only"
+            f"{where} {reason}; leave it out, or read its code and run without --trusted_only"
         )
 
 
 @cache
 def kind_of(component: type, name: str) -> str | None:
-    """What an argument may hold: one of ``KINDS``; ``choice`` if its type leaves no text free.
+    """Return an argument's kind, one of ``KINDS``; ``choice`` if its type allows no free text.
 
-    None: nobody says. What a class says goes before what its bases say.
+    None: unknown. A class's own entry takes precedence over those of its bases.
     """
     for base in inspect.getmro(component):
         for kind in KINDS:
@@ -81,17 +82,17 @@ def kind_of(component: type, name: str) -> str | None:
 
 
 def _is_default(component: type, name: str, text: str) -> bool:
-    """Tell whether it is what the argument is without any: the parser fills it in."""
+    """Return True if the text is the argument's default, which the parser fills in."""
     known = parameters(component).get(name)
     return known is not None and known.default == text
 
 
 _OBJECTS = ("lightning_rl", "lightning", "torch", "transformers", "datetime")
-"""Of whose classes an argument takes an object, which no text stands for."""
+"""Packages whose classes' instances an argument takes, which no text can stand for."""
 
 
 def takes_text(hint: Any) -> bool:
-    """Whether a hint takes a text that stands for no object and is none of given choices."""
+    """Return True if a hint accepts a free text: neither for an object nor one of given choices."""
     if len(branches(hint)) > 1:
         return any(map(takes_text, branches(hint)))
     origin, arguments = get_origin(hint), get_args(hint)
@@ -108,7 +109,7 @@ def takes_text(hint: Any) -> bool:
 
 
 def _takes_function(hint: Any) -> bool:
-    """Whether it takes the import path of a function, or a list of some."""
+    """Return True if a hint accepts the import path of a function, or a list of some."""
     inner = [part for branch in branches(hint) for part in (branch, *get_args(branch))]
     return any(map(_is_callable, inner))
 
@@ -120,9 +121,10 @@ def _is_callable(hint: Any) -> bool:
 def _texts(
     node: Any, key: Key, owner: type | None, name: str | None
 ) -> Iterator[tuple[Key, type, str, str]]:
-    """Every text that is an argument's, or inside of it: its key, class, argument, and itself.
+    """Yield every text in an argument: its key, its class, the argument's name, and the text.
 
-    ``name`` is the argument of ``owner`` that the node is, or is part of; None: a mapping of all.
+    ``name`` is the argument of ``owner`` that the node is part of; None: the node is the mapping of
+    all arguments.
     """
     if isinstance(node, str):
         if owner is not None and name is not None:
@@ -152,7 +154,9 @@ def _arguments(
 
 
 def _only_class(owner: type, name: str | None) -> type | None:
-    """The class of which a mapping without ``class_path`` holds the arguments, if there is one."""
+    """Return the class whose arguments a mapping without ``class_path`` holds, if only one is
+    possible.
+    """
     known = parameters(owner).get(name) if name is not None else None
     found = classes(known.annotation) if known is not None else []
     return found[0] if len(found) == 1 else None

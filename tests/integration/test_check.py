@@ -36,7 +36,7 @@ def test_all_is_checked_and_nothing_written(workplace, capsys):
     assert "4 prompts x group_size 2 = 8 rollouts per iteration, at most 56 tokens" in said
     # Of each group 3 prompt tokens once, and 2 x 4 of completions.
     assert "1 minibatch of 4 groups or fewer, in 1 pack of 44 tokens or fewer each" in said
-    assert "schedule ends after total_steps=9 optimizer steps, the run after 1;" in said
+    assert "schedule ends after total_steps=9 optimizer steps, but the run after 1;" in said
     assert "engine and trainer agree to" in said
     assert said.count("'30=' -> ") == 2
     assert said.count("reward ") == 2
@@ -177,7 +177,7 @@ def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
     assert main([*command, "0.0001"]) == 1
     assert "none of them fits with 5% to spare; nearest is " in capsys.readouterr().out
     assert main(["check", "--config", "good.yaml", "--gpus", "2"]) == 2
-    assert "give --gpu_memory_gb too" in capsys.readouterr().err
+    assert "pass --gpu_memory_gb too" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_a_strategy_that_shares_experts_is_planned_or_refused(workplace, capsys)
 
 def test_two_ways_at_once_are_refused(workplace, capsys):
     assert main(["check", "--config", "good.yaml", "--run", "--no_rollout"]) == 2
-    assert "--no_rollout and --run are different checks; give one" in capsys.readouterr().err
+    assert "--no_rollout and --run exclude each other; pass one" in capsys.readouterr().err
 
 
 def test_a_monitor_that_nothing_records_is_refused_or_said_to_be_unknown(workplace, capsys):

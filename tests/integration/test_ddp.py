@@ -272,7 +272,7 @@ def test_one_process_says_what_it_needs_to_rerun_two(together, tiny_model, tmp_p
     text = (run / "config.yaml").read_text()
     text = text.replace("devices: 2", "devices: 1").replace("strategy: ddp", "strategy: auto")
     (run / "config.yaml").write_text(text)
-    with pytest.raises(DataError, match=r"version 3 was trained by 2 processes, and this rerun "
+    with pytest.raises(DataError, match=r"version 3 was trained by 2 processes, but this rerun "
                        r"has 1; rerun with as many: start it as the run was started"):  # fmt: skip
         rerun_iteration(RecordedRun(run), 3)
     with pytest.raises(DataError, match="holds no rollouts of rank 2 of iteration 1, but of iter"):

@@ -129,5 +129,5 @@ def test_they_come_while_rollouts_are_made_ahead_and_no_token_is_too_old(tiny_mo
 
 def test_two_evaluations_are_refused(tiny_model, tmp_path):
     trainer = trainer_of(tmp_path, [Evaluate(2), Evaluate(5)])
-    with pytest.raises(ConfigError, match=r"there are 2 Evaluate.*leave one"):
+    with pytest.raises(ConfigError, match=r"there are 2 Evaluate.*remove all but one"):
         trainer.fit(grpo(tiny_model, optimizer=adamw(1e-3)), data_module())

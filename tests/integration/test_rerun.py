@@ -137,7 +137,7 @@ def test_what_was_not_kept_is_said(run, capsys):
     (run.log.path / "iteration-000003-000.parquet").unlink()
     assert main(["rerun", str(run.path), "--iteration", "4"]) == 2
     said = capsys.readouterr().err
-    assert "weights of version 4 cannot be made again: kept are versions 0, 2, 4" in said
+    assert "weights of version 4 cannot be rebuilt: the run kept versions 0, 2, 4" in said
     with pytest.raises(DataError, match="holds no rollouts of iteration 3"):
         run.log.rollouts(3)
     (run.path / "config.yaml").unlink()
@@ -151,12 +151,14 @@ def test_exported_models_are_told_from_runs(run, tiny_model, tmp_path, capsys):
     next(policy.parameters()).data.add_(0.01)
     policy.save_pretrained(run.path / "hf")
     assert main(["rerun", str(run.path / "hf"), "--iteration", "1"]) == 2
-    assert "is an exported model: weights alone, without the optimizer" in capsys.readouterr().err
+    assert "is an exported model, which has weights but no optimizer" in capsys.readouterr().err
     for file in (run.path / "checkpoints").glob("*.ckpt"):
         file.unlink()
     (run.log.path / "iteration-000001-000.parquet").unlink()
     again = RecordedRun(run.path)
-    with pytest.raises(DataError, match="to the next; what HFExport wrote has no optimizer state"):
+    with pytest.raises(
+        DataError, match="and the next; the exports of HFExport have no optimizer state"
+    ):
         rerun_iteration(again, 4)
 
 
@@ -170,7 +172,7 @@ def test_a_model_that_changed_since_is_found(run, tiny_model, tmp_path):
     rerun = rerun_iteration(run, 1)
     assert rerun.diverged_at == 0
     assert not rerun.equal
-    said = "differ at the start already: the initial weights changed since the run"
+    said = "differ from the start: the initial weights changed since the run"
     assert any(line.endswith(said) for line in rerun.lines())
 
 
@@ -186,8 +188,8 @@ def test_how_far_it_goes_back_and_what_that_took_is_said_first(run, capsys):
 
 def test_options_that_do_not_go_together(capsys):
     for options, words in (
-        (["--iteration", "1", "--version", "2"], "--version 2 goes with --rollout"),
-        (["--rollout", "x", "--since", "2"], "--since 2 goes with --iteration"),
+        (["--iteration", "1", "--version", "2"], "--version 2 requires --rollout"),
+        (["--rollout", "x", "--since", "2"], "--since 2 requires --iteration"),
         (["--iteration", "-1"], "iteration=-1 must be >= 1"),
         ([], "one of the arguments --rollout --iteration is required"),
     ):

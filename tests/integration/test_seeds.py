@@ -45,7 +45,7 @@ def fit(workplace, seed, version: int):
 def test_true_draws_a_seed_says_it_and_keeps_it(workplace, caplog):
     with caplog.at_level(logging.INFO):
         drawn, rows = fit(workplace, "true", 0)
-    assert f"seed_everything=true: drew {drawn}; set it to run again" in caplog.text
+    assert f"seed_everything=true: drew {drawn}; set this number to repeat the run" in caplog.text
     again, same = fit(workplace, drawn, 1)
     assert (again, same) == (drawn, rows)
     assert drawn_seed() != drawn_seed()  # once in 4,294,967,296 times they are equal

@@ -1,4 +1,4 @@
-"""``lightning-rl audit``: is a recorded run what it says, and does it come out again?"""
+"""``lightning-rl audit``: check that a run's records are unchanged and reproducible."""
 
 import argparse
 import logging
@@ -17,40 +17,44 @@ if TYPE_CHECKING:
     from lightning_rl.cli.rerun.run import RecordedRun
 
 _SEED = "LIGHTNING_RL_AUDIT_SEED"
-"""The seed that was drawn, for the processes that help to train: all have to draw the same."""
+"""Environment variable with the drawn seed, for the other training processes, which must draw the
+same.
+"""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: for what it cannot mean.
+        ConfigError: if an option has an invalid value.
     """
     parser = CommandParser(
         "audit",
-        "Check a run's files against its ledger, and do a share of its iterations again.",
-        "Exit status: 0 if nothing was changed and all comes out again, 1 if not.",
+        "Check a run's files against its ledger, and repeat a share of its iterations.",
+        "Exit status: 0 if nothing was changed and all results are reproduced, else 1.",
     )
     parser.add_argument("run", type=Path, help="the directory of a run")
-    share = "of its iterations to train again, drawn at random; 0: none (default: 0.1)"
+    share = "share of its iterations to train again, drawn at random; 0: none (default: 0.1)"
     parser.add_argument("--share", metavar="S", type=float, default=0.1, help=share)
-    rollouts = "of each of these iterations to generate and grade again (default: 1)"
+    rollouts = "rollouts of each such iteration to generate and grade again (default: 1)"
     parser.add_argument("--rollouts", metavar="N", type=int, default=1, help=rollouts)
-    head = "a hash of the ledger, noted while the run was trusted, that it has to lead through"
+    head = "a hash of the ledger, noted while the run was trusted, that its chain must contain"
     parser.add_argument("--head", metavar="HASH", help=head)
-    parser.add_argument("--seed", metavar="K", type=int, help="draw as an earlier audit did")
+    parser.add_argument(
+        "--seed", metavar="K", type=int, help="draw the same iterations as an earlier audit"
+    )
     parser.add_argument(
         "--trusted_only", action="store_true", help="build the run from this library's code only"
     )
     parser.add_argument(
-        "--trust", metavar="MODULE", action="append", default=[], help="and from this module's"
+        "--trust", metavar="MODULE", action="append", default=[], help="and from this module's code"
     )
     parsed = parser.parse_args(arguments)
     if not 0 <= parsed.share <= 1:
         raise ConfigError(f"--share {parsed.share:g} must be in [0, 1]")
     if parsed.head is not None and len(parsed.head) < _SHORTEST_HEAD:
         raise ConfigError(
-            f"--head {parsed.head} must have at least {_SHORTEST_HEAD} of a hash's 64 digits"
+            f"--head {parsed.head} must be at least {_SHORTEST_HEAD} of the 64 digits of a hash"
         )
     require_at_least(0, rollouts=parsed.rollouts, seed=parsed.seed)
     return parsed
@@ -60,7 +64,7 @@ _SHORTEST_HEAD = 16
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Audit a run, and print what was found."""
+    """Audit a run, print the findings, and return the exit status."""
     options = parse_arguments(arguments)
     from lightning.pytorch.utilities import rank_zero_only
 
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _only_warnings() -> Iterator[None]:
-    """Without what each of many short runs says of itself."""
+    """Within the block, suppress the messages that each of many short runs prints."""
     loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -100,7 +104,7 @@ def _only_warnings() -> Iterator[None]:
 
 
 def told_of(records: "Records") -> list[str]:
-    """What was found without doing anything again."""
+    """Return the findings of the checks that repeat nothing, as lines of text."""
     starts = len(records.begins)
     lines = [
         f"ledger: {records.entries} entries, one chain; {len(records.iterations)} iterations, "
@@ -108,9 +112,9 @@ def told_of(records: "Records") -> list[str]:
     ]
     if records.twice:
         differ = len(records.otherwise)
-        how = f"{differ} of them came out otherwise" if differ else "each came out the same"
-        lines.append(f"{len(records.twice)} iterations were made twice, after a resume: {how}")
-    lines += [f"not in the ledger, so not vouched for: {name}" for name in records.unknown]
+        how = f"{differ} of them with a different result" if differ else "each with the same result"
+        lines.append(f"{len(records.twice)} iterations were trained twice, after a resume: {how}")
+    lines += [f"not in the ledger, so not verified: {name}" for name in records.unknown]
     lines += [f"CHANGED: {what}" for what in records.changed]
     if not records.changed:
         lines.append(
@@ -122,7 +126,9 @@ def told_of(records: "Records") -> list[str]:
 def _again(
     run: "RecordedRun", records: "Records", options: argparse.Namespace, say: Callable[..., Any]
 ) -> bool:
-    """Do a share of the iterations again, and some rollouts of each; tell of all."""
+    """Repeat a share of the iterations, and some rollouts of each, and report all; True if all
+    agree.
+    """
     from lightning_rl.cli.audit.again import (
         drawn_iterations,
         drawn_rollouts,
@@ -138,7 +144,7 @@ def _again(
     if not iterations:
         say("no iteration can be trained again: the run kept no rollouts")
         return True
-    say(f"doing again {len(iterations)} of them, drawn with --seed {seed}")
+    say(f"repeating {len(iterations)} of them, drawn with --seed {seed}")
     good = True
     for iteration in iterations:
         verdict = iteration_again(run, iteration, records.environments[iteration])

@@ -1,4 +1,4 @@
-"""Iterations that are trained again, and rollouts that are written and graded again."""
+"""Iterations that are trained again, and rollouts that are generated and graded again."""
 
 import math
 from collections import defaultdict
@@ -22,16 +22,17 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout, RolloutStatus
 
 CLOSE = 1e-3
-"""Of metrics, relative to the larger: what rounding on another machine may make of them."""
+"""Tolerance of metrics, relative to the larger value, for rounding on another machine."""
 NEAR_ZERO = 1e-4
-"""The same, of metrics that are zero but for rounding, such as gaps of logprobs in nats."""
+"""Absolute tolerance of metrics that are zero but for rounding, such as logprob gaps in nats."""
 
 
 @dataclass(frozen=True)
 class IterationVerdict:
-    """What came of an iteration that was trained again.
+    """The result of training an iteration again.
 
-    ``elsewhere`` is what differs between where that was and where it was trained first.
+    ``elsewhere`` lists the differences between this environment and the one it was first trained
+    in.
     """
 
     rerun: IterationRerun
@@ -39,16 +40,16 @@ class IterationVerdict:
 
     @property
     def rounded(self) -> bool:
-        """Different, and no more than rounding on another machine makes it."""
+        """True if the results differ by no more than rounding on another machine explains."""
         return bool(self.elsewhere) and not self.rerun.equal and self._far() is None
 
     @property
     def good(self) -> bool:
-        """Equal, or as good as equal."""
+        """True if the results are equal, or equal within rounding."""
         return self.rerun.equal or self.rounded
 
     def line(self) -> str:
-        """Tell a person."""
+        """Return the result as a line of text."""
         rerun = self.rerun
         told = f"iteration {rerun.recorded.version}, from {rerun.kept}"
         if rerun.equal:
@@ -73,7 +74,9 @@ class IterationVerdict:
         return "; ".join(parts)
 
     def _far(self) -> str | None:
-        """The first metric that is further off than rounding makes it."""
+        """Return the first metric that differs by more than rounding explains; None if there is
+        none.
+        """
         recorded = self.rerun.recorded.metrics
         for name, now in self.rerun.again.metrics.items():
             was = recorded.get(name, math.nan)
@@ -84,9 +87,9 @@ class IterationVerdict:
 
 @dataclass(frozen=True)
 class RolloutVerdict:
-    """What came of a rollout that was written and graded again.
+    """The result of generating and grading a rollout again.
 
-    ``rewards`` are those that differ, by name: as recorded, and now.
+    ``rewards`` holds the rewards that differ, by name: the recorded value and the new one.
     """
 
     rerun: RolloutRerun
@@ -116,7 +119,7 @@ class RolloutVerdict:
 
 
 def drawn_iterations(run: RecordedRun, share: float, random: Random) -> list[int]:
-    """A share of the iterations that can be trained again, at least one, in their order."""
+    """Draw a share of the iterations that can be trained again, at least one; returned in order."""
     held = sorted(run.log.iterations() & run.log.outcomes().keys())
     count = min(len(held), max(1, math.ceil(share * len(held))))
     return sorted(random.sample(held, count))
@@ -125,7 +128,7 @@ def drawn_iterations(run: RecordedRun, share: float, random: Random) -> list[int
 def iteration_again(
     run: RecordedRun, iteration: int, environment: Mapping[str, Any]
 ) -> IterationVerdict:
-    """Train an iteration again; ``environment``: where it was trained first."""
+    """Train an iteration again; ``environment`` describes where it was first trained."""
     rerun = rerun_iteration(run, iteration)
     here = rerun.environment
     differ = [name for name in environment if environment[name] != here.get(name)]
@@ -135,7 +138,7 @@ def iteration_again(
 
 @dataclass(frozen=True)
 class Drawn:
-    """A recorded rollout, and all that were trained on of its group."""
+    """A recorded rollout, and all rollouts of its group that were trained on."""
 
     rollout: Rollout
     group: list[Rollout]
@@ -144,7 +147,9 @@ class Drawn:
 def drawn_rollouts(
     run: RecordedRun, iterations: Sequence[int], count: int, random: Random
 ) -> dict[int, list[Drawn]]:
-    """``count`` rollouts of each iteration, by the one version of the weights that wrote them."""
+    """Draw ``count`` rollouts of each iteration, by the single version of the weights that wrote
+    them.
+    """
     drawn: defaultdict[int, list[Drawn]] = defaultdict(list)
     for iteration in iterations:
         rollouts = run.log.rollouts(iteration)
@@ -158,7 +163,7 @@ def drawn_rollouts(
 def rollouts_again(
     run: RecordedRun, version: int, drawn: Sequence[Drawn]
 ) -> Iterator[RolloutVerdict]:
-    """Let the run's engine and agent write rollouts again, and its rewards grade what was recorded.
+    """Generate rollouts again with the run's engine and agent, and grade the recorded ones again.
 
     A reward may look at all rollouts of a prompt, so these are graded together.
     """
@@ -179,7 +184,7 @@ def rollouts_again(
 
 
 def _graded_again(rewards: Rewards, drawn: Drawn) -> Rollout:
-    """What the run's rewards make of a recorded rollout now."""
+    """Grade a recorded rollout again with the run's rewards."""
     group = [_ungraded(rollout) for rollout in drawn.group]
     rewards.grade_here([group])
     return next(rollout for rollout in group if rollout.id == drawn.rollout.id)

@@ -1,4 +1,4 @@
-"""What a run directory holds, against its ledger."""
+"""Compares the contents of a run directory with its ledger."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from lightning_rl.run.checkpoint_io import damage, written_digest
 
 @dataclass
 class Records:
-    """The ledger of a run, and the files that are not as it says.
+    """The ledger of a run, and the files that differ from it.
 
-    ``begins`` are the starts of the run, ``iterations`` the entries in force by version: an
-    iteration that was done again after a resume counts as it was done last. ``twice`` are those
-    versions that were made twice, ``otherwise`` those of them that came out with other weights.
-    ``files`` are the results as they were last, of the part of the run since its last start.
+    ``begins`` are the starts of the run, ``iterations`` the valid entries by version: of an
+    iteration that was trained again after a resume, the last one counts. ``twice`` are the versions
+    that were trained twice, ``otherwise`` those of them that resulted in different weights.
+    ``files`` are the results as last recorded, since the run's last start.
     """
 
     begins: list[Entry] = field(default_factory=list)
@@ -29,40 +29,40 @@ class Records:
     checkpoints: dict[str, str | None] = field(default_factory=dict)
     files: dict[str, Seal] = field(default_factory=dict)
     end: Entry | None = None
-    """The last entry, where that is the end of the run: nothing comes after it."""
+    """The last entry, if it is the end of the run: nothing may follow it."""
     sealed: set[str] = field(default_factory=set)
-    """All results that the ledger ever told of; empty: it is of a release that told of none."""
+    """All results that the ledger ever recorded; empty: it is of a release that recorded none."""
     twice: set[int] = field(default_factory=set)
     otherwise: set[int] = field(default_factory=set)
     environments: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Where each version was trained."""
+    """The environment in which each version was trained."""
     entries: int = 0
     changed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """What the ledger does not know, and so cannot vouch for."""
+    """Files that are not in the ledger, and so cannot be verified."""
 
 
 def examine(run: RecordedRun, head: str | None = None) -> Records:
-    """Check the chain, and every file that it has a digest of.
+    """Check the ledger's hash chain, and every file of which it has a digest.
 
     Args:
         run: the recorded run.
-        head: a hash that was noted while the run was trusted: the chain has to lead through it.
+        head: a hash that was noted while the run was trusted; the chain must contain it.
 
     Raises:
-        DataError: if the run has no ledger, its chain is broken, or does not lead through ``head``.
+        DataError: if the run has no ledger, its chain is broken, or does not contain ``head``.
     """
     ledger = Ledger(run.path)
     if not ledger.path.exists():
         raise DataError(
-            f"{run.path} has no {ledger.path.name}, which RerunRecorder keeps since this release; "
-            "`lightning-rl rerun --iteration K` works without"
+            f"{run.path} has no {ledger.path.name}, which RerunRecorder writes since this release; "
+            "`lightning-rl rerun --iteration K` works without one"
         )
     entries = ledger.entries()
     if head is not None and not any(entry["hash"].startswith(head) for entry in entries):
         raise DataError(
-            f"{ledger.path} does not lead through --head {head}: all of it was written anew, or it "
-            "is another run's"
+            f"{ledger.path} does not contain --head {head}: either all of it was rewritten, or it "
+            "belongs to another run"
         )
     records = _replayed(entries)
     if not records.begins:
@@ -109,15 +109,15 @@ def _replayed(entries: list[Entry]) -> Records:
 
 
 def _changed_links(entries: list[Entry]) -> Iterator[str]:
-    """Where weights are not those that the entry before left."""
+    """Yield the places where the weights differ from those that the entry before recorded."""
     left: dict[int, str] = {}
     for entry in entries:
         if entry["kind"] == "begin":
             version, weights = entry["version"], entry["weights"]
             if left.get(version, weights) != weights:
                 yield (
-                    f"the run went on from version {version} with other weights than iteration "
-                    f"{version} had left: its checkpoint was changed, or is another run's"
+                    f"the run resumed from version {version} with other weights than iteration "
+                    f"{version} ended with: its checkpoint was changed, or belongs to another run"
                 )
             left[version] = weights
         elif entry["kind"] == "iteration":
@@ -140,7 +140,7 @@ def _changed_rollouts(run: RecordedRun, records: Records) -> Iterator[str]:
 
 
 def _contradictions(run: RecordedRun, name: str) -> Iterator[str]:
-    """Where a file that is as the ledger says contradicts itself: both were written anew."""
+    """Yield contradictions within a file that matches the ledger: both were rewritten."""
     try:
         for what in ParquetRollouts(run.path / name).contradictions():
             yield f"{name}: {what}"
@@ -168,7 +168,7 @@ def _changed_file(run: RecordedRun, name: str, digest: str, use: str) -> Iterato
 
 
 def _changed_outcomes(run: RecordedRun, records: Records) -> Iterator[str]:
-    """Checksums and metrics, which reruns are compared with."""
+    """Yield changed checksums and metrics, which reruns are compared with."""
     lines = list(run.log.lines())
     weights = {(line.version, digest_of_json(line.weights)) for line in lines}
     metrics = {(line.version, digest_of_json(line.metrics)) for line in lines}
@@ -205,7 +205,7 @@ def _look_at_checkpoints(run: RecordedRun, records: Records) -> None:
     for link in run.path.rglob("*.ckpt"):
         if link.is_symlink() and name_in(run.path, link) not in files:  # last.ckpt
             records.changed.append(
-                f"{link.relative_to(run.path)} leads to {name_in(run.path, link)}, which is no "
+                f"{link.relative_to(run.path)} points to {name_in(run.path, link)}, which is not a "
                 "checkpoint of the run"
             )
 
@@ -215,7 +215,7 @@ def _is_own(path: Any) -> bool:
 
 
 def _look_for_more(run: RecordedRun, records: Records) -> None:
-    """What is there beside all that the ledger tells of."""
+    """Report files that the ledger does not mention."""
     results, folders = result_files(run.path), set(folders_in(run.path))
     for name in results.keys() - records.files.keys():
         _added(records, name, "a file")
@@ -230,18 +230,18 @@ def _look_for_more(run: RecordedRun, records: Records) -> None:
     # A run that was killed has begun one iteration more than its ledger tells of.
     if later - ({last + 1} if records.end is None else set()):
         records.changed.append(
-            f"{run.log.path.name}/ goes on to iteration {max(later)}, and the ledger ends with "
+            f"{run.log.path.name}/ extends to iteration {max(later)}, but the ledger ends with "
             f"{last}: its last lines were removed, or iterations were added"
         )
     if records.end is None and "summary.json" in results.keys() - records.sealed:
         records.changed.append(
-            "summary.json tells of an end of the run, and the ledger of none: its last lines were "
+            "summary.json records an end of the run, but the ledger does not: its last lines were "
             "removed"
         )
 
 
 def _added(records: Records, name: str, what: str) -> None:
-    """Something that the ledger does not know: after the end of a run nothing may come."""
+    """Record a file that is not in the ledger; after the end of a run, that is a change."""
     if records.end is None:
         records.unknown.append(name)
     else:

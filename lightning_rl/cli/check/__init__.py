@@ -1,1 +1,1 @@
-"""``lightning-rl check`` and ``doctor``: of a configuration, and of the machine, before a run."""
+"""``lightning-rl check`` and ``doctor``: check a configuration, and the machine, before a run."""

@@ -1,4 +1,4 @@
-"""What passes have in memory, followed on a sample of what will be computed."""
+"""Peak memory of forward and backward passes, traced on a sample of the batch."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,13 +27,13 @@ from lightning_rl.models.tensor import local
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward and a backward pass of so many tokens have at a time.
+    """The memory of one forward and one backward pass over ``tokens`` tokens.
 
-    ``chunk`` are bytes of a chunk of its logits, ``kept`` those between both passes, and ``sent``
-    those that wait in host memory meanwhile. ``most`` has what is there at once by part of the
-    passes: ``forward`` of layers; ``scored``, what follows them; ``head``, the backward pass down
-    to the layers; ``last``, that of the last layer, and ``others``, of all before it; and the
-    ``ends`` of layers' backward passes.
+    ``chunk`` is the size in bytes of a chunk of logits, ``kept`` what stays from the forward to the
+    backward pass, and ``sent`` what waits in host memory in between. ``most`` has the largest usage
+    in each part of the passes: ``forward`` of the layers; ``scored``, which follows them; ``head``,
+    the backward pass down to the layers; ``last``, that of the last layer; ``others``, of all
+    layers before it; and ``ends``, the ends of the layers' backward passes.
     """
 
     tokens: int
@@ -43,40 +43,42 @@ class Pass:
     most: dict[str, tuple[Held, ...]]
 
     def at(self, part: str, tokens: int, chunk: int, size: Callable[[Held], float]) -> Held:
-        """Of other numbers of both, what is there when a part takes most, by a ``size``."""
+        """Return the peak usage of a part, by ``size``, scaled to other numbers of tokens and
+        chunks.
+        """
         ratios = tokens / self.tokens, chunk / self.chunk
         return max((held.of(*ratios) for held in self.most[part]), key=size)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Passes that differ by how many of the tokens an MLP computes at a time: a share of them."""
+    """Passes that differ in the share of the tokens that an MLP computes at a time."""
 
     passes: tuple[tuple[float, Pass], ...]
 
     @property
     def kept(self) -> int:
-        """Bytes from the forward to the backward pass."""
+        """Bytes kept from the forward to the backward pass."""
         return self.passes[0][1].kept
 
     @property
     def turn(self) -> int:
-        """Bytes that a layer has besides in its turn of the backward pass."""
+        """Further bytes that one layer needs during its backward pass."""
         most = self.passes[0][1].most
         return max(held.grows for held in chain(most["last"], most["others"])) - self.kept
 
     def on_host(self, tokens: int) -> int:
-        """Bytes in host memory, of another number of tokens."""
+        """Return the bytes in host memory for another number of tokens."""
         found = self.passes[0][1]
         return ceil(found.sent * tokens / found.tokens)
 
     def at(
         self, part: str, tokens: int, chunk: int, share: float, size: Callable[[Held], float]
     ) -> Held:
-        """As of a pass; of MLPs that compute a share of the tokens at a time.
+        """Return the usage of a pass in which MLPs compute a ``share`` of the tokens at a time.
 
-        Of other shares than were followed along a line: an upper bound between them, since the
-        most of several sums that grow along lines is convex.
+        For shares that were not traced it is interpolated linearly, which is an upper bound: the
+        maximum of several linear functions is convex.
         """
         (first, small), (last, large) = self.passes[0], self.passes[-1]
         low, high = (each.at(part, tokens, chunk, size) for each in (small, large))
@@ -85,7 +87,7 @@ class Activations:
 
 
 TILES = (1 / 16, 1 / 2)
-"""Shares of a sample's tokens that MLPs in tiles are followed with."""
+"""Shares of a sample's tokens that tiled MLPs are traced with."""
 
 
 def measure_activations(
@@ -96,10 +98,11 @@ def measure_activations(
     gathered: bool = False,
     bonus: bool = False,
 ) -> Activations:
-    """Follow passes of the sample, in the Trainer's precision.
+    """Trace passes over the sample, in the Trainer's precision.
 
-    ``tiled``: MLPs compute some tokens at a time. ``gathered``: weights come from several
-    processes, in 16 bits if these compute so. ``bonus``: entropies have a loss, too.
+    ``tiled``: MLPs compute some of the tokens at a time. ``gathered``: weights are gathered from
+    several processes, in 16 bits if these compute in 16 bits. ``bonus``: the loss has an entropy
+    term.
     """
     mixed, tokens = precision == "bf16-mixed", forward_tokens(sample, policy.filling)
     if precision == "bf16-true" and policy.lm.dtype != torch.bfloat16:
@@ -114,7 +117,7 @@ def measure_activations(
 
 
 def _halved(policy: Policy) -> Policy:
-    """A copy with weights of 16 bits, as FSDP2 gathers them; buffers stay."""
+    """Return a copy with 16-bit weights, as FSDP2 gathers them; buffers stay."""
     halves = {
         id(p): nn.Parameter(p.detach().to(torch.bfloat16), p.requires_grad)
         for p in policy.parameters()
@@ -124,9 +127,10 @@ def _halved(policy: Policy) -> Policy:
 
 
 def follow(policy: Policy, sample: TensorDict, mixed: bool = False, bonus: bool = False) -> Pass:
-    """A forward and a backward pass of a sample; the policy is left without their gradients.
+    """Trace a forward and a backward pass over a sample; the policy's gradients are left as they
+    were.
 
-    ``bonus``: of entropies too, which takes another chunk of logits.
+    ``bonus``: the loss has an entropy term, which takes another chunk of logits.
     """
     trained = [p for p in policy.parameters() if p.requires_grad]
     with changed(trained, grad=None), following(policy, sample, mixed) as allocations:
@@ -148,9 +152,9 @@ def follow(policy: Policy, sample: TensorDict, mixed: bool = False, bonus: bool 
 
 
 class _Parts:
-    """Begins a new part of what is followed whenever a layer is done, forward and backward.
+    """Begins a new part of the trace whenever a layer is done, in both passes.
 
-    A layer's gradients are let go of then: they are shared out, or belong to the weights.
+    A layer's gradients are freed then: they are sharded, or counted with the weights.
     """
 
     def __init__(
@@ -167,12 +171,12 @@ class _Parts:
         self._hooks += [p.register_post_accumulate_grad_hook(self._given) for p in trained]
 
     def turn(self) -> None:
-        """The forward pass is over."""
+        """Mark the end of the forward pass."""
         self.forward.append(self.allocations.begin())
         self.allocations.turned = True
 
     def finish(self) -> None:
-        """So is the backward pass, or that of a layer."""
+        """Mark the end of the backward pass, or of one layer's."""
         self.ends.append(self.allocations.now)
         for parameter in self._in_layers:
             if parameter.grad is not None:
@@ -181,12 +185,12 @@ class _Parts:
         self.backward.append(self.allocations.begin())
 
     def close(self) -> None:
-        """Leave modules and weights alone from now on."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def found(self) -> dict[str, tuple[Held, ...]]:
-        """As :class:`Pass` has it."""
+        """Return the peaks in the form of :class:`Pass`."""
         *layers, scored = self.forward
         head, *backward = self.backward
         last, *others = backward or [head]  # layers of a model's own kind are not known
@@ -218,7 +222,7 @@ class _Parts:
 
 @contextmanager
 def following(policy: Policy, pack: TensorDict, mixed: bool = False) -> Iterator[Allocations]:
-    """Follow what is computed in this block with a policy, of a pack."""
+    """Within the block, trace what a policy computes for a pack."""
     weights = [local(p) for p in policy.parameters()]
     shapes = {shape for w in weights for shape in (w.shape, w.mT.shape if w.ndim > 1 else w.shape)}
     allocations = Allocations(
@@ -259,7 +263,7 @@ def following(policy: Policy, pack: TensorDict, mixed: bool = False) -> Iterator
 
 @contextmanager
 def changed(parts: Iterable[Any], **attributes: Any) -> Iterator[None]:
-    """Give attributes of some objects other values in this block."""
+    """Within the block, set attributes of some objects to other values."""
     before = [(part, {name: getattr(part, name) for name in attributes}) for part in parts]
     try:
         for part, _ in before:

@@ -1,4 +1,4 @@
-"""What to switch on next where training takes too much memory."""
+"""Suggestions for settings that lower the memory of training."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ LESS_ACTIVATIONS = f"lower max_tokens_per_pack, or set gradient_checkpointing: t
 
 @dataclass(frozen=True)
 class Advice:
-    """What to switch on next for less ``state``, all that stays between updates; for less
-    ``activations``, all else.
+    """The next setting to enable for less ``state``, which is all that stays between updates, and
+    for less ``activations``, which is everything else.
     """
 
     state: str
@@ -25,9 +25,9 @@ class Advice:
 def next_advice(
     policy: Policy, found: Activations, wide_state: bool, placement: Placement
 ) -> Advice:
-    """What is not switched on yet; ``wide_state``: the optimizer keeps more than 3 bytes a weight.
+    """Suggest settings that are not enabled yet, cheaper ones before those that need more devices.
 
-    Cheaper remedies come before those that take more devices.
+    ``wide_state``: the optimizer keeps more than 3 bytes per weight.
     """
     ways = ["train with lora"] if policy.lora is None else []
     if placement.shards * placement.tensor > 1:

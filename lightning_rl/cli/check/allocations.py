@@ -1,4 +1,4 @@
-"""Memory that operations take while a model computes, until they let go of it."""
+"""Memory that operations allocate while a model computes, until it is freed."""
 
 from collections.abc import Iterable, Set as AbstractSet
 from functools import partial
@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Held(NamedTuple):
-    """Bytes that are there together.
+    """Bytes that are allocated at the same time.
 
-    ``states`` grow with tokens, and so do ``masks`` of attention; ``logits`` up to a chunk.
-    ``copies`` have weights' shapes: what autocast makes of them, and gradients that are not theirs
-    yet. ``gradients`` are those of weights, ``summed`` those of layers that are done.
+    ``states`` grow with tokens, and so do ``masks`` of attention; ``logits`` grow up to a chunk.
+    ``copies`` have the shapes of weights: autocast's copies, and gradients not accumulated yet.
+    ``gradients`` are those of weights, ``summed`` those of layers that are done.
     """
 
     states: int = 0
@@ -28,11 +28,11 @@ class Held(NamedTuple):
 
     @property
     def grows(self) -> int:
-        """All that grows with tokens."""
+        """All bytes that grow with tokens."""
         return self.states + self.masks
 
     def of(self, tokens: float, chunk: float) -> "Held":
-        """Of so many times as many tokens, and as large a chunk of logits."""
+        """Scale to ``tokens`` times as many tokens, and a ``chunk`` times as large."""
         return self._replace(
             states=round(self.states * tokens),
             masks=round(self.masks * tokens),
@@ -41,7 +41,7 @@ class Held(NamedTuple):
 
 
 def largest(points: Iterable[Held]) -> tuple[Held, ...]:
-    """Those of which no other has as much of everything."""
+    """Return the Pareto-maximal points: those that no other exceeds or equals in every field."""
     kept: list[Held] = []
     for point in points:
         if not any(_covers(other, point) for other in kept):
@@ -54,17 +54,16 @@ def _covers(one: Held, other: Held) -> bool:
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the storages that operations make, until they are let go of.
+    """Traces the storages that operations allocate, until they are freed.
 
-    Also those of fake tensors, which take no memory. What a kernel has for itself while it computes
-    is not seen.
+    It also traces fake tensors, which take no memory. A kernel's internal workspace is not seen.
 
     Args:
-        before: addresses of storages that were there before, such as weights.
+        before: addresses of storages that existed before, such as weights.
         weights: shapes of weights.
-        masks: shapes of attention's masks.
-        vocabulary: columns of logits.
-        cast: the dtype of weights' copies in the forward pass; None: there are none.
+        masks: shapes of attention masks.
+        vocabulary: number of columns of logits.
+        cast: the dtype of the weights' copies in the forward pass; None: there are none.
     """
 
     def __init__(
@@ -79,14 +78,15 @@ class Allocations(TorchDispatchMode):
         self.before, self.weights, self.masks = before, weights, masks
         self.vocabulary, self.cast = vocabulary, cast
         self.turned = False
-        """Whether this is the backward pass."""
+        """True during the backward pass."""
         self.scoring = False
-        """Whether logits are computed."""
+        """True while logits are computed."""
         self.now = Held()
         self.host = 0
         """Bytes that wait in host memory."""
         self.unpacking = False
-        """Whether what is made now is of weights that are kept in few bits."""
+        """True while quantized weights are unpacked: what is allocated then are copies of weights.
+        """
         self._most: tuple[Held, ...] = ()
         self._there: dict[int, tuple[int, str, Any]] = {}
 
@@ -98,7 +98,7 @@ class Allocations(TorchDispatchMode):
         return returned
 
     def begin(self) -> tuple[Held, ...]:
-        """Begin a part of what is followed; returns the most that the part before it had."""
+        """Begin a new part of the trace; returns the peaks of the part before."""
         before, self._most = self._most, (self.now,)
         return before
 
@@ -112,7 +112,7 @@ class Allocations(TorchDispatchMode):
             self.add(size, kind)
 
     def add(self, size: int, kind: str) -> None:
-        """Count so many bytes more."""
+        """Add ``size`` bytes to a kind."""
         if kind == "host":
             self.host += size
             return

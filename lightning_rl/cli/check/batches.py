@@ -1,4 +1,4 @@
-"""The algebra of a configuration's batches, and the largest that there can be."""
+"""How a configuration splits prompts into batches, and the largest batch that can occur."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +18,11 @@ PLAIN = SamplingDistribution()
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """From prompts to optimizer steps. Tokens and packs are the most that there can be.
+    """The sizes from prompts to optimizer steps. Tokens and packs are upper bounds.
 
     ``pack_tokens`` are the forward tokens of the largest pack, on each of ``ranks`` processes, and
-    ``packs`` how many a minibatch is cut into there; a prompt that rollouts share counts once. It
-    learns in the iterations of its ``schedule``.
+    ``packs`` is the number into which a minibatch is cut there; a prompt that rollouts share counts
+    once. The policy learns in the iterations of its ``schedule``.
     """
 
     prompts: int
@@ -40,7 +40,7 @@ class BatchPlan:
 
     @property
     def rollouts(self) -> int:
-        """Per iteration, on all ranks."""
+        """Rollouts per iteration, on all ranks."""
         return self.groups * self.group_size
 
     @property
@@ -54,11 +54,13 @@ class BatchPlan:
         return None if self.epochs is None else self.updates(self.epochs) * self.steps
 
     def updates(self, epochs: int) -> int:
-        """Iterations of the first so many epochs in which it learns."""
+        """Return the number of iterations in the first ``epochs`` epochs in which the policy
+        learns.
+        """
         return self.schedule.count(epochs * self.iterations_per_epoch)
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for a person."""
+        """Yield lines of text for the user."""
         yield (
             f"{self.groups} prompts x group_size {self.group_size} = {self.rollouts} rollouts "
             f"per iteration, at most {self.tokens:,} tokens"
@@ -85,7 +87,7 @@ class BatchPlan:
 
 
 def largest_share(groups: int, ranks: int, minibatches: int) -> int:
-    """Groups of one minibatch that a rank may have: all of them, if it has so many."""
+    """Return the most groups of a minibatch that a rank may have: all, if it has as many."""
     return min(groups // ranks, ceil(groups / minibatches))
 
 
@@ -95,7 +97,9 @@ def _count(number: int, what: str) -> str:
 
 
 def with_longest_whole(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
-    """All prompts, of which the ``count`` longest have their pictures: those of all may be many."""
+    """Return all prompts; only the ``count`` longest keep their pictures, as those of all may be
+    many.
+    """
     found: list[Prompt] = []
     whole: list[tuple[int, int]] = []  # a heap of lengths and places; of equals the last goes first
     for prompt in prompts:
@@ -131,7 +135,9 @@ def largest_rollouts(
 
 
 def widest(all_of: Sequence[SamplingDistribution]) -> SamplingDistribution:
-    """Everything that one of them asks for: what is done to logits takes memory."""
+    """Combine all settings that any of the distributions uses: each transform of logits takes
+    memory.
+    """
     asked = {
         name: value
         for distribution in all_of
@@ -144,7 +150,7 @@ def widest(all_of: Sequence[SamplingDistribution]) -> SamplingDistribution:
 def cut(
     batch: TensorDict, minibatches: int, max_tokens_per_pack: int, filling: Filling = SHARED
 ) -> list[list[TensorDict]]:
-    """The packs of each minibatch on one process, as full as those of any batch can be."""
+    """Cut a batch into packs, by minibatch, on one process, as full as any batch's packs can be."""
     generator = torch.Generator().manual_seed(0)
     parts = [select(batch, rows) for rows in split_minibatches(batch, minibatches, generator)]
     return [

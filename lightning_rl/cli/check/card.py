@@ -1,4 +1,4 @@
-"""Whether a GPU has memory enough for a training process and what works beside it."""
+"""Whether a GPU has enough memory for a training process and the engine beside it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from lightning_rl.cli.check.memory import STAYS, MemoryPlan, in_units
 
 @dataclass(frozen=True)
 class CardPlan:
-    """A training process and what works beside it, on one GPU; all in bytes.
+    """A training process and everything else on its GPU; all in bytes.
 
-    ``engine`` is what the engine takes of this GPU, and ``at_start`` what has to be free when it
-    starts, beside weights and other models; ``push_buffers``, what rank 0 sends weights from. An
-    engine that ``sleeps`` takes nothing in between, but needs as much in each iteration as at its
-    start, and then the optimizer's state is there, too.
+    ``engine`` is the engine's memory on this GPU, and ``at_start`` what must be free when it
+    starts, in addition to weights and other models; ``push_buffers`` are those from which rank 0
+    sends weights. An engine that ``sleeps`` takes nothing during updates, but needs as much in each
+    iteration as at its start, when the optimizer's state is there, too.
     """
 
     card: int
@@ -25,7 +25,7 @@ class CardPlan:
 
     @property
     def missing(self) -> int:
-        """Bytes that the GPU lacks; none or less: it fits."""
+        """Bytes that the GPU lacks; 0 or less: it fits."""
         asleep = ("optimizer", "master weights") if self.sleeps else ()
         stays = self.training.sum_of("weights", "other models", *asleep)
         needed = self.training.total + self.engine + self.push_buffers
@@ -33,7 +33,7 @@ class CardPlan:
 
     @property
     def verdict(self) -> str:
-        """What is needed, and whether it fits."""
+        """The memory that is needed, and whether it fits."""
         parts = {
             "training": self.training.total,
             "engine": self.engine,
@@ -46,16 +46,16 @@ class CardPlan:
         return f"{together}: DOES NOT FIT, {in_units(self.missing)} too much"
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for a person."""
+        """Yield lines of text for the user."""
         told = f"GPU of {in_units(self.card)}: {self.verdict}"
         yield told if self.missing <= 0 else f"{told}; {self.advice}"
 
     @property
     def advice(self) -> str:
-        """About the largest of what can be made smaller."""
+        """A suggestion for the largest part that can be made smaller."""
         state = self.training.sum_of(*STAYS)
         engine = self.at_start if self.sleeps else self.engine
-        sleeping = "" if self.sleeps else ", or let it sleep meanwhile (sleep_level)"
+        sleeping = "" if self.sleeps else ", or let it sleep during updates (sleep_level)"
         sizes = {
             self.training.advice.state: state,
             self.training.advice.activations: self.training.total - state,

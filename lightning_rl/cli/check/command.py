@@ -1,4 +1,4 @@
-"""``lightning-rl check``: what a configuration amounts to, and a rollout; writes nothing."""
+"""``lightning-rl check``: show what a configuration does, and a rollout; writes nothing."""
 
 import sys
 from collections.abc import Sequence
@@ -38,34 +38,34 @@ Prints the algebra of the batches and an estimate of the memory. Writes nothing.
 
   --no_rollout   start no engine, generate and grade nothing
   --run          then train for one small iteration, with all callbacks, in a scratch directory
-  --gpu_memory_gb N  plan for GPUs of N GiB, also where there are none; default: the one found here
+  --gpu_memory_gb N  plan for GPUs of N GiB, which need not be present; default: this machine's
   --gpus N       say how N such GPUs should share the model; reads no weights and starts no engine
 """
 
 
 OPTIONS = ("--no_rollout", "--dry_run", "--run")
-"""Of the command itself; all others are those of ``fit``."""
+"""Options of the command itself; all others are those of ``fit``."""
 
 _WAYS = ("--no_rollout", "--run")
-"""Of these one at a time."""
+"""Mutually exclusive options."""
 
 TRIED_GROUPS, TRIED_PROMPTS = 2, 4
-"""How many groups, and held-out prompts, an iteration that is tried has if it can."""
+"""Groups, and held-out prompts, of an iteration that is tried, where the settings permit."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check what ``lightning-rl fit`` with these arguments would do."""
+    """Check what ``lightning-rl fit`` would do with these arguments."""
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
     card_gb, others = card_of(arguments)
     gpus, others = gpus_of(others)
     if gpus is not None and card_gb is None:
-        raise ConfigError(f"--gpus={gpus} plans for GPUs of a size; give --gpu_memory_gb too")
+        raise ConfigError(f"--gpus={gpus} needs the memory of one GPU; pass --gpu_memory_gb too")
     rest = [argument for argument in others if argument not in OPTIONS]
     ways = [way for way in _WAYS if way in arguments]
     if len(ways) > 1:
-        raise ConfigError(f"{' and '.join(ways)} are different checks; give one of them")
+        raise ConfigError(f"{' and '.join(ways)} exclude each other; pass one of them")
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
         # A process that rank 0 started, which tells.
         if "--run" in ways and rank_zero_only.rank > 0:  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | None) -> bool:
-    """Print what there is to say; False if the GPUs are too small."""
+    """Print the findings; returns False if the GPUs are too small."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     names = (type(module).__name__, type(data).__name__)
     warn_of_flags(trainer)
@@ -97,7 +97,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | No
             print("\n".join(tried))
             return True
     if not isinstance(module, RolloutModule) or not isinstance(data, RLDataModule):
-        print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
+        print("nothing more is checked: rollouts need a PolicyModule and an RLDataModule")
         return True
     try:
         minibatches = max(policy.minibatches for policy in module.policies.values())
@@ -125,7 +125,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | No
 
 
 def _connect(cli: RLCLI) -> None:
-    """Let module and data know the trainer, as a run would."""
+    """Connect module and data module to the trainer, as a run would."""
     cli.trainer.strategy.connect(cli.model)
     cli.datamodule.trainer = cli.model.trainer = cli.trainer
     cli.trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
 
 
 def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> list[str]:
-    """Look for monitors in what evaluations record; tell of those that only an iteration shows."""
+    """Check that evaluations record monitored metrics; list those only an iteration shows."""
     evaluates = any(isinstance(callback, Evaluate) for callback in callbacks)
     row: dict[str, float] = {}
     # Metrics of one's own say their names when they have seen rollouts.
@@ -167,13 +167,14 @@ def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> lis
         if callback.monitor not in row:
             unknown.append(
                 f"not checked: whether anything records {callback.monitor}, which "
-                f"{type(callback).__name__} monitors; `check --run` trains one, and tells\n"
+                f"{type(callback).__name__} monitors; `check --run` trains an iteration and checks "
+                "it\n"
             )
     return unknown
 
 
 def _try(cli: RLCLI, data: RLDataModule, module: RolloutModule) -> list[str]:
-    """Two graded rollouts of each set's first prompt, by the real engine with the real weights."""
+    """Generate and grade two rollouts of each set's first prompt, with the real weights."""
     trainer = cli.trainer
     [sync] = find_callbacks(trainer, WeightSync)
     trainer.callbacks = [sync]  # type: ignore[attr-defined]  # no one else shall hear of this
@@ -191,7 +192,7 @@ def _try(cli: RLCLI, data: RLDataModule, module: RolloutModule) -> list[str]:
 
 
 def _run(cli: RLCLI) -> str:
-    """Train for one iteration of a few groups as ``fit`` would, and say what came of it."""
+    """Train for one iteration of a few groups as ``fit`` would, and return its metrics as text."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     if isinstance(module, RolloutModule) and isinstance(data, RLDataModule):
         minibatches = max(policy.minibatches for policy in module.policies.values())

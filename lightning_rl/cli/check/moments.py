@@ -1,4 +1,4 @@
-"""Moments of an update, and what a process has in memory at each of them, by purpose."""
+"""The moments of an update, and a process's memory at each of them, by purpose."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ Parts = dict[str, int]
 
 
 class Moment(NamedTuple):
-    """What is there beside what stays between updates, and when."""
+    """A moment: its name, and the memory in addition to what stays between updates."""
 
     name: str
     parts: Parts
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Total bytes."""
         return sum(self.parts.values())
 
 
@@ -33,12 +33,13 @@ REDUCED, STEP = "gradients are summed over processes", "the optimizer's step"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What moments are made of.
+    """The sizes from which the moments are computed.
 
-    ``held`` says what is there at a part of the passes (:class:`~.activations.Pass`) when that is
-    most by a size, in bytes; ``name`` what of it grows with tokens. ``gradients``: of all that is
-    trained, on this process. ``stepped``: what the optimizer has for itself while it steps. With
-    ``earlier`` passes before this one all gradients are there; else those that it has left so far.
+    ``held`` returns the usage in a part of the passes (:class:`~.activations.Pass`) at its peak by
+    a given size, in bytes; ``name`` names the part of it that grows with tokens. ``gradients`` are
+    the bytes of all trained parameters' gradients, on this process. ``stepped`` is the optimizer's
+    workspace during its step. With ``earlier`` passes before this one, all gradients exist;
+    otherwise only those computed so far.
     """
 
     name: str
@@ -48,22 +49,22 @@ class Sizes:
     earlier: bool
 
     def moment(self, name: str, part: str, parts: Callable[[Held], Parts]) -> Moment:
-        """Of a part of the passes, when most is there by what is told of what is held."""
+        """Return the moment of a part at which the sum of ``parts`` is largest."""
         return Moment(name, parts(self.held(part, lambda held: sum(parts(held).values()))))
 
 
 class Residence(Protocol):
-    """How weights are where they compute."""
+    """How weights are placed where they are computed with."""
 
     def moments(self, sizes: Sizes) -> Iterator[Moment]:
-        """Those that may be the one at which most is there."""
+        """Yield the moments at which usage may peak."""
 
 
 class Alone:
-    """A process has all weights, and adds up gradients where they stay."""
+    """A process has all weights, and accumulates gradients in place."""
 
     def moments(self, sizes: Sizes) -> Iterator[Moment]:
-        """As :class:`Residence` says."""
+        """Yield the moments at which usage may peak."""
 
         def parts(held: Held) -> Parts:
             given = held.gradients + held.summed
@@ -83,10 +84,10 @@ class Alone:
 
 
 class Group(NamedTuple):
-    """Weights that FSDP2 gathers together, from so many ``ranks``.
+    """Weights that FSDP2 gathers together from ``ranks`` processes.
 
-    ``weights`` are their bytes where they compute, and ``gradients`` bytes of their gradients, in
-    the float32 in which they are summed.
+    ``weights`` are their bytes as they are computed with, and ``gradients`` those of their
+    gradients, in the float32 in which they are reduced.
     """
 
     weights: int
@@ -95,20 +96,21 @@ class Group(NamedTuple):
 
     @property
     def message(self) -> int:
-        """What an all-gather fills, of which weights are copied; one process needs none."""
+        """Bytes of an all-gather's buffer, from which weights are copied; 0 for one process."""
         return self.weights if self.ranks > 1 else 0
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """FSDP2: a process has a part of each weight, and gathers a layer's when they compute.
+    """FSDP2: a process has a shard of each weight, and gathers a layer's weights to compute with
+    them.
 
-    ``outside`` of layers weights are whole from the forward pass to the end of the backward pass,
-    and so are their gradients until then. A ``layer`` is gathered by itself, the largest of them
-    here, and so are its ``experts`` where processes have these together. In the forward pass the
-    message of an all-gather stays until the next one's has come; in the backward pass the layer
-    before is gathered ahead, and its message waits. A layer's gradients are whole until all are
-    there. Then they are copied into one message to be summed, which stays until the next layer's.
+    Weights ``outside`` of layers are gathered from the forward pass to the end of the backward
+    pass, and their gradients are unsharded until then. ``layer`` is the largest layer, gathered by
+    itself, and so are its ``experts`` with expert parallelism. In the forward pass the buffer of an
+    all-gather stays until the next one's has arrived; in the backward pass the preceding layer is
+    prefetched, and its buffer waits. A layer's gradients are unsharded until all are computed. Then
+    they are copied into one buffer to be reduced, which stays until the next layer's.
     """
 
     outside: Group
@@ -118,7 +120,9 @@ class Sharded:
 
     @classmethod
     def of(cls, policy: Policy, width: int, shards: int, expert: int) -> "Sharded":
-        """Of a process's part of a policy, whose weights compute in ``width`` bytes a number."""
+        """Return the sizes of a process's shard of a policy that computes in ``width`` bytes per
+        number.
+        """
         stacks = [set(stack.parameters()) for stack in hosts_in(policy)]
         apart = set().union(*stacks)
         layers = [set(layer.parameters()) - apart for layer in layers_of(policy)]
@@ -136,7 +140,7 @@ class Sharded:
         )
 
     def moments(self, sizes: Sizes) -> Iterator[Moment]:
-        """As :class:`Residence` says."""
+        """Yield the moments at which usage may peak."""
         last = self.experts if self.experts.weights else self.layer
         layer = self.layer.weights + self.experts.weights
 
@@ -173,7 +177,7 @@ class Sharded:
 
 
 def size_of(parameters: Iterable[nn.Parameter], width: int, trained_only: bool = False) -> int:
-    """Bytes, where a float takes ``width``."""
+    """Return the bytes of parameters, with ``width`` bytes per floating-point number."""
     return sum(
         p.numel() * (width if p.is_floating_point() else p.element_size())
         for p in parameters

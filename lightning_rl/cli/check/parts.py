@@ -1,4 +1,4 @@
-"""What one of several processes has that share matrices or experts, without the others."""
+"""One process's part of a model under tensor or expert parallelism, without the others."""
 
 import copy
 from collections.abc import Set as AbstractSet
@@ -14,14 +14,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def one_part(module: Module, tensor: int = 1, expert: int = 1) -> Module:
-    """A copy of a module with the first of ``tensor`` parts of each policy's matrices.
+    """Return a copy of a module with the first of ``tensor`` parts of each policy's matrices.
 
-    Or with the first of ``expert`` parts of its experts, who get as many tokens as an even load
-    sends them. It computes no right numbers, since it is without the other parts, but keeps what
-    one process of as many keeps. What is not split is shared with the module.
+    Or with the first of ``expert`` parts of its experts, which get the number of tokens of an even
+    load. Its results are wrong without the other parts, but its memory is that of one process.
+    Parameters that are not split are shared with the module.
 
     Raises:
-        ConfigError: if as many processes cannot share them.
+        ConfigError: if the matrices or experts cannot be split into as many parts.
     """
     kept = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     part = copy.deepcopy(module, kept)
@@ -37,6 +37,6 @@ def one_part(module: Module, tensor: int = 1, expert: int = 1) -> Module:
 def parts_of(
     known: AbstractSet[nn.Parameter], whole: nn.Module, part: nn.Module
 ) -> set[nn.Parameter]:
-    """Of a module's parameters those that stand for ``known`` ones in a part of it."""
+    """Return the parameters of a part that correspond to the ``known`` ones of the whole module."""
     pairs = zip(whole.parameters(), part.parameters(), strict=True)
     return {own for parameter, own in pairs if parameter in known}

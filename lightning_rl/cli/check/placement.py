@@ -1,4 +1,4 @@
-"""Where and how a Trainer computes, as far as memory is concerned."""
+"""The properties of a Trainer that determine the memory of training."""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +9,13 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 @dataclass(frozen=True)
 class Placement:
-    """The way a Trainer computes, and the place where it keeps what it trains.
+    """How a Trainer computes, and where it keeps what it trains.
 
-    Weights are shared by ``shards`` processes (FSDP2), 1: each has them whole; with ``cpu_offload``
-    what each has of them is in host memory. ``sequence`` processes compute a pack together, and
-    ``tensor`` have matrices together, of which each part has its own ``shards``. ``expert``
-    processes, of those that share weights, have experts together. ``device`` is what computes, in
-    Lightning's ``precision``; with ``masters`` weights of 16 bits are trained in copies of 32.
+    Weights are sharded over ``shards`` processes (FSDP2), 1: each has all of them; with
+    ``cpu_offload`` the shards are in host memory. ``sequence`` processes compute a pack together,
+    and ``tensor`` split the matrices, of which each part has its own ``shards``. ``expert`` of the
+    processes that shard weights split the experts. ``device`` computes, in Lightning's
+    ``precision``; with ``masters``, 16-bit weights are trained in float32 copies.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -29,7 +29,7 @@ class Placement:
 
 
 def placement_of(trainer: Trainer, device: torch.device) -> Placement:
-    """Where a trainer's processes train, if each computes on such a device."""
+    """Return the placement of a trainer whose processes each compute on such a device."""
     strategy, tensor = trainer.strategy, tensor_size(trainer.strategy)
     shards = trainer.world_size if isinstance(strategy, ModelParallelStrategy) else 1
     return Placement(
@@ -45,7 +45,7 @@ def placement_of(trainer: Trainer, device: torch.device) -> Placement:
 
 
 def tensor_size(strategy: Strategy) -> int:
-    """How many processes have a model's matrices together under a strategy."""
+    """Return the number of processes over which a strategy splits matrices."""
     if not isinstance(strategy, ModelParallelStrategy):
         return 1
     size = strategy._tensor_parallel_size

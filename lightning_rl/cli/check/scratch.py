@@ -1,16 +1,16 @@
-"""What ``lightning-rl check`` tries: built as for ``fit``, and writing to a scratch directory."""
+"""Builds a configuration for ``lightning-rl check`` as ``fit`` would, in a scratch directory."""
 
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.run.rundir import require_writable
 
 
 class Built(RLCLI):
-    """Builds what ``fit`` would run; what the parts then write goes into ``scratch``.
+    """Builds what ``fit`` would run; its files are written to ``scratch``.
 
     Args:
         arguments: those of ``fit``.
-        scratch: a directory, which is yours to delete.
-        fast_dev_run: that many iterations at most, of which nothing is kept; 0: as configured.
+        scratch: a directory, which the caller deletes.
+        fast_dev_run: the most iterations of a fast dev run, which keeps nothing; 0: as configured.
     """
 
     def __init__(self, arguments: list[str], scratch: str, fast_dev_run: int = 0) -> None:
@@ -27,5 +27,5 @@ class Built(RLCLI):
             self.config.fit.trainer.fast_dev_run = self._fast_dev_run
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing: what is wanted is what was built."""
+        """Run nothing: only the built objects are needed."""
         self.trainer.logger = None  # it was built, so its configuration is good

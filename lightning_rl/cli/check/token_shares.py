@@ -1,4 +1,4 @@
-"""What one of several processes has of the activations of a pack that they compute together."""
+"""One process's share of the activations of a pack that several compute together."""
 
 from math import ceil
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from lightning_rl.models.sharing import head_counts, head_ranks
 
 
 class TokenShare(NamedTuple):
-    """The share of one of so many ``ranks``, of which those in different ``places`` share queries.
+    """The share of one of ``ranks`` processes, whose queries are split over ``places``.
 
-    ``again`` are bytes that it has beside its share.
+    ``again`` are the bytes that it has in addition to its share.
     """
 
     ranks: int = 1
@@ -24,22 +24,24 @@ class TokenShare(NamedTuple):
     again: float = 0.0
 
     def of(self, held: Held) -> Held:
-        """Of what one has that computes the pack alone. Masks are of all queries of a place."""
+        """Scale the usage of a process that computes the pack alone; masks cover the queries of a
+        place.
+        """
         states = held.states / self.ranks + held.masks / self.places + self.again
         return held._replace(states=ceil(states), masks=0)
 
 
 def token_share(policy: Policy, pack: TensorDict, ranks: int, width: int) -> TokenShare:
-    """The share of each of the ranks that compute a pack together.
+    """Return the share of each rank of those that compute a pack together.
 
-    Where ranks share queries, a layer keeps the keys and values that its kernel reads of all tokens
-    (with gradient checkpointing, one layer).
+    If ranks split queries, a layer keeps the keys and values of all tokens that its kernel reads
+    (with gradient checkpointing, those of one layer).
 
     Args:
-        policy: what computes.
-        pack: what is computed.
-        ranks: how many they are; 1: it is computed alone.
-        width: bytes of a number.
+        policy: the policy that computes.
+        pack: the pack that is computed.
+        ranks: the number of ranks; 1: no sharing.
+        width: bytes per number.
     """
     if ranks == 1:
         return TokenShare()

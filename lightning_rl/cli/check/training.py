@@ -1,4 +1,4 @@
-"""What ``lightning-rl check`` says of training: each policy's batches, and the memory of all."""
+"""The training part of ``lightning-rl check``: each policy's batches, and the memory of all."""
 
 from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
@@ -35,16 +35,17 @@ from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import find_callbacks
 
 SAMPLED = 2048
-"""Tokens of a completion on which activations are measured at most: longer ones take minutes. So
-many have no mask in attention either, which would not be in proportion."""
+"""The most completion tokens on which activations are measured: longer ones take minutes. This few
+also need no attention mask, which would not grow in proportion.
+"""
 
 
 def training_plan(
     module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], device: torch.device
 ) -> tuple[list[str], MemoryPlan]:
-    """Lines for a person, and the memory of training on the device.
+    """Return lines of text, and the memory of training on the device.
 
-    What a policy has in memory that one before it has too, such as a common base, counts once.
+    Memory that policies share, such as a common base, counts once.
     """
     trainer = module.trainer
     learning = Learning(module, data, prompts, trainer.world_size)
@@ -53,7 +54,7 @@ def training_plan(
 
 @dataclass(frozen=True)
 class Learning:
-    """What policies learn from, in so many processes (``ranks``)."""
+    """The data that policies learn from, on ``ranks`` processes."""
 
     module: RolloutModule
     data: RLDataModule
@@ -65,7 +66,7 @@ class Learning:
     )
 
     def told(self, placement: Placement) -> tuple[list[str], MemoryPlan]:
-        """As :func:`training_plan`, of each process."""
+        """Return what :func:`training_plan` does, for each process of a placement."""
         module, data, trainer = self.module, self.data, self.module.trainer
         lines, plans = list[str](), dict[str, MemoryPlan]()
         seen: set[Parameter] = set()
@@ -77,7 +78,7 @@ class Learning:
             lines += [f"batches{f' of {name}' if name else ''}:", *(f"  {line}" for line in told)]
             seen.update(policy.loaded_policy.parameters())
         if len(plans) > 1:
-            lines.append("memory of each policy, beside what those before it have (an estimate):")
+            lines.append("memory of each policy, in addition to those before it (an estimate):")
             lines += [f"  {name:<30}{in_units(plan.total):>11}" for name, plan in plans.items()]
         memory, elements = together(list(plans.values())), largest_model(module)
         return [
@@ -87,7 +88,7 @@ class Learning:
             f"memory of the engine: {_engine(data.engine, elements)}",
             *(
                 f"memory of the host for weight pushes: {in_units(kept)} on rank 0 (keep_copy), "
-                "from which restarted engines are filled"
+                "from which restarted engines get their weights"
                 for sync in find_callbacks(trainer, WeightSync)
                 if (kept := sync.transport.kept_bytes(data.engine, elements))
             ),
@@ -100,7 +101,9 @@ class Learning:
         seen: AbstractSet[Parameter],
         placement: Placement,
     ) -> tuple[list[str], MemoryPlan]:
-        """Of a policy that writes so many rows in a rollout: each a prompt and its completion."""
+        """Return the plan of a policy that writes ``rows`` rows per rollout: each a prompt and
+        completion.
+        """
         data, ranks = self.data, self.ranks
         groups = data.groups_per_iteration // ranks
         # Of several prompt sets the largest of each may come together.
@@ -158,7 +161,7 @@ class Learning:
         tiled: bool,
         gathered: bool,
     ) -> Activations:
-        """Of a policy, or a part of its matrices or experts: however many share its tokens."""
+        """Measure activations of a policy, or of one part of it, once per setting."""
         key = id(owner), tensor, expert, id(sample), tiled, gathered
         if key not in self._activations:
             bonus = owner.objective.entropy is not None
@@ -176,7 +179,7 @@ class Learning:
 
 
 def largest_model(module: RolloutModule) -> int:
-    """Weights of the largest model that an engine has to hold."""
+    """Return the number of weights of the largest model that an engine has to hold."""
     policies = (policy.loaded_policy.lm for policy in module.policies.values())
     return max(sum(weights_in(lm).values()) for lm in policies)
 
@@ -184,20 +187,20 @@ def largest_model(module: RolloutModule) -> int:
 def _described(
     name: str, roles: Sequence[str], policy: PolicyModule, seen: AbstractSet[Parameter]
 ) -> str:
-    """Who plays what, and what of its weights are trained."""
+    """Describe which roles a policy plays, and how many of its weights are trained."""
     own = weights_in(policy.loaded_policy)
     trained = sum(count for p, count in own.items() if p.requires_grad)
     new = sum(count for p, count in own.items() if p not in seen)
     return (
         f"policy {name} (plays {', '.join(roles)}): {sum(own.values()):,} parameters, "
-        f"{trained:,} of them trained, {new:,} that no policy before it has in memory"
+        f"{trained:,} of them trained, {new:,} not shared with a policy before it"
     )
 
 
 def card_plan(
     module: RolloutModule, data: RLDataModule, memory: MemoryPlan, card_gb: float | None
 ) -> CardPlan | None:
-    """The plan of rank 0's GPU, which has the most to hold; None without a GPU."""
+    """Return the plan of rank 0's GPU, which holds the most; None without a GPU."""
     trainer, engine = module.trainer, data.engine
     device = planned_device(trainer, card_gb)
     if device.type != "cuda":
@@ -210,12 +213,12 @@ def card_plan(
 
 
 def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:
-    """The device that will compute: a GPU if one was given, else what the Trainer found."""
+    """Return the device that will compute: a GPU if its size is given, else the Trainer's."""
     return trainer.strategy.root_device if card_gb is None else torch.device("cuda")
 
 
 def _open(policy: PolicyModule) -> Iterator[str]:
-    """What only the run itself will know."""
+    """Yield notes on settings that only the run itself determines."""
     if policy.packs is not None:
         yield (
             "max_tokens_per_pack auto is measured on a GPU before the first update, to fit beside "
@@ -224,7 +227,7 @@ def _open(policy: PolicyModule) -> Iterator[str]:
 
 
 def _schedule(policy: PolicyModule, plan: BatchPlan) -> Iterator[str]:
-    """A schedule that ends at another step than the run is hardly meant."""
+    """Warn of a schedule that ends at another step than the run, which is hardly intended."""
     if policy.lr_scheduler is None:
         return
     optimizer = policy.optimizer([Parameter(torch.zeros(1, 1))])
@@ -232,8 +235,8 @@ def _schedule(policy: PolicyModule, plan: BatchPlan) -> Iterator[str]:
     if ends is None or plan.total_steps is None or ends == plan.total_steps:
         return
     yield (
-        f"WARNING: the learning rate's schedule ends after total_steps={ends} optimizer steps, "
-        f"the run after {plan.total_steps}; set model.lr_scheduler.total_steps"
+        f"WARNING: the learning-rate schedule ends after total_steps={ends} optimizer steps, "
+        f"but the run after {plan.total_steps}; set model.lr_scheduler.total_steps"
     )
 
 
@@ -243,4 +246,4 @@ def _engine(engine: Engine, elements: int) -> str:
         cache = "as it grows"
     rounded = "" if engine.precision == engine.dtype else f", then rounded to {engine.precision}"
     weights = f"{in_units(engine.weight_bytes(elements))} of weights in {engine.dtype}{rounded}"
-    return f"{weights}, key/value cache: {cache}"
+    return f"{weights}, KV cache: {cache}"

@@ -1,4 +1,4 @@
-"""``lightning-rl rerun``: a recorded rollout or iteration done again."""
+"""``lightning-rl rerun``: repeats a recorded rollout or iteration."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -17,26 +17,26 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: for what it cannot mean.
+        ConfigError: if options are invalid or contradict each other.
     """
     parser = CommandParser(
         "rerun",
-        "Do a recorded rollout or iteration again, and say where it first differs.",
-        "Exit status: 0 if it is equal (or forked), 1 if it is not.",
+        "Repeat a recorded rollout or iteration, and report its first difference.",
+        "Exit status: 0 if the result is equal (or was forked), else 1.",
     )
     parser.add_argument("run", type=Path, help="the directory of a run")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--rollout", metavar="ID", help="generate it again, token by token")
     what.add_argument(
-        "--iteration", metavar="K", type=int, help="train it again on the rollouts it had"
+        "--iteration", metavar="K", type=int, help="train it again on its recorded rollouts"
     )
     score = "with --rollout: only score its tokens, with the weights of version V"
     parser.add_argument("--version", metavar="V", type=int, help=score)
     calls = "with --rollout: generate each of its recorded calls, alone, without its agent"
     parser.add_argument("--calls", action="store_true", help=calls)
-    branch = "with --rollout: fork it before its N-th call, and show what comes of other answers"
+    branch = "with --rollout: fork it before its N-th call, and show the results of other answers"
     parser.add_argument("--branch", metavar="N", type=int, help=branch)
-    count = "with --branch: how often to go on from there (default: 4)"
+    count = "with --branch: number of branches (default: 4)"
     parser.add_argument("--count", metavar="K", type=int, help=count)
     out = "with --branch: add the branches to this rollout file"
     parser.add_argument("--out", metavar="FILE", type=Path, help=out)
@@ -46,7 +46,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--trusted_only", action="store_true", help="build the run from this library's code only"
     )
     parser.add_argument(
-        "--trust", metavar="MODULE", action="append", default=[], help="and from this module's"
+        "--trust", metavar="MODULE", action="append", default=[], help="and from this module's code"
     )
     parsed = parser.parse_args(arguments)
     for option, partner in (
@@ -58,18 +58,18 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     ):
         value = getattr(parsed, option)
         if value is not None and getattr(parsed, partner) is None:
-            raise ConfigError(f"--{option} {value} goes with --{partner}; leave it out")
+            raise ConfigError(f"--{option} {value} requires --{partner}; add that, or leave it out")
     if parsed.calls and (parsed.rollout is None or parsed.version is not None):
-        raise ConfigError("--calls goes with --rollout, without --version; leave it out")
+        raise ConfigError("--calls requires --rollout and excludes --version; leave it out")
     if parsed.branch is not None and (parsed.calls or parsed.version is not None):
-        raise ConfigError("--branch goes with neither --calls nor --version; leave these out")
+        raise ConfigError("--branch excludes --calls and --version; leave these out")
     require_at_least(1, iteration=parsed.iteration, branch=parsed.branch, count=parsed.count)
     require_at_least(0, version=parsed.version, since=parsed.since)
     return parsed
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do it again and print what came of it."""
+    """Repeat the rollout or iteration, print the result, and return the exit status."""
     options = parse_arguments(arguments)
     from lightning.pytorch.utilities import rank_zero_only
 

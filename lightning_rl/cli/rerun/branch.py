@@ -1,4 +1,4 @@
-"""A recorded rollout forked at one of its calls: what if it had answered otherwise there?"""
+"""Forks a recorded rollout at a call: what if the model had answered differently there?"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from lightning_rl.rollout import Rollout
 
 @dataclass(frozen=True)
 class BranchRerun:
-    """A recorded rollout, and what came of it where it went on otherwise from one of its calls.
+    """A recorded rollout, and branches that continue differently from one of its calls.
 
-    ``call`` counts from 0; the ``branches`` were written by the weights of ``version``.
+    ``call`` counts from 0; the ``branches`` were generated with the weights of ``version``.
     """
 
     recorded: Rollout
@@ -33,7 +33,7 @@ class BranchRerun:
     decode: Callable[[list[int]], Any]
 
     def lines(self) -> list[str]:
-        """Tell a person."""
+        """Return the result as lines of text."""
         exact = ", NOT as recorded: checksums differ" if self.weights_differ else ""
         return [
             f"rollout {self.recorded.id} forked before call {self.call + 1} of "
@@ -48,7 +48,7 @@ class BranchRerun:
         ]
 
     def _went_on(self, rollout: Rollout) -> str:
-        """The answer at the fork, and how it ended."""
+        """Describe the answer at the fork, and how the rollout ended."""
         calls = rollout.model_calls()
         if rollout.error is not None or len(calls) <= self.call:
             return f"{rollout.status.value}, {rollout.error or 'without an answer'}"
@@ -71,24 +71,25 @@ class BranchRerun:
 def branch_rollout(
     run: RecordedRun, rollout_id: str, call: int, count: int, out: Path | None = None
 ) -> BranchRerun | None:
-    """Fork a rollout before one of its calls, go on from there ``count`` times, and grade that.
+    """Fork a rollout before one of its calls, continue it ``count`` times, and grade the branches.
 
-    Up to the fork nothing is generated: the recorded tokens stand, whichever versions wrote them.
+    Up to the fork nothing is generated: the recorded tokens are kept, whichever versions wrote
+    them.
 
     Args:
-        run: what to do again.
-        rollout_id: as recorded.
-        call: counts from 0.
-        count: how often.
+        run: the recorded run.
+        rollout_id: the id of the recorded rollout.
+        call: the index of the call, from 0.
+        count: the number of branches.
         out: a rollout file to which the branches are added.
 
     Returns:
-        None on a rank that only helps to train.
+        The branches; None on a rank that only helps to train.
 
     Raises:
         ConfigError: if the run's configuration does not work here.
-        DataError: if there is no such rollout, or not enough was kept.
-        EpisodeError: if it has no such call.
+        DataError: if there is no such rollout, or the run kept too little.
+        EpisodeError: if the rollout has no such call.
         EngineError: if the engine fails.
         RewardError: if too large a share could not be graded.
     """
@@ -96,7 +97,7 @@ def branch_rollout(
     branches = [forked(recorded, call, number) for number in range(count)]
     versions = captured(recorded, recorded.model_calls()[call]).completion.versions
     if recorded.expert or not versions or versions[0] < 0:
-        raise DataError(f"rollout {rollout_id!r} was written by no engine there: nothing to rerun")
+        raise DataError(f"rollout {rollout_id!r} has no answer of an engine there to rerun")
     with remade(run, versions[0], versions[0]) as made:
         if not made.trainer.is_global_zero:
             return None
@@ -111,7 +112,7 @@ def branch_rollout(
 
 
 def _go_on(made: Remade, branches: list[Rollout]) -> None:
-    """Let the run's agent and engine write the rest, and its rewards grade it."""
+    """Let the run's agent and engine complete the branches, and its rewards grade them."""
     data = data_with_engine(made)
     task = data.task_of(branches[0].prompt)
     tokenizer = data.load_tokenizer(made.module)

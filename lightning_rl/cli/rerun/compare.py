@@ -1,4 +1,4 @@
-"""An iteration done again, and where it first differs from what was recorded."""
+"""Repeats an iteration, and reports where it first differs from the recorded one."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
 
 @dataclass(frozen=True)
 class IterationRerun:
-    """Outcomes of iteration ``again.version``, as ``recorded`` and ``again``.
+    """The results of iteration ``again.version``: ``recorded``, and trained ``again``.
 
     It was trained again from ``kept``. ``diverged_at`` is the first version whose weights have
     other checksums than recorded, and ``checkpoint_differs`` the first entry that differs from the
-    checkpoint kept after it ("" if none does, None if there is no such checkpoint).
-    ``environment`` is where it was trained again.
+    checkpoint saved after it ("" if none does, None if there is no such checkpoint).
+    ``environment`` describes where it was trained again.
     """
 
     kept: KeptWeights
@@ -34,12 +34,12 @@ class IterationRerun:
 
     @property
     def equal(self) -> bool:
-        """Compare loss, gradient norm, every other metric of the update, and all weights."""
+        """True if loss, gradient norm, other metrics of the update, and weights are equal."""
         same = all(self.recorded.metrics.get(k) == v for k, v in self.again.metrics.items())
         return same and self.diverged_at is None and not self.checkpoint_differs
 
     def lines(self) -> list[str]:
-        """Tell a person."""
+        """Return the result as lines of text."""
         iteration = self.recorded.version
         lines = [f"iteration {iteration}, from {self.kept.lead_to(iteration - 1)}"]
         metrics = self.again.metrics
@@ -64,29 +64,29 @@ class IterationRerun:
         if self.diverged_at is None:
             return "equal"
         if self.diverged_at == self.kept.version:
-            return f"differ at the start already: {self.kept} changed since the run"
+            return f"differ from the start: {self.kept} changed since the run"
         name = first_difference(self.recorded.weights, self.again.weights)
         return f"differ since version {self.diverged_at}, now first in {name}"
 
 
 def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) -> IterationRerun:
-    """Train iteration ``iteration`` on its recorded rollouts, from the nearest weights kept before.
+    """Train iteration ``iteration`` again on its recorded rollouts, from the nearest weights kept.
 
     Args:
-        run: what to do again.
-        iteration: as recorded with its rollouts and metrics: 1 is the first.
+        run: the recorded run.
+        iteration: its number, from 1; its rollouts and metrics must be recorded.
         since: start from the kept weights of this version; None: the nearest.
 
     Raises:
         ConfigError: if the run's configuration does not work here.
-        DataError: if not enough was kept.
+        DataError: if the run kept too little.
     """
     recorded = run.log.outcomes()
     if iteration not in recorded:
         last = max(recorded, default=0)
         held = f"iterations up to {last}" if last > 0 else "none"
         raise DataError(
-            f"{run.path} did not record what came of iteration {iteration} (recorded: {held})"
+            f"{run.path} did not record the results of iteration {iteration} (recorded: {held})"
         )
     with remade(run, iteration, iteration - 1, since) as made:
         checkpoint = next((k for k in run.kept if k.version == iteration), None)
@@ -104,7 +104,7 @@ def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) 
 
 
 def _compared(checkpoint: dict[str, Any], made: Remade) -> str:
-    """The first entry that is not equal, bit by bit; "" if all are."""
+    """Return the first entry that is not equal bit by bit; "" if all are."""
     state = made.state
     for name, weight in checkpoint["state_dict"].items():
         if name not in state or not torch.equal(weight, state[name].cpu()):

@@ -1,4 +1,4 @@
-"""A run's parts built again from its configuration, and its weights from what was kept."""
+"""Rebuilds a run's parts from its configuration, and its weights from those that were kept."""
 
 import re
 import sys
@@ -47,7 +47,7 @@ _TRAINER = {
 
 
 class _Rebuilt(RLCLI):
-    """Builds what a run's configuration names after ``version`` iterations, and runs nothing."""
+    """Builds the objects of a run's configuration as of ``version``, and runs nothing."""
 
     def __init__(self, run: RecordedRun, version: int, scratch: str) -> None:
         self._scratch = scratch
@@ -59,16 +59,16 @@ class _Rebuilt(RLCLI):
             self.config.fit.trainer[name] = value
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing."""
+        """Run nothing."""
 
 
 def callbacks_that_rerun(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Keep those that take part again: they say so by ``reruns``."""
+    """Return the callbacks that take part in a rerun, which set ``reruns``."""
     return [callback for callback in callbacks if getattr(callback, "reruns", False)]
 
 
 def _readable(config: Path, scratch: Path) -> Path:
-    """A copy of a recorded configuration that names our classes wherever they are by now."""
+    """Copy a recorded configuration, with our classes' present import paths."""
     copy = scratch / config.name
     copy.write_text(with_public_names(config.read_text(encoding="utf-8")), encoding="utf-8")
     return copy
@@ -78,7 +78,7 @@ _OUR_PATH = re.compile(r"(?<![\w.])lightning_rl(?:\.\w+)*\.(\w+)")
 
 
 def with_public_names(text: str) -> str:
-    """The text of a recorded configuration without the modules of our classes, which may move."""
+    """Update our classes' modules in a recorded configuration, as they may have moved."""
 
     def public(path: re.Match[str]) -> str:
         name, home = path[1], HOME | OPTIONAL_CLASSES
@@ -89,11 +89,11 @@ def with_public_names(text: str) -> str:
 
 @dataclass
 class Remade:
-    """A version of the weights, made again from ``kept``, among the run's other parts.
+    """A version of the weights, rebuilt from ``kept``, and the run's other parts.
 
-    The trainer is without onlookers. ``outcomes`` tells what each version on the way came out as;
-    ``state`` and ``optimizers`` are what a checkpoint would hold, if anything was trained; on ranks
-    above 0 they may be empty.
+    The trainer has no loggers or other observers. ``outcomes`` holds the result of each version on
+    the way; ``state`` and ``optimizers`` are those of a checkpoint, if anything was trained; on
+    ranks above 0 they may be empty.
     """
 
     kept: KeptWeights
@@ -107,21 +107,22 @@ class Remade:
 
     @property
     def policy(self) -> PolicyModule:
-        """What learned, where it is one.
+        """The policy that learned, if the run has only one.
 
         Raises:
-            DataError: if they are several, whose versions are counted one by one.
+            DataError: if there are several, whose versions are counted separately.
         """
         if self.module.roles:
             raise DataError(
-                f"the run has {len(self.module.policies)} policies, with versions of their own, so "
-                "what they wrote together is not generated or scored again; use --iteration"
+                f"the run has {len(self.module.policies)} policies with separate versions, so "
+                "rollouts that they wrote together cannot be generated or scored again; use "
+                "--iteration"
             )
         [policy] = policies_of(self.module).values()
         return policy
 
     def diverged_at(self, recorded: dict[int, Outcome]) -> int | None:
-        """The first version whose checksums are others than recorded."""
+        """Return the first version with other checksums than recorded; None if there is none."""
         for version, made in sorted(self.outcomes.items()):
             if version in recorded and recorded[version].weights != made.weights:
                 return version
@@ -132,22 +133,22 @@ class Remade:
 def remade(
     run: RecordedRun, version: int, latest: int, since: int | None = None
 ) -> Iterator[Remade]:
-    """Make a version of the weights again: from the nearest kept ones, on the recorded rollouts.
+    """Rebuild a version of the weights: from the nearest kept ones, on the recorded rollouts.
 
-    With as many processes as trained: all of them have to come here. Of the run's callbacks, only
-    those with ``reruns`` take part again.
+    It needs as many processes as the training, and all of them have to call it. Of the run's
+    callbacks, only those with ``reruns`` take part again.
 
     Args:
-        run: what to do again.
-        version: of the weights.
-        latest: version to begin with; the parts are built from the configuration that was trained
-            with after it.
+        run: the recorded run.
+        version: the version of the weights.
+        latest: the latest version to begin with; the parts are built from the configuration of the
+            training after it.
         since: begin with the kept weights of this version; None: the nearest.
 
     Raises:
         ConfigError: if the configuration does not work here (any more).
-        DataError: if the run trained no policy on rollouts, if not enough was kept, or if there
-            are more or fewer processes now.
+        DataError: if the run trained no policy on rollouts, the run kept too little, or the number
+            of processes is another.
     """
     kept = run.nearest(version, latest, since)
     if version > kept.version:
@@ -156,8 +157,8 @@ def remade(
         cli = _Rebuilt(run, latest, scratch)
         if not isinstance(cli.model, RolloutModule):
             raise DataError(
-                f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule or "
-                "RolesModule learns from rollouts can be rerun"
+                f"{run.config} trains {type(cli.model).__name__}; only runs in which a "
+                "PolicyModule or RolesModule learns from rollouts can be rerun"
             )
         cli.model.day.date = run.day or cli.model.day.date
         callbacks = callbacks_of(cli.trainer)
@@ -188,18 +189,18 @@ def _load(made: Remade) -> None:
 
 
 def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
-    """Each process trains on its own share: what is added up in another order comes out other."""
+    """Require the same number of processes: another order of summation changes the results."""
     for version, made in sorted(run.log.outcomes().items()):
         if version in versions and made.ranks != world_size:
             raise DataError(
-                f"{run.path}: version {version} was trained by {made.ranks} processes, and this "
+                f"{run.path}: version {version} was trained by {made.ranks} processes, but this "
                 f"rerun has {world_size}; rerun with as many: start it as the run was started "
                 "(trainer.devices and num_nodes of its config.yaml, torchrun)"
             )
 
 
 class _Retraining(RLCallback):
-    """Begins with kept weights, and notes what comes of them."""
+    """Begins with kept weights, and records the results."""
 
     def __init__(self, made: Remade) -> None:
         self.made = made
@@ -210,7 +211,7 @@ class _Retraining(RLCallback):
         self.on_iteration_end(trainer, pl_module, {})
 
     def _restore(self, trainer: Trainer, pl_module: LightningModule, path: Path) -> None:
-        """Do what ``ckpt_path`` would, but for the place in an epoch, which is another here."""
+        """Do what ``ckpt_path`` would, except for the position in the epoch, which differs here."""
         strategy = trainer.strategy
         checkpoint = strategy.load_checkpoint(path, weights_only=True)
         pl_module.on_load_checkpoint(checkpoint)
@@ -233,7 +234,7 @@ class _Retraining(RLCallback):
 
 
 class _RecordedBatches(LightningDataModule):
-    """The recorded iterations after ``first``, in place of collecting."""
+    """The recorded iterations after ``first``, instead of newly collected ones."""
 
     is_rerun = True
 
@@ -249,7 +250,7 @@ class _RecordedBatches(LightningDataModule):
         return RolloutLoader(self._read, self, self.count, lambda: module.iteration, None, roles)
 
     def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
-        """Nothing: every iteration is read by its number."""
+        """Do nothing: every iteration is read by its number."""
 
     def val_dataloader(self) -> Any:
         return []

@@ -1,4 +1,4 @@
-"""A run directory as a rerun sees it: configuration, rerun log, checkpoints, rollouts."""
+"""A run directory as a rerun reads it: configuration, rerun log, checkpoints, rollouts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,23 +21,23 @@ from lightning_rl.run.resume import run_day_of
 
 
 def _ckpt_path_in(config: Path) -> str | None:
-    """What a run was told to go on from.
+    """Return the checkpoint from which a run was told to resume.
 
     Raises:
-        DataError: if the file is no configuration.
+        DataError: if the file is not a configuration.
     """
     try:
         told = yaml.safe_load(config.read_text(encoding="utf-8"))["ckpt_path"]
     except KeyError:
         return None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{config} is no configuration of a run ({error}); restore it") from error
+        raise DataError(f"{config} is not a run's configuration ({error}); restore it") from error
     return None if told is None else str(told)
 
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """Weights in a checkpoint; if ``path`` is None, those the run began with."""
+    """Weights in a checkpoint; if ``path`` is None, the run's initial weights."""
 
     version: int
     path: Path | None
@@ -46,13 +46,13 @@ class KeptWeights:
         return "the initial weights" if self.path is None else f"checkpoint {self.path.name}"
 
     def lead_to(self, version: int) -> str:
-        """Say how a version was made from them."""
+        """Describe how a version was made from these weights."""
         steps = version - self.version
         how = f" and {steps} iterations trained again" if steps else ""
         return f"{self} (version {self.version}){how}"
 
     def load(self) -> dict[str, Any]:
-        """The checkpoint; nothing that it holds is executed.
+        """Load the checkpoint, without executing code in it.
 
         Raises:
             CheckpointError: if it is damaged.
@@ -65,11 +65,11 @@ class KeptWeights:
 
 
 class RecordedRun:
-    """The directory that a run left behind.
+    """The directory of a recorded run.
 
     Args:
-        path: its directory.
-        options: of the command line, to build its parts with, such as ``--trusted_only``.
+        path: the directory.
+        options: command-line options for building the run's parts, such as ``--trusted_only``.
 
     Raises:
         DataError: if the directory holds no ``config.yaml``, or a model instead.
@@ -82,29 +82,31 @@ class RecordedRun:
         self.log = RerunLog(path)
         if (path / "config.json").is_file():
             raise DataError(
-                f"{path} is an exported model: weights alone, without the optimizer's state, "
-                "rollouts or configuration; name the directory of the run that wrote it"
+                f"{path} is an exported model, which has weights but no optimizer state, "
+                "rollouts or configuration; pass the directory of the run that wrote it"
             )
         if not self.config.is_file():
             raise DataError(
-                f"{path} holds no config.yaml, which `lightning-rl fit` leaves in the directory of "
+                f"{path} holds no config.yaml, which `lightning-rl fit` writes to the directory of "
                 f"a run that has a logger (working directory: {Path.cwd()}); name that directory"
             )
 
     def config_of(self, version: int) -> tuple[int, Path]:
-        """The configuration that weights of a version are trained with, and since which version."""
+        """Return the configuration that a version was trained with, and since which version it
+        holds.
+        """
         files = config_files(self.path)
         since = max(first for first in files if first <= version)
         return since, files[since]
 
     @property
     def day(self) -> str | None:
-        """The day on which it began, which chat templates tell; None: it was not recorded."""
+        """The day on which the run began, which chat templates may show; None if not recorded."""
         return run_day_of(self.path / "checkpoints")
 
     @cached_property
     def kept(self) -> list[KeptWeights]:
-        """All weights that were kept, oldest first; checkpoints that are damaged are left out."""
+        """All weights that were kept, oldest first, without damaged checkpoints."""
         files = sorted(f for f in self.path.rglob("*.ckpt") if f.is_file())
         files = [f for f in files if not f.is_symlink()]  # last.ckpt
         resumed = _ckpt_path_in(self.config)
@@ -120,12 +122,13 @@ class RecordedRun:
         return [found[version] for version in sorted(found)]
 
     def nearest(self, version: int, latest: int, since: int | None = None) -> KeptWeights:
-        """The kept weights, of version ``latest`` at most, that recorded iterations lead on from.
+        """Return kept weights, of at most version ``latest``, from which the version can be
+        rebuilt.
 
-        ``since``: those of this version; None: the last that will do.
+        ``since``: those of this version; None: the latest possible.
 
         Raises:
-            DataError: naming what is kept, and what would have to be.
+            DataError: naming what is kept, and what is needed.
         """
         held = self.log.iterations()
         earliest, _ = self.config_of(latest)  # before, the run was configured otherwise
@@ -136,16 +139,20 @@ class RecordedRun:
                 return kept
         versions = ", ".join(str(kept.version) for kept in self.kept) or "none"
         begin = "" if since is None else f" from version {since} on"
-        hf = "; what HFExport wrote has no optimizer state" if (self.path / "hf").exists() else ""
+        hf = (
+            "; the exports of HFExport have no optimizer state"
+            if (self.path / "hf").exists()
+            else ""
+        )
         raise DataError(
-            f"{self.path}: the weights of version {version} cannot be made again{begin}: kept are "
+            f"{self.path}: the weights of version {version} cannot be rebuilt{begin}: the run kept "
             f"versions {versions}, and the rollouts of {self.log.span()}; checkpoints keep "
-            "versions (IterationCheckpoint), RerunRecorder the rollouts that lead from one to the "
+            "versions (IterationCheckpoint), RerunRecorder the rollouts between one and the "
             f"next{hf}"
         )
 
     def way(self, kept: KeptWeights, version: int) -> str:
-        """Say what it takes to make a version from kept weights, by what that took first."""
+        """Describe the work of rebuilding a version from kept weights, and its time."""
         again = range(kept.version + 1, version + 1)
         if not again:
             return f"version {version}: from {kept}"
@@ -166,7 +173,7 @@ class RecordedRun:
         )
 
     def rollout(self, rollout_id: str) -> Rollout:
-        """The recorded rollout of this id.
+        """Return the recorded rollout of this id.
 
         Raises:
             DataError: if there is none.

@@ -1,4 +1,4 @@
-"""One HTML file that shows what runs did: curves, step times, and rollouts token by token.
+"""One HTML file that shows runs: curves, step times, and rollouts token by token.
 
-Nothing here imports torch or Lightning, so that ``lightning-rl view`` starts at once.
+Nothing here imports torch or Lightning, so that ``lightning-rl view`` starts fast.
 """

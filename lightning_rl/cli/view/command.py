@@ -1,4 +1,4 @@
-"""``lightning-rl view``: runs as one HTML file."""
+"""``lightning-rl view``: writes runs to one HTML file."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: for arguments that make no sense.
+        ConfigError: if an option has an invalid value.
     """
     parser = CommandParser(
         "view", "Write one self-contained HTML file: curves, step times, rollouts by token."
@@ -27,7 +27,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--out", type=Path, help=f"the file to write (default: {VIEW} in the first RUN)"
     )
     parser.add_argument(
-        "--rollouts", type=int, default=2000, help="the last N of each run (default: 2000)"
+        "--rollouts", type=int, default=2000, help="show the last N of each run (default: 2000)"
     )
     parsed = parser.parse_args(arguments)
     require_at_least(1, rollouts=parsed.rollouts)
@@ -35,20 +35,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the file and say where it is."""
+    """Write the file and print its path; returns 0."""
     options = parse_arguments(arguments)
     paths = [path for given in options.runs for path in find_runs(given)]
     runs = [read_run(path, options.rollouts) for path in paths]
     first = options.runs[0]
     out: Path = options.out or (first.parent if is_rollout_file(first) else first) / VIEW
     if out.is_dir():
-        raise ConfigError(f"out={str(out)!r} is a directory; name a file")
+        raise ConfigError(f"out={str(out)!r} is a directory; pass the path of a file")
     page = build_page(runs)
     try:
         _write(out, page)
     except OSError as error:
         raise DiskError(
-            f"{out} cannot be written ({error.strerror}); name another file with --out"
+            f"{out} cannot be written ({error.strerror}); choose another file with --out"
         ) from error
     shown = sum(len(run.rollouts) for run in runs)
     total = sum(run.rollouts_total for run in runs)

@@ -1,4 +1,4 @@
-"""Flags of a recorded rollout: what is wrong with it."""
+"""Flags of a recorded rollout: problems that were found in it."""
 
 import math
 from collections.abc import Callable
@@ -23,10 +23,10 @@ Record = dict[str, Any]
 
 
 def find_flags(record: Record) -> dict[str, list[int]]:
-    """The names of the flags that apply, each with the places of the tokens it is about.
+    """Return the flags that apply by name, each with the positions of the tokens it concerns.
 
-    A flag about the rollout as a whole has no places; those of a row count on after the
-    rows before it. ``record`` is a line of ``recorded.jsonl`` or ``rollouts.jsonl``.
+    A flag about the rollout as a whole has no positions; those of a row continue after the rows
+    before it. ``record`` is a line of ``recorded.jsonl`` or ``rollouts.jsonl``.
     """
     found: dict[str, list[int]] = {}
     rows, begin = rows_of(record), 0
@@ -52,7 +52,9 @@ def _mask(record: Record) -> list[int]:
 
 
 def gaps(record: Record) -> list[tuple[int, float]]:
-    """Places in a row of the tokens that engine and trainer score, and how far apart they are."""
+    """Return the positions in a row of tokens that both engine and trainer score, and the gaps in
+    nats.
+    """
     trainer = record.get("trainer_logprobs")
     if trainer is None or record.get("expert"):
         return []
@@ -92,7 +94,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _length(record: Record, name: str) -> int:
-    """Length of a per-token list; one that was not recorded has the right length."""
+    """Return the length of a per-token list; one that was not recorded counts as right."""
     values = record.get(name)
     return len(record["token_ids"] if values is None else values)
 

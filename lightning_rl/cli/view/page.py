@@ -1,4 +1,4 @@
-"""Runs as one HTML file: data packed and compressed, so that 20,000 rollouts still open."""
+"""Writes runs to one HTML file, with compressed data, so that 20,000 rollouts still open."""
 
 import gzip
 import html
@@ -39,11 +39,11 @@ SCRIPTS = (
     "main.js",
 )
 ROLLOUTS_PER_BLOCK = 256
-"""The page unpacks the tokens of a block when one of its rollouts is opened."""
+"""Rollouts per block of tokens, which the page unpacks when one of them is opened."""
 
 
 def build_page(runs: Sequence[Run]) -> str:
-    """A page that needs no network: styles, scripts and data are in it.
+    """Return a page that needs no network: it contains styles, scripts and data.
 
     The data are gzip blocks in base64. Block ``index`` is JSON: runs with their metrics, and a row
     per rollout. Each block ``tokens-K`` holds numbers of ``ROLLOUTS_PER_BLOCK`` rollouts, row by
@@ -156,12 +156,12 @@ def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:
 
 
 def _numbers(token_ids: Sequence[int]) -> list[str]:
-    """What is shown of tokens whose text is not known."""
+    """Return the texts that are shown for tokens whose own text is unknown."""
     return [f"⟨{token}⟩" for token in token_ids]
 
 
 def _fit(values: Sequence[Any], count: int, filler: Any) -> list[Any]:
-    """A damaged record's list may be shorter or longer than its tokens (flag ``lengths``)."""
+    """Cut or fill a list to ``count`` values: a damaged record's may be of another length."""
     return [*values[:count], *[filler] * (count - len(values))]
 
 
@@ -182,7 +182,7 @@ def _asset(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no nan and no infinity: those become text, e.g. "nan"."""
+    """Replace nan and infinities, which JSON lacks, by text, such as "nan"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Pictures in the viewer's page: small ones in the page itself, and where rollouts read them."""
+"""Pictures in the viewer's page: thumbnails in the page itself, and where rollouts read them."""
 
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from lightning_rl.errors import DataError, PictureError
 
 Record = dict[str, Any]
 SIDE = 256
-"""Pixels; larger pictures are made smaller."""
+"""Largest side in pixels; larger pictures are scaled down."""
 MOST_BYTES = 2**15
-"""A file of more is written anew, as JPEG."""
+"""Larger files are re-encoded as JPEG."""
 
 
 def thumbnails(rollouts: Sequence[Record], folder: PictureFolder) -> dict[str, str]:
-    """``data:`` URLs by digest, of the pictures that are there.
+    """Return ``data:`` URLs, by digest, of the pictures that exist.
 
     Raises:
-        DataError: for a picture that is a link out of its folder.
+        DataError: if a picture is a link to outside its folder.
     """
     found = {}
     for digest in _digests(rollouts):
@@ -35,7 +35,7 @@ def thumbnails(rollouts: Sequence[Record], folder: PictureFolder) -> dict[str, s
 
 
 def places_of(row: Record) -> list[Record]:
-    """Of each picture of a row: where it begins, its tokens, its digest, and a label."""
+    """Return for each picture of a row where it begins, its tokens, its digest, and a label."""
     ids = [*row["prompt_ids"], *row["token_ids"]]
     marks = marks_of(row)
     following = [*(at for at, _ in marks[1:]), len(ids)]
@@ -60,9 +60,9 @@ def _digests(rollouts: Sequence[Record]) -> Iterator[str]:
 
 
 def _inside(file: Path, folder: Path) -> Path:
-    """A stranger's run must not show other files of this machine."""
+    """Require that a file is in its folder: an untrusted run must not show other files."""
     if not file.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{file} is a link that leads out of its folder; remove it")
+        raise DataError(f"{file} is a link to a file outside its folder; remove it")
     return file
 
 

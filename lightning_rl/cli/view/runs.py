@@ -25,8 +25,8 @@ from lightning_rl.errors import DataError
 class Run:
     """One run: metrics by iteration, its summary, and its last rollouts, oldest first.
 
-    ``pictures`` are those that its rollouts name and that are at hand, small, as ``data:`` URLs by
-    digest.
+    ``pictures`` are thumbnails of the pictures that its rollouts use and that exist, as ``data:``
+    URLs by digest.
     """
 
     name: str
@@ -54,13 +54,13 @@ def find_runs(path: Path) -> list[Path]:
         raise DataError(f"{path} does not exist (working directory: {Path.cwd()})")
     raise DataError(
         f"{path} holds no run: neither metrics.jsonl (written by the callback RunReport) nor "
-        "recorded.jsonl or rollouts.jsonl (RolloutRecorder, PreviewTable); add a callback, or name "
+        "recorded.jsonl or rollouts.jsonl (RolloutRecorder, PreviewTable); add a callback, or pass "
         "another directory"
     )
 
 
 def is_rollout_file(path: Path) -> bool:
-    """Parquet files may be spread over a folder."""
+    """Return True for a rollout file; a Parquet file may be a folder."""
     return path.is_file() or (path.is_dir() and path.suffix == ".parquet")
 
 
@@ -91,20 +91,20 @@ def read_run(path: Path, max_rollouts: int) -> Run:
 
 
 def _require_inside(run: Path, file: Path) -> None:
-    """A stranger's run must not show other files of this machine."""
+    """Require that a file is in its run: an untrusted run must not show other files."""
     try:
         inside = file.resolve().is_relative_to(run.resolve())
     except RuntimeError as error:
-        raise DataError(f"{file} is a link that leads back to itself; remove it") from error
+        raise DataError(f"{file} is a link that points to itself; remove it") from error
     if not inside:
         raise DataError(
-            f"{file} is a link that leads out of its run, to {file.resolve()}; replace it by the "
+            f"{file} is a link to a file outside its run, {file.resolve()}; replace it by the "
             "file if that is what you want to see"
         )
 
 
 def _read_summary(path: Path) -> Record:
-    """Empty if the run is not over; a damaged one (a full disk, an old release) says so itself."""
+    """Read the summary; empty if the run is not over, and with ``error`` if it is damaged."""
     require_plain_file(path)
     if not path.exists():
         return {}
@@ -112,11 +112,15 @@ def _read_summary(path: Path) -> Record:
         summary = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         return {"error": f"{path.name} is damaged ({path.stat().st_size} bytes: {error})"}
-    return summary if isinstance(summary, dict) else {"error": f"{path.name} holds no object"}
+    return (
+        summary
+        if isinstance(summary, dict)
+        else {"error": f"{path.name} does not hold a JSON object"}
+    )
 
 
 def _merge_rows(path: Path) -> list[Record]:
-    """A row per iteration; a resumed run writes some again, and the later one wins."""
+    """Return a row per iteration; a resumed run repeats some, of which the later one is kept."""
     rows: dict[int, Record] = {}
     for number, line in whole_lines(path):
         where = f"{path}:{number}"
@@ -124,7 +128,7 @@ def _merge_rows(path: Path) -> list[Record]:
         iteration: Any = row.get("iteration")
         if type(iteration) not in (int, float) or not math.isfinite(iteration):
             raise DataError(
-                f"{where}: iteration is {shortened(iteration)}, and must be a number; restore the "
+                f"{where}: iteration is {shortened(iteration)}, but must be a number; restore the "
                 "file, or remove the line"
             )
         rows[iteration] = rows.get(iteration, {}) | row
@@ -132,7 +136,7 @@ def _merge_rows(path: Path) -> list[Record]:
 
 
 def _last_rollouts(file: RolloutFile, count: int) -> tuple[list[Record], int]:
-    """The last ``count`` rollouts of a file, and how many it holds."""
+    """Return the last ``count`` rollouts of a file, and how many it holds."""
     last, total = file.tail(count)
     records: dict[tuple[int, str], Record] = {}
     for record in last:
@@ -143,7 +147,7 @@ def _last_rollouts(file: RolloutFile, count: int) -> tuple[list[Record], int]:
 
 
 def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
-    """Decode tokens that were recorded without their text, if a tokenizer is at hand."""
+    """Decode tokens that were recorded without their text, if a tokenizer is available."""
     rows = [row for rollout in rollouts for row in rollout["rows"]]
     if all("pieces" in row for row in rows):
         return
@@ -159,8 +163,8 @@ def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # it raises nothing more special
         raise DataError(
-            f"{file}: no tokenizer, or damaged ({error}); restore it, or remove it to see tokens "
-            "by their numbers"
+            f"{file}: it is not a tokenizer, or is damaged ({error}); restore it, or remove it to "
+            "see tokens by their numbers"
         ) from error
     pieces = TokenPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
     for row in rows:
@@ -173,7 +177,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _by_number(path: Path) -> tuple[str, int, str]:
-    """version_10 after version_9."""
+    """Return a sort key that puts version_10 after version_9."""
     stem, _, number = path.name.rpartition("_")
     if not number.isdigit():
         return str(path.parent), -1, path.name

@@ -301,7 +301,7 @@ def test_a_link_out_of_a_run_is_not_followed(tmp_path, name):
     (run / "metrics.jsonl").write_text('{"iteration": 0}\n')
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(DataError, match=f"{name} is a link that leads out of its run"):
+    with pytest.raises(DataError, match=f"{name} is a link to a file outside its run"):
         read_run(run, 10)
 
 

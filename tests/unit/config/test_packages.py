@@ -83,7 +83,7 @@ def test_a_package_that_fails_stops_only_who_names_its_parts(install):
 def test_what_is_no_command_or_called_otherwise_is_refused(install):
     points = {"commands": "odd = odd:main", "classes": "Other = odd:Longest"}
     install("odd", f"{FILTER}\ndef main(arguments): ...", **points)
-    with pytest.raises(ConfigError, match="odd:main must be a Command, and is a function"):
+    with pytest.raises(ConfigError, match="odd:main must be a Command, not a function"):
         find_command("odd")
     with pytest.raises(
         ConfigError, match="odd:Longest is registered as 'Other', which is not its name"

@@ -65,7 +65,7 @@ def test_none_left_is_a_named_error(path):
         file = path.with_name(f"iteration_{number}.ckpt")
         file.write_bytes(b"")
         os.utime(file, (number, number))
-    with pytest.raises(CheckpointError, match=r"_2.ckpt is damaged.*_1.ckpt is damaged.*anew"):
+    with pytest.raises(CheckpointError, match=r"_2.ckpt is damaged.*_1.ckpt is damaged.*new run"):
         newest_good(path.parent)
 
 

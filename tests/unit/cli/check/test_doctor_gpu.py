@@ -68,7 +68,7 @@ def test_a_cuda_compiler_of_another_major_version_is_a_warning():
     assert doctor_gpu.check_nvcc("12.4", None).problem is None  # torch is a CPU build
     assert doctor_gpu.check_nvcc(None, "13.0").problem is None
     check = doctor_gpu.check_nvcc("12.4", "13.0")
-    assert check.problem == "compiles for CUDA 12.4, and torch is built for 13.0"
+    assert check.problem == "compiles for CUDA 12.4, but torch is built for 13.0"
     assert not check.serious
 
 

@@ -268,7 +268,7 @@ TRAINING = MemoryPlan({"weights": 6 * GIB, "optimizer (AdamW)": 12 * GIB, "activ
         # Asleep while 40 are trained in; awake beside 6 of weights and 12 of the optimizer.
         (CardPlan(60 * GIB, TRAINING, 0, 32 * GIB, sleeps=True), -10 * GIB,
          "40.00 GiB training + 32.00 GiB engine in turn: fits, 10.00 GiB to spare"),
-        (CardPlan(60 * GIB, TRAINING, 32 * GIB, 32 * GIB), 12 * GIB, "let it sleep meanwhile"),
+        (CardPlan(60 * GIB, TRAINING, 32 * GIB, 32 * GIB), 12 * GIB, "let it sleep during updates"),
         # 6 of weights are there when vLLM asks for its 90%, of which it will use a part.
         (CardPlan(60 * GIB, TRAINING, 10 * GIB, 54 * GIB + 1), 1, "too much"),
     ],
@@ -298,7 +298,7 @@ def test_the_size_of_a_gpu_is_taken_from_the_arguments():
     assert card_of(["--gpu_memory_gb", "80", "--run"]) == (80.0, ["--run"])
     assert card_of(["--run", "--gpu_memory_gb=24.5"]) == (24.5, ["--run"])
     for wrong in (["--gpu_memory_gb"], ["--gpu_memory_gb", "H100"], ["--gpu_memory_gb=-1"]):
-        with pytest.raises(ConfigError, match="must be a number > 0, the GiB of one GPU"):
+        with pytest.raises(ConfigError, match="must be a number > 0, the memory of one GPU"):
             card_of(wrong)
 
 
