@@ -1,4 +1,4 @@
-"""RunArtifacts: a run's files, uploaded by its loggers."""
+"""RunArtifacts: uploads a run's files with its loggers."""
 
 from collections.abc import Sequence
 from functools import singledispatch
@@ -18,10 +18,10 @@ FILES = ("summary.json", "curves.png", "config*.yaml", "metrics.jsonl", "rollout
 
 @singledispatch
 def keep_files(logger: Logger, directory: Path, files: Sequence[Path]) -> None:
-    """Hand files of the run directory to a logger; by default there is nothing to do.
+    """Hand files of the run directory to a logger; by default this does nothing.
 
-    ``WandbLogger`` and ``MLFlowLogger`` have a store of files. For another class of logger register
-    a function: ``@keep_files.register``.
+    ``WandbLogger`` and ``MLFlowLogger`` have a file store. For another class of logger register a
+    function: ``@keep_files.register``.
     """
 
 
@@ -46,26 +46,28 @@ def _(logger: MLFlowLogger, directory: Path, files: Sequence[Path]) -> None:
 class RunArtifacts(RLCallback):
     """Hands files of the run directory to W&B and MLflow when a run ends, also when it fails.
 
-    After ``RunReport`` has written its own. Other loggers need nothing: the files lie in the run
-    directory. A logger that refuses them is a warning.
+    It runs after ``RunReport`` has written its files. Other loggers need nothing: the files are in
+    the run directory. If a logger fails to upload them, that is a warning.
 
     Args:
-        files: patterns below the run directory (``hf/*`` is an exported model); None: what
-            ``RunReport`` and ``PreviewTable`` write, and the configuration.
+        files: patterns relative to the run directory (``hf/*`` is an exported model); None: the
+            files of ``RunReport`` and ``PreviewTable``, and the configuration.
 
     Raises:
-        ConfigError: for no pattern, or one that leads out of the run directory.
+        ConfigError: if there is no pattern, or one is not inside the run directory.
     """
 
     def __init__(self, files: list[str] | None = None) -> None:
         self.files = list(FILES if files is None else files)
         if not self.files:
-            raise ConfigError("RunArtifacts(files=[]) has nothing to keep; name some, or remove it")
+            raise ConfigError(
+                "RunArtifacts(files=[]) has no files to upload; add patterns, or remove it"
+            )
         for pattern in self.files:
             if not pattern or PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts:
                 raise ConfigError(
-                    f"RunArtifacts: files: {pattern!r} must lie in the run directory; write it as "
-                    "seen from there, such as summary.json or hf/*"
+                    f"RunArtifacts: files: {pattern!r} must be inside the run directory; write it "
+                    "relative to that, such as summary.json or hf/*"
                 )
 
     def on_report_written(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,6 +81,6 @@ class RunArtifacts(RLCallback):
                 keep_files(logger, directory, files)
             except Exception as error:  # a server out of reach; the files themselves are safe
                 rank_zero_warn(
-                    f"{type(logger).__name__} did not take the files of the run "
+                    f"{type(logger).__name__} could not upload the files of the run "
                     f"({type(error).__name__}: {error}); they are in {directory}"
                 )

@@ -1,4 +1,4 @@
-"""Guards of the batch before the update: which policy wrote it, and does it teach anything?"""
+"""Guards of the batch before its update: is it on-policy enough, and can it teach anything?"""
 
 import math
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from lightning_rl.run.dist import all_max, all_sum
 @configurable
 @dataclass(eq=False, repr=False)
 class LogprobGapGuard(BatchGuard):
-    """Mean distance of the engine's logprobs from the trainer's, in nats per token.
+    """The mean distance of the engine's logprobs from the trainer's, in nats per token.
 
-    ``Mask`` takes out the rollouts whose own mean exceeds the bound.
+    ``Mask`` removes the rollouts whose own mean exceeds the bound.
     """
 
     name = "logprob_gap"
@@ -45,7 +45,9 @@ class LogprobGapGuard(BatchGuard):
 @configurable
 @dataclass(eq=False, repr=False)
 class LogprobSpikeGuard(BatchGuard):
-    """The largest such distance of any token. ``Mask`` takes out the tokens that exceed it."""
+    """The largest distance of any token's logprobs, in nats. ``Mask`` removes tokens that exceed
+    it.
+    """
 
     name = "logprob_spike"
     what = "the largest logprob gap between engine and trainer (nats)"
@@ -63,14 +65,14 @@ class LogprobSpikeGuard(BatchGuard):
 @configurable
 @dataclass(eq=False, repr=False)
 class EffectiveSampleGuard(BatchGuard):
-    """Effective sample size over the number of tokens, (sum w)^2 / (M sum w^2), in (0, 1].
+    """Effective sample size divided by the number of tokens, (sum w)^2 / (M sum w^2), in (0, 1].
 
-    w = p_trainer / p_engine per token; 1 where both agree. Broken below the bound.
+    w = p_trainer / p_engine per token; the value is 1 if both agree. The bound is a lower one.
     """
 
     name = "effective_sample"
     what = "the effective share of the sample"
-    fix = "the rollouts come from another policy: sync more often, or set a correction"
+    fix = "the rollouts come from another policy; sync more often, or set a correction"
     bound: float = 0.5
 
     def breaks(self, value: float) -> bool:
@@ -90,7 +92,7 @@ class EffectiveSampleGuard(BatchGuard):
 @configurable
 @dataclass(eq=False, repr=False)
 class StalenessGuard(BatchGuard):
-    """How many versions the oldest token is behind. ``Mask`` removes older tokens."""
+    """The number of versions that the oldest token lags behind. ``Mask`` removes older tokens."""
 
     name = "staleness"
     what = "the staleness of the oldest token (versions)"
@@ -108,11 +110,11 @@ class StalenessGuard(BatchGuard):
 @configurable
 @dataclass(eq=False, repr=False)
 class ZeroAdvantageGuard(BatchGuard):
-    """Share of rollouts without any advantage: they teach nothing."""
+    """The share of rollouts with zero advantage, which teach nothing."""
 
     name = "zero_advantage"
     what = "the share of rollouts without an advantage"
-    fix = "the prompts are too easy, too hard, or too few: filter them, or raise group_size"
+    fix = "the prompts are too easy, too hard, or too few; filter them, or raise group_size"
     bound: float = 0.95
     patience: int = 3
 
@@ -123,12 +125,12 @@ class ZeroAdvantageGuard(BatchGuard):
 
 
 def log_weights(module: PolicyModule, batch: TensorDict) -> Tensor:
-    """log p_trainer - log p_engine, (T,); meaningful at ``trained_tokens``."""
+    """Return log p_trainer - log p_engine, shape (T,); only valid at ``trained_tokens``."""
     return module.trainer_logprobs(batch) - batch["tokens", "rollout_logprobs"]
 
 
 def largest_of(values: Tensor) -> float | None:
-    """The largest value of all ranks; nan if any is. None if no rank has one."""
+    """Return the largest value of all ranks, nan if any is nan, None if no rank has one."""
     peak = values.max() if values.numel() else values.new_tensor(-math.inf)
     found = float(all_max(peak))
     return None if found == -math.inf else found

@@ -1,4 +1,4 @@
-"""IterationCheckpoint: a run can resume from where it was, whatever stopped it."""
+"""IterationCheckpoint: saves checkpoints from which a run can resume, whatever stopped it."""
 
 import math
 import signal
@@ -54,37 +54,36 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     """Saves every N iterations, at the end, when a run fails, and when it is asked to stop.
 
     SIGTERM, SIGUSR1, SIGINT (Ctrl-C) and ``max_time`` stop a run: at once while it waits for
-    rollouts, their rewards or the engine, whatever hangs there, else after the update that is under
-    way; with several processes always after the update, when all agree. What was collected so far
-    is saved too, and ``RunInterrupted`` raised. A second Ctrl-C stops without saving.
+    rollouts, rewards or the engine, even if these hang, else after the current update; with several
+    processes always after the update, when all ranks agree. Rollouts collected so far are saved
+    too, and ``RunInterrupted`` is raised. A second Ctrl-C stops without saving.
 
-    Under ``srun`` the job goes back into Slurm's queue after SIGUSR1, as Lightning would have it,
-    if the run goes on with ``last``. Lightning's own handlers, which save at once in each process,
-    are not used.
+    Under ``srun`` the job is requeued after SIGUSR1, as Lightning would do, if the run resumes with
+    ``last``. Lightning's own handlers, which save at once in each process, are not used.
 
-    Loggers hear of each, so that ``WandbLogger(log_model="all")`` uploads it.
+    Loggers are told of each checkpoint, so that ``WandbLogger(log_model="all")`` uploads it.
 
     Files are ``checkpoints/iteration_<n>.ckpt`` in the run directory, and the links ``last.ckpt``
-    and ``best.ckpt``. ``ckpt_path="last"`` takes the newest good one, and goes on in its run
+    and ``best.ckpt``. ``ckpt_path="last"`` loads the newest intact one, and continues in its run
     directory. Lightning's ``ModelCheckpoint`` counts optimizer steps; this counts iterations.
 
     Args:
         every_n_iterations: how often to save; 0: only at the end, when the run fails or is stopped,
             and the best of ``monitor``.
         keep_last: how many of these to keep.
-        monitor: a metric such as ``eval/accuracy``, of which the best are kept too; it is looked at
-            in iterations that recorded it; see ``early_stopping.KnownMonitors``.
-        keep_best: how many of the best; of equals, the newest.
+        monitor: a metric such as ``eval/accuracy``, whose best checkpoints are kept too; it is
+            compared in iterations that recorded it; see ``early_stopping.KnownMonitors``.
+        keep_best: how many of the best to keep; among equals, the newest.
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
         dirpath: another directory; None: in the run directory.
-        max_time: ``DD:HH:MM:SS`` from when this object is made, after which to save and stop.
-        asynchronous: write in the background, from a copy in host memory; whatever ends the run
-            waits for it.
+        max_time: ``DD:HH:MM:SS`` from the creation of this object, after which to save and stop.
+        asynchronous: write in the background, from a copy in host memory; the end of the run waits
+            for it.
 
     Raises:
-        ConfigError: for values out of range, or a module that counts no iterations.
+        ConfigError: if a value is out of range, or the module counts no iterations.
         CheckpointError: if a checkpoint cannot be written, or all are damaged.
-        NonFiniteWeightsError: if the weights are NaN or infinite; what was saved before stays.
+        NonFiniteWeightsError: if the weights are NaN or infinite; earlier checkpoints stay.
         RunInterrupted: after saving.
     """
 
@@ -109,9 +108,9 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self.keep_best = keep_best
         self.asynchronous = asynchronous
         self.saved: list[str] = []
-        """Names of this run's files, oldest first."""
+        """Names of this run's checkpoint files, oldest first."""
         self.best: Ranked = []
-        """Values of ``monitor`` with their files, best first."""
+        """Values of ``monitor`` with their checkpoint files, best first."""
         self._given = None if dirpath is None else Path(str(self.dirpath))
         self._interrupts = Interrupts(math.inf if max_time is None else seconds_of(max_time))
         self._announced: set[str] = set()  # of ``saved``, those that loggers know of
@@ -131,8 +130,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             return
         if not isinstance(pl_module, RecordingModule):
             raise ConfigError(
-                f"IterationCheckpoint counts RL iterations, which {type(pl_module).__name__} has "
-                "none of; use ModelCheckpoint"
+                f"IterationCheckpoint counts RL iterations, but {type(pl_module).__name__} has "
+                "none; use ModelCheckpoint"
             )
         require_one_start(trainer)
         take_signals(trainer)
@@ -155,7 +154,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start listening to signals, unless it already does."""
+        """Start handling signals, unless it already does."""
         if self._training:
             return
         module, alone = self.module_of(pl_module), trainer.world_size == 1
@@ -240,13 +239,15 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
     @staticmethod
     def _stop_children(trainer: Trainer, exception: BaseException) -> None:
-        """Of a start that a signal ended: processes that Lightning started wait for this one."""
+        """If a signal ended the start: stop the processes that Lightning launched, which wait for
+        this one.
+        """
         launcher = trainer.strategy.launcher
         if isinstance(exception, RunInterrupted) and launcher is not None:
             launcher.kill(signal.SIGTERM)
 
     def _requeue(self, trainer: Trainer, exception: BaseException) -> None:
-        """Under Slurm, after its signal: what Lightning would do, when all ranks have saved."""
+        """Under Slurm, after its signal: requeue the job once all ranks have saved."""
         number = requeue_signal(trainer)
         if number is None or not isinstance(exception, RunInterrupted):
             return
@@ -262,8 +263,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             return False
         if self._updating == module.iteration:  # the optimizer may have stepped or not
             rank_zero_warn(
-                f"the run failed within the update of iteration {module.present_iteration}, so it "
-                "is not saved as it is; go on from the checkpoint before"
+                f"the run failed within the update of iteration {module.present_iteration}, so its "
+                "state is not saved; resume from the checkpoint before"
             )
             return False
         # An error is one process's own; the others would wait for it in vain.
@@ -285,7 +286,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._tidy(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Wait for the write in progress, and stop listening to signals."""
+        """Wait for the write in progress, and stop handling signals."""
         self._training = False
         try:
             trainer.strategy.checkpoint_io.teardown()
@@ -294,14 +295,14 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self._interrupts.remove()
 
     def _rank(self, module: RecordingModule) -> bool:
-        """Remember this iteration if it is among the best so far; return whether it is."""
+        """Add this iteration to the best if it is among them; returns whether it is."""
         value = None if self.monitor is None else module.recorded.get(self.monitor)
         name = f"iteration_{module.iteration}.ckpt"
         self.best = ranked(self.best, value, name, self.keep_best, self.mode)
         return (value, name) in self.best
 
     def _tidy(self, trainer: Trainer) -> None:
-        """Delete files that are neither among the last nor the best; update the links."""
+        """Delete files that are neither among the last nor the best, and update the links."""
         there, best, kept = retained(self._directory, self.saved, self.best, self.keep_last)
         self.last_model_path = str(self._directory / there[-1]) if there else ""
         self.best_model_path = str(self._directory / best[0]) if best else ""
@@ -316,7 +317,9 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self.saved = [name for name in self.saved if name in kept or name not in there]
 
     def _announce(self, trainer: Trainer, there: list[str]) -> None:
-        """Tell loggers, as ``ModelCheckpoint`` does: those with ``log_model`` upload it."""
+        """Tell loggers of new checkpoints, as ``ModelCheckpoint`` does: those with ``log_model``
+        upload them.
+        """
         new, self._announced = set(there) - self._announced, set(there)
         if not new:
             return
@@ -343,7 +346,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self._announced = set(self.saved)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Answer Lightning on ``ckpt_path="last"``."""
+        """Return the checkpoints that Lightning should consider for ``ckpt_path="last"``."""
         self._asked_for_last = True
         if self._given is None:
             continue_newest_run(trainer)

@@ -1,4 +1,4 @@
-"""Callbacks of every run of ours, in a script as from the command line."""
+"""Callbacks that every run of this library gets, in scripts and on the command line."""
 
 from typing import Any
 
@@ -25,9 +25,9 @@ from lightning_rl.run.noise import ignore_known_warnings
 
 
 class ParameterSummary(ModelSummary):
-    """Lightning's summary without its table, whose layers say nothing here and whose FLOPs are 0.
+    """Lightning's summary without its table, whose layers say little here and whose FLOPs are 0.
 
-    A ``fit`` replaces Lightning's own by it, if that has the Trainer's default settings.
+    ``fit`` replaces Lightning's summary by it if that has the Trainer's default settings.
     """
 
     @staticmethod
@@ -53,10 +53,10 @@ IN_PLACE_OF: dict[type[Callback], type[Callback]] = {
 
 
 def own_display(trainer: Trainer) -> list[Callback]:
-    """Our progress bar and summary instead of Lightning's, without its false alarms.
+    """Replace Lightning's progress bar and summary by ours, and ignore its false alarms.
 
-    Only in the place of those that the Trainer made, or that have their default settings: what was
-    chosen stays, and what was switched off stays off.
+    Only those that the Trainer created, or that have their default settings, are replaced: a user's
+    choice is kept, and what is switched off stays off. Returns the new callbacks.
     """
     ignore_known_warnings()
     callbacks = callbacks_of(trainer)
@@ -67,10 +67,11 @@ def own_display(trainer: Trainer) -> list[Callback]:
 
 
 def default_callbacks(trainer: Trainer) -> list[Callback]:
-    """Our display, and for a ``fit`` with a data module ``LearningAlarms`` and ``RunReport``.
+    """Return our display, and for a ``fit`` with a data module ``LearningAlarms`` and
+    ``RunReport``.
 
-    What is among the trainer's callbacks already stays as it is. Data of a rerun makes no
-    results: they are there, and nobody looks for new ones.
+    Callbacks that the trainer already has are kept. A rerun writes no results, as the recorded
+    run's exist already.
     """
     added, data = own_display(trainer), datamodule_of(trainer)
     if trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False):
@@ -81,22 +82,22 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
 
 
 def rl_callbacks(trainer: Trainer) -> list[Callback]:
-    """Callbacks of a run of ``PolicyModule``; a ``WeightSync`` among them."""
+    """Return the callbacks of a run of ``PolicyModule``, after adding a ``WeightSync``."""
     push_weights(trainer)
     return [*_of_monitors(trainer), *default_callbacks(trainer)]
 
 
 def env_callbacks(trainer: Trainer) -> list[Callback]:
-    """Callbacks of a run whose policy is no language model, and so has no engine.
+    """Return the callbacks of a run whose policy is not a language model, and so has no engine.
 
     Raises:
-        ConfigError: if one works with language models only.
+        ConfigError: if a given callback works with language models only.
     """
     for callback in find_callbacks(trainer, RLCallback):
         if callback.language_only:
             module = type(trainer.lightning_module).__name__
             raise ConfigError(
-                f"{type(callback).__name__} works with language models only, and "
+                f"{type(callback).__name__} works only with language models, but "
                 f"{module} trains none; remove the callback"
             )
     return [*_of_monitors(trainer), *default_callbacks(trainer)]
@@ -107,9 +108,9 @@ def _of_monitors(trainer: Trainer) -> list[Callback]:
 
 
 def push_weights(trainer: Trainer) -> None:
-    """Have a ``WeightSync`` where there is an engine, unless one was given.
+    """Add a ``WeightSync`` if there is an engine and none was given.
 
-    First among the callbacks: those after it use the engine with the weights that it pushed.
+    It is the first callback, since those after it use the engine with the weights that it pushed.
     """
     callbacks = callbacks_of(trainer)
     for earlier in find_callbacks(trainer, _DefaultSync):  # it says nothing about this run
@@ -119,4 +120,4 @@ def push_weights(trainer: Trainer) -> None:
 
 
 class _DefaultSync(WeightSync):
-    """One that was not given."""
+    """A ``WeightSync`` that this library added."""

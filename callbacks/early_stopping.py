@@ -1,4 +1,4 @@
-"""Monitors of Lightning's callbacks are looked at after iterations; unknown ones are refused."""
+"""Lightning's monitoring callbacks, evaluated after iterations; unknown metrics are refused."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -13,15 +13,14 @@ from lightning_rl.run.hooks import find_callbacks
 
 
 class Monitor:
-    """Looks for a metric in the rows of a run, until it is there.
+    """Looks for a metric in the rows of a run, until it appears.
 
-    What an evaluation records is known after the first one, everything else after the first
-    iteration that made an update. A callback whose value comes later records nan
-    until then.
+    The metrics of an evaluation are known after the first one, all others after the first iteration
+    with an update. A callback that records a value later must record nan until then.
 
     Args:
-        name: of the metric.
-        whose: who asked for it, for the message.
+        name: the metric's name.
+        whose: the callback that monitors it, for the message.
     """
 
     def __init__(self, name: str, whose: str) -> None:
@@ -30,10 +29,10 @@ class Monitor:
         self._seen: set[str] = set()
 
     def look(self, row: Iterable[str], evaluates: bool) -> None:
-        """Go through the names of a row; ``evaluates``: the run has an ``Evaluate``.
+        """Check the names in a row; ``evaluates``: the run has an ``Evaluate``.
 
         Raises:
-            ConfigError: if the metric should have been there by now, naming those that are.
+            ConfigError: if the metric should have appeared by now; names those that exist.
         """
         names = set(row)
         self._seen |= names
@@ -45,20 +44,20 @@ class Monitor:
         close = get_close_matches(self.name, self._seen, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
-            f"{self.whose}(monitor={self.name!r}): no such metric was recorded; {hint}There are "
-            f"{', '.join(alike or sorted(self._seen))}. A callback that records it later has to "
-            "record nan until then"
+            f"{self.whose}(monitor={self.name!r}): no such metric was recorded; {hint}The recorded "
+            f"metrics are {', '.join(alike or sorted(self._seen))}. A callback that records it "
+            "later has to record nan until then"
         )
 
 
 class StopEarly(RLCallback):
-    """Lets every ``EarlyStopping`` look at the rows of metrics that hold its monitor.
+    """Evaluates every ``EarlyStopping`` on the rows of metrics that hold its monitor.
 
-    Lightning's own looks at the end of epochs, or after a validation loop, which RL has none of.
-    One with ``check_on_train_epoch_end=True`` stays as it is. ``fit`` adds this callback.
+    Lightning's own is evaluated at the end of epochs, or after a validation loop, which RL does not
+    have. With ``check_on_train_epoch_end=True`` it is left alone. ``fit`` adds this callback.
 
     Raises:
-        ConfigError: if nobody records a monitor.
+        ConfigError: if no metric of the monitor's name is recorded.
     """
 
     def __init__(self, stoppers: list[EarlyStopping]) -> None:
@@ -66,7 +65,7 @@ class StopEarly(RLCallback):
 
     @classmethod
     def where_needed(cls, trainer: Trainer) -> list[Callback]:
-        """The addition to a Trainer's callbacks; none if it has it, or needs it not."""
+        """Return a list with this callback if the trainer needs it and has none, else none."""
         found = find_callbacks(trainer, EarlyStopping)
         stoppers = [stopper for stopper in found if not stopper._check_on_train_epoch_end]
         if not stoppers or find_callbacks(trainer, cls):
@@ -87,12 +86,13 @@ class StopEarly(RLCallback):
 
 
 class KnownMonitors(RLCallback):
-    """Ends runs whose ``ModelCheckpoint`` monitors what nobody records, so that it saves nothing.
+    """Ends a run whose ``ModelCheckpoint`` monitors an unknown metric, so that it would save
+    nothing.
 
     ``fit`` adds this callback.
 
     Raises:
-        ConfigError: after the first evaluation or update, naming what is recorded.
+        ConfigError: after the first evaluation or update, naming the recorded metrics.
     """
 
     def __init__(self, savers: list[ModelCheckpoint]) -> None:
@@ -100,7 +100,7 @@ class KnownMonitors(RLCallback):
 
     @classmethod
     def where_needed(cls, trainer: Trainer) -> list[Callback]:
-        """The addition to a Trainer's callbacks; none if it has it, or needs it not."""
+        """Return a list with this callback if the trainer needs it and has none, else none."""
         savers = [one for one in find_callbacks(trainer, ModelCheckpoint) if one.monitor]
         return [cls(savers)] if savers and not find_callbacks(trainer, cls) else []
 

@@ -17,17 +17,17 @@ from lightning_rl.run.hooks import datamodule_of, find_callbacks, last_iteration
 class Evaluate(RLCallback):
     """Records ``eval/accuracy``, ``eval/reward_mean``, ``eval/pass@k`` and more.
 
-    Before training, after every N-th iteration and after the last, also of a run that is stopped
-    early. It always measures the present policy: where the schedule of ``WeightSync`` has left the
-    engine behind, weights are synced first. What is evaluated, and how it is sampled, are
-    ``eval_*`` of the data module.
+    It evaluates before training, after every N-th iteration and after the last, also if the run is
+    stopped early. It always measures the present policy: if the schedule of ``WeightSync`` has left
+    the engine behind, weights are synced first. The ``eval_*`` arguments of the data module set
+    what is evaluated, and how it is sampled.
 
     Args:
         every_n_iterations: evaluate after every N-th iteration, and after the last.
         before_training: evaluate the untrained policy too.
 
     Raises:
-        ConfigError: for a number below 1; at start, if there is nothing to evaluate on, or a
+        ConfigError: if a number is below 1; at start, if there is nothing to evaluate on, or a
             second such callback.
     """
 
@@ -42,8 +42,8 @@ class Evaluate(RLCallback):
         datamodule = datamodule_of(trainer)
         if not isinstance(datamodule, CollectingDataModule):
             raise ConfigError(
-                f"Evaluate has nothing to evaluate on: {type(datamodule).__name__} collects "
-                "nothing; remove the callback"
+                f"Evaluate has nothing to evaluate on: {type(datamodule).__name__} collects no "
+                "rollouts; remove the callback"
             )
         if not datamodule.evaluates:
             fix = datamodule.nothing_to_evaluate
@@ -73,9 +73,9 @@ class Evaluate(RLCallback):
             module.flush_metrics()  # the iteration's row is written already
 
     def should_evaluate(self, trainer: Trainer, version: int) -> bool:
-        """Whether to evaluate the policy of this version; override to change when.
+        """Return True to evaluate the policy of this version; override it to change the schedule.
 
-        The last one is evaluated in any case.
+        The last version is evaluated in any case.
         """
         if version == 0:
             return self.before_training
@@ -91,21 +91,21 @@ class Evaluate(RLCallback):
 
 
 def is_last(trainer: Trainer, version: int) -> bool:
-    """Whether the run ends with this iteration, judging by its number of steps."""
+    """Return True if the run ends with this iteration, judging by its number of steps."""
     if 0 < trainer.max_steps <= trainer.global_step:
         return True
     return version == last_iteration(trainer, version)
 
 
 def check_evaluations(trainer: Trainer) -> None:
-    """Check that a run is evaluated once at a time.
+    """Check that a run has at most one ``Evaluate``.
 
     Raises:
-        ConfigError: naming the callback that is there twice.
+        ConfigError: if there are several.
     """
     count = len(find_callbacks(trainer, Evaluate))
     if count > 1:
         raise ConfigError(
             f"trainer.callbacks: there are {count} Evaluate, which would roll out the same "
-            "held-out prompts again; leave one, and set its every_n_iterations"
+            "held-out prompts again; remove all but one, and set its every_n_iterations"
         )

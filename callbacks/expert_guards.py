@@ -1,4 +1,4 @@
-"""Guards of a mixture of experts: experts that nothing is sent to, and such as get most of it."""
+"""Guards of a mixture of experts: experts that get no tokens, and experts that get most of them."""
 
 from lightning_rl.callbacks.guards import GuardAction, MetricGuard, Warn
 from lightning_rl.config.arguments import configurable
@@ -6,10 +6,10 @@ from lightning_rl.config.arguments import configurable
 
 @configurable
 class DeadExpertGuard(MetricGuard):
-    """Share of experts, over all layers, that no token of an update was sent to.
+    """The share of experts, over all layers, that got no token of an update.
 
     Args:
-        bound: the largest share that is still good. Small batches leave some out by chance.
+        bound: the largest acceptable share. Small batches miss some experts by chance.
     """
 
     what = "the share of experts without a token"
@@ -22,11 +22,11 @@ class DeadExpertGuard(MetricGuard):
 
 @configurable
 class ExpertOverloadGuard(MetricGuard):
-    """Work of the busiest expert of any layer, in multiples of an even share.
+    """The load of the busiest expert of any layer, in multiples of an even share.
 
     Args:
-        bound: the largest multiple that is still good; the number of experts over that of a token's
-            is the most that there can be.
+        bound: the largest acceptable multiple; its maximum is the number of experts divided by the
+            number of experts per token.
     """
 
     what = "the busiest expert's multiple of an even share"

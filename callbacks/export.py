@@ -1,4 +1,4 @@
-"""HFExport: the policy as a directory that the rest of the world loads."""
+"""HFExport: the policy as a folder that Hugging Face libraries and vLLM can load."""
 
 import json
 import shutil
@@ -28,41 +28,42 @@ from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.rundir import output_path, refused
 
 STATE = "export.json"
-"""In each export: of which iteration it is (else optimizer step), with its metrics."""
+"""File in each export with its iteration (else optimizer step) and its metrics."""
 
 
 @configurable
 class HFExport(RLCallback):
     """Writes the trained model for ``AutoModelForCausalLM.from_pretrained`` and vLLM's server.
 
-    At the end of training to ``directory``; on the way, every N iterations and where ``monitor`` is
-    best so far, to ``iteration_<n>`` in ``<directory>_exports``, in the background, from a copy of
-    the weights in host memory. Whatever ends the run waits for it. An export is whole or not there,
-    also when the run is killed: :func:`latest_hf_checkpoint` finds the newest. Beside the weights
-    lie a model card (``README.md``) with the run's figures, ``curves.png`` and ``config.yaml``.
+    At the end of training it writes to ``directory``; during training, every N iterations and
+    whenever ``monitor`` is at its best so far, to ``iteration_<n>`` in ``<directory>_exports``, in
+    the background, from a copy of the weights in host memory. The end of the run waits for it.
+    Exports are atomic, even if the run is killed: :func:`latest_hf_checkpoint` finds the newest.
+    Beside the weights are a model card (``README.md``) with the run's figures, ``curves.png`` and
+    ``config.yaml``.
 
-    Of several policies each has a folder of its name.
+    With several policies, each has a folder of its name.
 
     Args:
-        directory: where to, except of a fast dev run; None: ``hf`` in the run directory.
-        every_n_iterations: how often to export on the way; 0: only at the end.
+        directory: the target folder, except in a fast dev run; None: ``hf`` in the run directory.
+        every_n_iterations: how often to export during training; 0: only at the end.
         keep_last: how many of these to keep.
-        monitor: a metric such as ``eval/accuracy``; when it is best so far the policy is exported
-            too, and the link ``best`` points to it.
+        monitor: a metric such as ``eval/accuracy``; when it is at its best so far the policy is
+            exported too, and the link ``best`` points to it.
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
         merge_adapters: write a LoRA merged into its model; false: its adapters alone, as peft does.
         push_to_hub: ``owner/model``, a repository to which each export is pushed as one commit, in
             the background, with the token of ``HF_TOKEN`` or ``hf auth login``. A push that fails
-            on the way is a warning, as the next brings its model; the last one ends the run with
-            an error.
-        private: whether a repository that is made for it is private.
+            during training is a warning, as the next one brings its model; if the last one fails,
+            the run ends with an error.
+        private: if the repository is created, make it private.
 
     Raises:
-        ConfigError: for values out of range, a ``monitor`` that nobody records, or a LoRA that
-            cannot be written without its model.
-        NonFiniteWeightsError: if the weights are NaN or infinite; what was there stays.
-        DiskError: if an export cannot be written; what was there stays.
-        HubError: if the last export cannot be pushed; it is whole on the disk.
+        ConfigError: if a value is out of range, ``monitor`` is not recorded, or a LoRA cannot be
+            written without its model.
+        NonFiniteWeightsError: if the weights are NaN or infinite; earlier exports stay.
+        DiskError: if an export cannot be written; earlier exports stay.
+        HubError: if the last export cannot be pushed; it is complete on disk.
     """
 
     language_only = True
@@ -90,7 +91,7 @@ class HFExport(RLCallback):
         self.push_to_hub = push_to_hub
         self.private = private
         self.saved: list[str] = []
-        """Names of this run's exports on the way, oldest first."""
+        """Names of this run's exports during training, oldest first."""
         self.best: Ranked = []
         self._hub = None if push_to_hub is None else HubModel(push_to_hub, private)
         self._monitor = None if monitor is None else Monitor(monitor, type(self).__name__)
@@ -147,11 +148,11 @@ class HFExport(RLCallback):
             rank_zero_warn(str(error))
 
     def target(self, trainer: Trainer) -> Path:
-        """The directory that is written; of several policies, that of their directories."""
+        """Return the folder that is written; with several policies, the parent of their folders."""
         return output_path(trainer, self.directory, "hf")
 
     def exports(self, trainer: Trainer) -> Path:
-        """The directory of what is exported on the way."""
+        """Return the folder of exports during training."""
         return _exports_of(self.target(trainer))
 
     # ---------------------------------------------------------------- writing
@@ -181,7 +182,7 @@ class HFExport(RLCallback):
         self._writing = self._writer.submit(_work, write, push, tidy, on_the_way=copied)
 
     def _wait(self) -> None:
-        """Wait for what is being written; raises what went wrong with it."""
+        """Wait for the export in progress; raises its error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -195,7 +196,9 @@ class HFExport(RLCallback):
                 self._writer = None
 
     def _tidy(self, exports: Path, written: Path) -> None:
-        """Delete what is neither among the last nor the best, and point the link to that."""
+        """Delete exports that are neither among the last nor the best, and update the link
+        ``best``.
+        """
         if written.parent != exports:
             return
         there, best, kept = retained(exports, self.saved, self.best, self.keep_last)
@@ -217,7 +220,9 @@ class HFExport(RLCallback):
     @staticmethod
     def _module(pl_module: LightningModule) -> LanguageModule:
         if not isinstance(pl_module, LanguageModule):
-            raise ConfigError(f"HFExport: {type(pl_module).__name__} has no policy; remove it")
+            raise ConfigError(
+                f"HFExport: {type(pl_module).__name__} has no policy to export; remove the callback"
+            )
         return pl_module
 
 
@@ -245,7 +250,7 @@ def _write(
     state: str,
     target: Path,
 ) -> None:
-    """Write all policies beside their place, and put them there when all is on the disk."""
+    """Write all policies to a temporary folder, and rename it when all is on disk."""
     try:
         with replace_folder(target) as place:
             for name, export in exports.items():
@@ -257,10 +262,10 @@ def _write(
 
 
 def latest_hf_checkpoint(directory: str | Path) -> Path | None:
-    """The newest model that ``HFExport`` wrote to a run directory, in whole; None: none.
+    """Return the newest complete model that ``HFExport`` wrote to a run directory; None if none.
 
     Args:
-        directory: the run directory, or what ``HFExport`` was given as ``directory``.
+        directory: the run directory, or the ``directory`` of ``HFExport``.
     """
     place = Path(directory)
     target = place if (place / STATE).is_file() or _exports_of(place).is_dir() else place / "hf"

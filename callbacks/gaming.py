@@ -1,4 +1,4 @@
-"""Signs that a policy is paid for something else than its task, for ``LearningAlarms``."""
+"""Signs that a policy games its reward, for ``LearningAlarms``."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from lightning_rl.collect.tasks import Task
 from lightning_rl.rollout import Rollout
 
 ADVICE = (
-    "The policy is paid for something else than the task: read some rollouts, and lower the weight "
-    "of what is easy to get, such as a format, or pay it only where the answer is right"
+    "The policy may be gaming its reward: read some rollouts, and lower the weight "
+    "of parts that are easy to get, such as a format, or grant them only for right answers"
 )
 
 
@@ -20,8 +20,8 @@ class Gaming:
 
     Args:
         rewards: mean rewards of the first groups and of the last, which its owner keeps.
-        reward_sigmas: by how many standard errors a part has to fall.
-        eval_sigmas: by how many accuracy has to.
+        reward_sigmas: number of standard errors by which a part has to fall.
+        eval_sigmas: number of standard errors by which accuracy has to fall.
     """
 
     def __init__(self, rewards: FirstAndLast, reward_sigmas: float, eval_sigmas: float) -> None:
@@ -49,10 +49,10 @@ class Gaming:
             self.ranges[name] = [min(seen), max(seen)]
 
     def part_fell(self, weights: Mapping[str, float]) -> str | None:
-        """Return a warning if a part that matters fell though the reward did not; else None.
+        """Return a warning if an important part fell although the mean reward did not; else None.
 
-        Of a task's ``weights`` by part those matter whose weight times range is the largest, and
-        those of weight 0, which are there to be watched.
+        Important are the part whose weight times range is the largest in the task's ``weights``,
+        and parts of weight 0, which exist to be watched.
         """
         if not self.rewards.full or len(weights) < 2:
             return None
@@ -74,7 +74,7 @@ class Gaming:
         return None
 
     def accuracy_fell(self, accuracy: float, prompts: int) -> str | None:
-        """Return a warning if held-out accuracy fell though the reward rose; else None."""
+        """Return a warning if held-out accuracy fell although the reward rose; else None."""
         present = self.rewards.last or self.rewards.first
         if not self.best or accuracy >= self.best["accuracy"]:
             self.best = {"accuracy": accuracy}
@@ -96,12 +96,12 @@ class Gaming:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives only."""
+        """Return the state as primitives."""
         parts = {name: ends.state_dict() for name, ends in self.parts.items()}
         return {"parts": parts, "ranges": self.ranges, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken."""
+        """Continue from a state."""
         self.parts = {}
         for name, ends in state["parts"].items():
             self.parts[name] = FirstAndLast(self.rewards.window, self.rewards.least)
@@ -110,10 +110,10 @@ class Gaming:
 
 
 def component(prompt_set: str, reward: str) -> str:
-    """The name of a part of the reward, with its prompt set where there are several."""
+    """Return the name of a part of the reward, with its prompt set if there are several."""
     return f"{prompt_set}/{reward}" if prompt_set else reward
 
 
 def component_weights(task: Task) -> dict[str, float]:
-    """The weight of each part in the reward of a task."""
+    """Return the weight of each part in the reward of a task."""
     return {component(task.name, name): w for name, w in task.rewards.weights.items()}

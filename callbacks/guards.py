@@ -1,6 +1,6 @@
-"""Guards: each watches one number in every iteration, and acts when it leaves its bound.
+"""Guards: each watches one number in every iteration, and acts when it crosses its bound.
 
-Actions come first, from a line in the log to the end of the run.
+The actions come first, from a line in the log to the end of the run.
 """
 
 import logging
@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finding:
-    """A bound that was broken, while something can be done about it.
+    """A bound that was crossed.
 
-    ``batch`` is what the update is about to train on, None if it is over. ``offenders`` tells which
-    tokens, (T,), broke the bound by themselves.
+    ``batch`` is the batch that the update will train on, None if the update is over. ``offenders``
+    returns a mask, (T,), of the tokens that cross the bound by themselves.
     """
 
     module: RecordingModule
@@ -40,25 +40,25 @@ class Finding:
 
 
 class GuardAction(ABC):
-    """Taken by a guard in every iteration in which it goes off; it also logs a warning.
+    """What a guard does in every iteration in which it goes off, besides logging a warning.
 
-    ``changes_update``: it comes too late once the update is over, when only ``stop`` of a decision
-    is heeded.
+    ``changes_update``: the action is too late after the update, when only ``stop`` of a decision is
+    obeyed.
     """
 
     changes_update: ClassVar[bool] = False
 
     @abstractmethod
     def act(self, finding: Finding) -> Decision | None:
-        """Act, or decide about the update."""
+        """Act, or return a decision about the update."""
 
 
 @dataclass(frozen=True)
 class Warn(GuardAction):
-    """Only the warning in the log."""
+    """Only logs the warning."""
 
     def act(self, finding: Finding) -> None:
-        """The guard has logged it already."""
+        """Do nothing, since the guard has logged the warning."""
 
 
 @configurable
@@ -79,7 +79,7 @@ class Correct(GuardAction):
 
 @dataclass(frozen=True)
 class Mask(GuardAction):
-    """Takes the tokens that break the bound by themselves out of the loss.
+    """Removes the tokens that cross the bound by themselves from the loss.
 
     If none is left, there is no update.
     """
@@ -92,7 +92,7 @@ class Mask(GuardAction):
 
 @dataclass(frozen=True)
 class SkipUpdate(GuardAction):
-    """Leaves this batch's update out: no optimizer steps, the iteration is counted all the same."""
+    """Skips this batch's update: it makes no optimizer steps, but the iteration is counted."""
 
     changes_update: ClassVar[bool] = True
 
@@ -102,9 +102,9 @@ class SkipUpdate(GuardAction):
 
 @dataclass(frozen=True)
 class StopRun(GuardAction):
-    """Leaves the update out if it is still to come, saves, and ends the run with a ``GuardError``.
+    """Skips the update if it is still to come, saves, and ends the run with a ``GuardError``.
 
-    ``IterationCheckpoint`` is what saves.
+    ``IterationCheckpoint`` does the saving.
     """
 
     def act(self, finding: Finding) -> Decision:
@@ -114,31 +114,31 @@ class StopRun(GuardAction):
 @configurable
 @dataclass(eq=False, repr=False)
 class Guard(RLCallback, ABC):
-    """Compares one number per iteration with a bound, and acts when it is broken.
+    """Compares one number per iteration with a bound, and acts when it is crossed.
 
-    Records ``guard/<name>_value``, ``guard/<name>`` (1: broken) and ``guard/<name>_acted``, and
-    logs a warning when it goes off. A value that is not a number breaks every bound. All ranks of a
-    run act alike: where their values differ, it is the first that breaks the bound which counts.
-    Derive from :class:`BatchGuard` for a number of your own; :class:`MetricGuard` takes any metric.
+    It records ``guard/<name>_value``, ``guard/<name>`` (1: crossed) and ``guard/<name>_acted``, and
+    logs a warning when it goes off. NaN crosses every bound. All ranks of a run act alike: if their
+    values differ, the first that crosses the bound counts. Derive from :class:`BatchGuard` for your
+    own number; :class:`MetricGuard` takes any metric.
 
     Args:
-        bound: the last value that is still good.
-        action: what to do; a :class:`GuardAction`.
-        patience: iterations in a row that break the bound before it acts.
+        bound: the last acceptable value.
+        action: the action to take; a :class:`GuardAction`.
+        patience: iterations in a row that cross the bound before it acts.
 
     Raises:
-        ConfigError: for a patience below 1, or an action that would come too late.
+        ConfigError: if patience is below 1, or the action would be too late.
         GuardError: when ``StopRun`` has ended the run.
     """
 
     reruns = True
     name: str = field(init=False)
     what: str = field(init=False)
-    """The number, in words."""
+    """A description of the number, for the warning."""
     fix: ClassVar[str] = "look at some rollouts"
-    """Advice to a person."""
+    """Advice for the user, for the warning."""
     before_update: ClassVar[bool]
-    """True where it is known before the update."""
+    """True if the number is known before the update."""
 
     bound: float
     action: GuardAction = Warn()
@@ -150,18 +150,20 @@ class Guard(RLCallback, ABC):
         if self.action.changes_update and not self.before_update:
             raise ConfigError(
                 f"{type(self).__name__} knows its value only after the update, so "
-                f"action={type(self.action).__name__} comes too late; use Warn or StopRun"
+                f"action={type(self.action).__name__} would be too late; use Warn or StopRun"
             )
         if isinstance(self.action, Mask) and type(self).offenders is Guard.offenders:
             raise ConfigError(
-                f"{type(self).__name__} looks at a batch as a whole, so action=Mask has nothing to "
-                "take out; use another action"
+                f"{type(self).__name__} checks a batch as a whole, so action=Mask has nothing to "
+                "remove; use another action"
             )
         self._in_a_row: dict[str, int] = {}  # by the policy's name
 
     @property
     def broken(self) -> int:
-        """Iterations in a row, up to the last, that broke the bound; of policies, the most."""
+        """Iterations in a row, up to the last, that crossed the bound; of several policies, the
+        most.
+        """
         return max(self._in_a_row.values(), default=0)
 
     @property
@@ -170,11 +172,13 @@ class Guard(RLCallback, ABC):
         return self._generate_state_key(name=self.name, bound=self.bound)
 
     def breaks(self, value: float) -> bool:
-        """Whether a value is bad."""
+        """Return True if a value crosses the bound."""
         return not value <= self.bound
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
-        """The offending tokens, (T,), which ``Mask`` removes. Override it to allow that."""
+        """Return a mask of the offending tokens, (T,), which ``Mask`` removes. Override it to allow
+        that.
+        """
         raise NotImplementedError
 
     def judge(
@@ -217,16 +221,17 @@ class Guard(RLCallback, ABC):
 
 
 class BatchGuard(Guard, ABC):
-    """A guard of the batch before its update; every action is in time. Override ``measure``."""
+    """A guard of the batch before its update; every action is possible. Override ``measure``."""
 
     before_update = True
     language_only = True
 
     @abstractmethod
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
-        """The number, best of all ranks' batches together; None if there is nothing to measure.
+        """Return the number, or None if there is nothing to measure.
 
-        A number for this rank's batch alone suffices: the ranks combine theirs.
+        It should cover all ranks' batches, but this rank's suffices: the ranks combine their
+        values.
         """
 
     def on_update_start(
@@ -238,13 +243,14 @@ class BatchGuard(Guard, ABC):
 
 @configurable
 class MetricGuard(Guard):
-    """A guard of any metric that an iteration records; ``Warn`` and ``StopRun`` are in time.
+    """A guard of any metric that an iteration records; it supports ``Warn`` and ``StopRun``.
 
-    Where several policies record it, of each: ``policy/kl_old`` is also ``policy/prover/kl_old``.
+    If several policies record it, each is checked: ``policy/kl_old`` is also
+    ``policy/prover/kl_old``.
 
     Args:
-        metric: its name, such as ``policy/grad_norm``; ``policy_grad_norm`` is the guard's.
-        bound: the largest value that is still good.
+        metric: its name, such as ``policy/grad_norm``; the guard is then ``policy_grad_norm``.
+        bound: the largest acceptable value.
     """
 
     before_update = False
@@ -274,14 +280,14 @@ class MetricGuard(Guard):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._measured:
             _log.warning(
-                "%s had nothing to watch: no %r was recorded (before it in the list of callbacks)",
+                "%s had nothing to check: no %r was recorded (by a callback before it in the list)",
                 type(self).__name__,
                 self.metric,
             )
 
 
 class MetricFloorGuard(MetricGuard):
-    """The same with a lower bound: the smallest value that is still good."""
+    """A guard of a metric with a lower bound: the smallest acceptable value."""
 
     def breaks(self, value: float) -> bool:
         return not value >= self.bound
@@ -289,9 +295,9 @@ class MetricFloorGuard(MetricGuard):
 
 @configurable
 class KLGuard(MetricGuard):
-    """Mean divergence per token, in nats: of the update from the policy before it.
+    """The mean divergence per token, in nats, of the updated policy from the one before it.
 
-    With ``metric: policy/kl_ref``, from the reference (needs ``model.kl``).
+    With ``metric: policy/kl_ref`` it is that from the reference (needs ``model.kl``).
     """
 
     fix = "lower lr or ppo_epochs, or add a KL penalty"
@@ -308,7 +314,7 @@ class KLGuard(MetricGuard):
 
 @configurable
 class EntropyGuard(MetricFloorGuard):
-    """Mean entropy per token, in nats: near zero, the policy tries nothing new."""
+    """The mean entropy per token, in nats: near zero, the policy no longer explores."""
 
     fix = "lower lr, or add an entropy bonus or a KL penalty"
 
@@ -320,12 +326,13 @@ class EntropyGuard(MetricFloorGuard):
 
 @configurable
 class NonFiniteGuard(MetricGuard):
-    """Optimizer steps whose gradient is NaN or infinite, which ``PolicyModule`` leaves out itself.
+    """The number of optimizer steps skipped for a NaN or infinite gradient.
 
-    A guard adds the action: an alarm in every iteration with such a step, or the end of the run.
+    ``PolicyModule`` skips them itself. The guard adds an action: an alarm in every iteration with
+    such a step, or the end of the run.
     """
 
-    what = "the number of optimizer steps left out for a gradient that is NaN or infinite"
+    what = "the number of optimizer steps skipped for a gradient that is NaN or infinite"
     fix = "look for extreme logprobs or advantages; lower lr"
 
     def __init__(self, action: GuardAction = Warn(), patience: int = 1) -> None:

@@ -7,11 +7,11 @@ from lightning_rl.errors import ConfigError, HubError, first_line
 
 
 class HubModel:
-    """Pushes folders to a repository, each as one commit. The token is huggingface_hub's own.
+    """Pushes folders to a repository, each as one commit, with huggingface_hub's own token.
 
     Args:
-        name: ``owner/model``; without an owner, that of the token.
-        private: whether a repository that is made for it is private.
+        name: ``owner/model``; without an owner, the token's owner.
+        private: if the repository is created, make it private.
     """
 
     def __init__(self, name: str, private: bool) -> None:
@@ -19,7 +19,7 @@ class HubModel:
         self.private = private
 
     def open(self) -> None:
-        """Find out now, not when training is over, whether it may be written; make it if need be.
+        """Check before training that the repository can be written, and create it if necessary.
 
         Raises:
             ConfigError: saying what is missing.
@@ -37,19 +37,20 @@ class HubModel:
                 lambda: HfApi().create_repo(self.name, private=self.private, exist_ok=True)
             )
         except HFValidationError as error:
-            raise ConfigError(f"{place} is no name of a repository: {error}") from error
+            raise ConfigError(f"{place} is not a valid repository name: {error}") from error
         except Exception as error:
             raise ConfigError(
-                f"{place}: the hub ({constants.ENDPOINT}) does not let it be written: "
-                f"{first_line(error)}; check the name, and that the token may write there"
+                f"{place}: the hub ({constants.ENDPOINT}) refuses access: "
+                f"{first_line(error)}; check the name, and that the token has write permission"
             ) from error
         self.name = made.repo_id
 
     def push(self, folder: Path, message: str) -> None:
-        """Upload a folder, without large files that an interrupted push brought there.
+        """Upload a folder as one commit; skips large files that an interrupted push already
+        uploaded.
 
         Raises:
-            HubError: if it did not succeed after several tries; the branch is as it was.
+            HubError: if it failed after several tries; the branch is unchanged.
         """
         from huggingface_hub import HfApi
 
@@ -62,5 +63,5 @@ class HubModel:
         except Exception as error:
             raise HubError(
                 f"{folder} could not be pushed to {self.name!r}: {first_line(error)}. The export "
-                f"is whole; push it with `hf upload {self.name} {folder}`"
+                f"is complete; push it with `hf upload {self.name} {folder}`"
             ) from error

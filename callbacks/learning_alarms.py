@@ -30,21 +30,22 @@ SAMPLE_OF: dict[str, Callable[[dict[str, float], int], Sample]] = {
         row["eval/reward_mean"], row["eval/reward_std"], count
     ),
 }
-"""Success and reward of so many held-out prompts, from a row of metrics."""
+"""Success rate and mean reward of ``count`` held-out prompts, from a row of metrics."""
 UNLEARNS = (
-    "The policy gets worse: lower the learning rate, ppo_epochs or minibatches, add a KL penalty "
-    "(model.kl), and read some rollouts"
+    "The policy is getting worse: lower the learning rate, ppo_epochs or minibatches, add a KL "
+    "penalty (model.kl), and read some rollouts"
 )
 ARRIVED = 0.2
-"""Of the range of rewards seen: as far below the best, a policy needs to try no more."""
+"""Share of the range of rewards seen: this close to the best, a policy need not explore any more.
+"""
 LEAST_GROUPS = 16
-"""Of fewer, a standard error cannot be told well enough."""
+"""With fewer groups, the standard error cannot be estimated well enough."""
 
 
 def _rewards_compare(datamodule: object) -> TypeGuard[RLDataModule]:
-    """Return whether the rewards of different iterations can be compared.
+    """Return True if the rewards of different iterations can be compared.
 
-    They cannot where prompts are drawn by the rewards that they got.
+    They cannot if prompts are chosen by the rewards that they got.
     """
     return (
         isinstance(datamodule, RLDataModule)
@@ -55,37 +56,37 @@ def _rewards_compare(datamodule: object) -> TypeGuard[RLDataModule]:
 @configurable
 @dataclass(eq=False, repr=False)
 class LearningAlarms(RLCallback):
-    """Warns, once for each, of what goes wrong in a run that learns; a ``fit`` adds it by itself.
+    """Warns, once for each kind, of problems in a run that learns; ``fit`` adds it by itself.
 
     - *rewards*: the mean reward of the last ``window`` iterations is below that of the first, by
-      more than ``reward_sigmas`` standard errors. Left out where prompts are chosen by the rewards
-      they got (curricula), for then rewards of different iterations do not compare.
+      more than ``reward_sigmas`` standard errors. It is off if prompts are chosen by the rewards
+      they got (curricula), since rewards of different iterations are then not comparable.
     - *evaluation*: held-out accuracy or mean reward is below that of the first evaluation, by more
       than ``eval_sigmas`` standard errors.
-    - *gaming*: what is rewarded and what is wanted come apart. The part of the reward that can pay
-      most, or one of weight 0, fell by more than ``reward_sigmas`` standard errors, though the mean
-      reward did not; or held-out accuracy is below its best by more than ``eval_sigmas``, though
-      the mean reward is above what it was then (:mod:`lightning_rl.callbacks.gaming`).
-    - *entropy*: it is below ``entropy_share`` of what it was, though rollouts have had rewards far
-      above the mean: the policy tries nothing new any more, and has not arrived. It is estimated
-      as the mean of -log p of sampled tokens, also of groups that are not trained on.
+    - *gaming*: the reward and the goal diverge. The part of the reward that can contribute most, or
+      one of weight 0, fell by more than ``reward_sigmas`` standard errors, although the mean reward
+      did not; or held-out accuracy is below its best by more than ``eval_sigmas``, although the
+      mean reward is above what it was then (:mod:`lightning_rl.callbacks.gaming`).
+    - *entropy*: it is below ``entropy_share`` of its first value, although rollouts have had
+      rewards far above the mean: the policy no longer explores, and is not at its best. It is
+      estimated as the mean of -log p of sampled tokens, also of groups that are not trained on.
     - *gap*: the logprobs of engine and trainer are more than ``gap`` nats apart, over the last
       ``window`` iterations.
-    - *numbers*: loss, gradient or mean reward are NaN or infinite, or steps were left out for that.
+    - *numbers*: loss, gradient or mean reward are NaN or infinite, or steps were skipped for that.
 
     Rollouts of a group are not independent, so a standard error is that of the means of groups, or
-    held-out prompts. A fall also has to be a fifth of their standard deviation. To act instead of
-    being told, use guards.
+    of held-out prompts. A fall must also be at least a fifth of their standard deviation. To act
+    instead of only warning, use guards.
 
     Args:
-        window: iterations that are averaged at either end; more where there are few groups.
-        reward_sigmas: in standard errors; looked at in every iteration.
-        eval_sigmas: in standard errors; looked at in evaluations, of which there are fewer.
+        window: iterations that are averaged at either end; more if there are few groups.
+        reward_sigmas: in standard errors; checked in every iteration.
+        eval_sigmas: in standard errors; checked in evaluations, of which there are fewer.
         entropy_share: in (0, 1).
         gap: mean distance per token, in nats.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: if a value is out of range.
     """
 
     window: int = 3
@@ -111,7 +112,7 @@ class LearningAlarms(RLCallback):
         self.gaming = Gaming(self.rewards, self.reward_sigmas, self.eval_sigmas)
         self.first_evaluation: dict[str, float] = {}
         self.told: list[str] = []
-        """Kinds of alarms that went off."""
+        """Kinds of alarms that have gone off."""
 
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
@@ -201,7 +202,7 @@ class LearningAlarms(RLCallback):
         first, last = self.rewards.iterations
         return (
             f"the mean reward is {now.mean:.3g} in the last {last} iterations, below the "
-            f"{before.mean:.3g} of the first {first} (bound {bound:.3g}, what chance explains). "
+            f"{before.mean:.3g} of the first {first} (bound {bound:.3g}, which chance explains). "
             f"{UNLEARNS}"
         )
 
@@ -223,7 +224,8 @@ class LearningAlarms(RLCallback):
             if now.mean < bound:
                 return (
                     f"{name} of {prompts} prompts is {now.mean:.3g}, below the {before.mean:.3g} "
-                    f"of the first evaluation (bound {bound:.3g}, what chance explains). {UNLEARNS}"
+                    f"of the first evaluation (bound {bound:.3g}, which chance explains). "
+                    f"{UNLEARNS}"
                 )
         return None
 
@@ -251,9 +253,9 @@ class LearningAlarms(RLCallback):
         return (
             f"the entropy per token is {now:.3g} nats, {now / before:.0%} of what it was at the "
             f"start ({before:.3g}; bound {self.entropy_share:.0%}), though the mean reward is "
-            f"{reward:.3g} and rollouts have had up to {high:.3g}: the policy hardly tries new "
-            "things any more. Add an entropy bonus (model.entropy) or a KL penalty (model.kl), or "
-            "lower the learning rate"
+            f"{reward:.3g} and rollouts have had up to {high:.3g}: the policy hardly explores any "
+            "more. Add an entropy bonus (model.entropy) or a KL penalty (model.kl), or lower the "
+            "learning rate"
         )
 
     def _gap(self) -> str | None:
@@ -264,6 +266,6 @@ class LearningAlarms(RLCallback):
             return None
         return (
             f"the logprobs of engine and trainer are {now:.3g} nats apart per token (bound "
-            f"{self.gap:g}): what is trained on is another policy's by now. Sync more often, lower "
-            "max_staleness or the learning rate, or set model.correction, e.g. TokenTIS"
+            f"{self.gap:g}): the rollouts come from a different policy by now. Sync more often, "
+            "lower max_staleness or the learning rate, or set model.correction, e.g. TokenTIS"
         )

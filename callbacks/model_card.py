@@ -1,4 +1,4 @@
-"""The card of an exported model: what it was trained from, how, and how well it went."""
+"""The card of an exported model: its base, its training, and its results."""
 
 import re
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.rundir import run_dir
 
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$", re.IGNORECASE)
-"""Keys of what nobody else should read."""
+"""Matches keys whose values are secret."""
 _LOGIN = re.compile(r"://[^/@\s]+@")
-"""A name and a password in an address."""
+"""Matches a name and a password in a URL."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class ModelCard:
     Args:
         history: rows of metrics, one per iteration.
         base: the model that training began with.
-        name: of the run, for headings.
-        configuration: its YAML, without secrets; empty where a script made the objects.
-        adapters: whether the weights are a LoRA's adapters alone.
-        ledger: the last hash of the run's ledger; empty where it keeps none.
-        sees: whether the model reads pictures.
+        name: the run's name, for headings.
+        configuration: the run's YAML, without secrets; empty if a script created the objects.
+        adapters: the weights are only a LoRA's adapters.
+        ledger: the last hash of the run's ledger; empty if it has none.
+        sees: the model reads pictures.
     """
 
     history: list[dict[str, float]]
@@ -52,7 +52,7 @@ class ModelCard:
 
     @classmethod
     def of(cls, trainer: Trainer, module: LanguageModule, merge_adapters: bool) -> "ModelCard":
-        """The card of a run as it stands; its figures are those of ``RunReport``."""
+        """Return the card of a run in its present state; its figures are those of ``RunReport``."""
         reports = find_callbacks(trainer, RunReport)
         [policy, *_] = module.loaded_policies.values()
         directory = run_dir(trainer)
@@ -69,7 +69,7 @@ class ModelCard:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last row."""
+        """The last row of metrics."""
         return self.history[-1] if self.history else {}
 
     def write(self, folder: Path) -> None:
@@ -82,7 +82,7 @@ class ModelCard:
         (folder / "README.md").write_text(self.text(curves), encoding="utf-8")
 
     def text(self, curves: bool) -> str:
-        """The card in Markdown, after what the hub reads of it in YAML."""
+        """Return the card in Markdown, after the hub's metadata in YAML."""
         parts = [
             f"---\n{self._data().to_yaml()}\n---\n\n# {self.name}\n",
             f"Trained with reinforcement learning by lightning_rl, from `{self.base}`.\n",
@@ -106,7 +106,7 @@ class ModelCard:
         )
 
     def _figures(self) -> str:
-        """A table: from where to where the run's main metrics went."""
+        """Return a table of the run's main metrics, before and after."""
         lines = [f"After {self.history[-1]['iteration']:.0f} iterations:\n"] if self.history else []
         names = headline(self.history)
         if names:
@@ -117,9 +117,9 @@ class ModelCard:
         return "\n".join(lines) + "\n" if lines else ""
 
     def _audit(self) -> str:
-        """How whoever has the run checks that this is what it says."""
+        """Describe how whoever has the run can verify this card."""
         return self.ledger and (
-            "## Audit\n\nThe run's ledger leads through this hash. In the run's folder:\n\n"
+            "## Audit\n\nThe run's ledger contains this hash. In the run's folder:\n\n"
             f"```bash\nlightning-rl audit RUN --head {self.ledger}\n```\n"
         )
 
@@ -135,7 +135,7 @@ class ModelCard:
 
 
 def without_secrets(configuration: str) -> str:
-    """A configuration in YAML without what is secret: by its key, or in an address."""
+    """Return a YAML configuration without secrets: values of secret keys, and logins in URLs."""
     return dump_yaml(_masked(yaml.safe_load(configuration)))
 
 

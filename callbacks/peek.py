@@ -1,4 +1,4 @@
-"""A small batch collected beside training; it changes neither module nor data module."""
+"""Collects a small batch outside of training; changes neither module nor data module."""
 
 import copy
 import logging
@@ -21,7 +21,7 @@ from lightning_rl.run.seeding import gather_random_states, restore_random_states
 
 
 def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int) -> Peek:
-    """Collect with the module's policy as it is, in a Trainer that keeps nothing.
+    """Collect with the module's present policy, in a Trainer that keeps nothing.
 
     Raises:
         ConfigError: if one of the two is in a run, or they do not go together.
@@ -31,8 +31,8 @@ def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int
     for part in (data.trainer, module._trainer):
         if part is not None and part.state.status == "running":
             raise ConfigError(
-                "peek is for before or after a run, and this one is under way; in a callback take "
-                "what on_collect_end is given"
+                "peek works before or after a run, but this one is running; in a callback use "
+                "the rollouts that on_collect_end gets"
             )
     with _unchanged(module) as own_module:
         rollouts, decode = _collect(_copy_of(data), own_module, groups, group_size)
@@ -44,7 +44,7 @@ def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int
 def _collect(
     data: RLDataModule, module: RolloutModule, groups: int, group_size: int
 ) -> tuple[list[Rollout], Callable[[list[int]], str]]:
-    """Graded rollouts, and the tokenizer that decodes them."""
+    """Return graded rollouts, and the function that decodes their tokens."""
     states = gather_random_states()
     data.predict_series = LazyLoader(lambda _: data.try_out(groups, group_size), 1)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, _without_info():
@@ -64,7 +64,7 @@ def _collect(
 
 
 def _copy_of(data: RLDataModule) -> RLDataModule:
-    """One with the same parts, except those that a run writes to."""
+    """Return a data module with the same parts, except those that a run writes to."""
     own = copy.copy(data)
     own.trainer, own.buffer = None, None
     return own
@@ -72,7 +72,7 @@ def _copy_of(data: RLDataModule) -> RLDataModule:
 
 @contextmanager
 def _unchanged(module: RolloutModule) -> Iterator[RolloutModule]:
-    """The module, or a copy where it is not loaded yet; afterwards it is as it was."""
+    """Yield the module, or a copy if it is not loaded yet; afterwards it is as it was."""
     if not all(policy.policy is not None for policy in module.policies.values()):
         trainer = module._trainer  # of a run that failed before it was loaded
         yield copy.deepcopy(module, {id(trainer): None})
@@ -88,7 +88,7 @@ def _unchanged(module: RolloutModule) -> Iterator[RolloutModule]:
 
 @contextmanager
 def _without_info() -> Iterator[None]:
-    """Silence Lightning's messages on devices: they are about the Trainer made here."""
+    """Silence Lightning's messages on devices, which are about the Trainer created here."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""PreviewTable: rollouts that a person can read, none of them overwritten."""
+"""PreviewTable: readable samples of rollouts, of which none is overwritten."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from lightning_rl.rollout import Picture, Prompt, Rollout, as_text
 from lightning_rl.vision.loading import decode
 
 Row = tuple[Any, ...]
-"""Text, numbers, :class:`Shown` pictures, and None for what is not there."""
+"""Text, numbers, :class:`Shown` pictures, and None for missing values."""
 SIDE = 256
-"""Pixels; larger pictures are shown smaller."""
+"""Largest side in pixels; larger pictures are scaled down."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The pictures that a rollout read, as one cell of a table; as text their sizes."""
+    """The pictures that a rollout read, as one cell of a table; their sizes as text."""
 
     pictures: tuple[Picture, ...]
 
@@ -37,7 +37,7 @@ class Shown:
         return " ".join(mark_of(one.width, one.height) for one in self.pictures)
 
     def image(self) -> Image.Image:
-        """All of them, side by side in RGB, none larger than ``SIDE`` pixels."""
+        """Return all pictures side by side in RGB, none larger than ``SIDE`` pixels."""
         images = [decode(one) for one in self.pictures]
         for one in images:
             one.thumbnail((SIDE, SIDE))
@@ -53,11 +53,11 @@ class Shown:
 def log_table(
     logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Row], iteration: int
 ) -> None:
-    """Show a table of an iteration; does nothing where a logger has no way to.
+    """Show a table of an iteration; does nothing if the logger cannot show tables.
 
-    It supports TensorBoard, and loggers with the same ``add_text``; pictures, of which a cell of
-    text cannot have any, follow as ``add_image`` under the row's number. For another class of
-    logger register a function: ``@log_table.register``.
+    TensorBoard is supported, and loggers with the same ``add_text``; pictures, which a text cell
+    cannot hold, follow as ``add_image`` under the row's number. For another class of logger
+    register a function: ``@log_table.register``.
     """
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_text"):
@@ -100,7 +100,7 @@ def _(
 
 
 def as_markdown(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """The table in Markdown; pipes and line breaks in cells survive."""
+    """Format a table in Markdown; pipes and line breaks in cells are escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
@@ -113,12 +113,12 @@ def _cell(value: object) -> str:
 class PreviewTable(RolloutSelection):
     """Appends some rollouts of each iteration to ``rollouts.jsonl`` in the run directory.
 
-    They are spread evenly over the rewards, from worst to best. TensorBoard, W&B and MLflow get the
-    same as a table, one per iteration.
+    They are spread evenly over the rewards, from worst to best. TensorBoard, W&B and MLflow get
+    them as a table, one per iteration.
 
     Args:
-        num_rollouts: how many per iteration.
-        every_n_iterations: how often.
+        num_rollouts: rollouts per iteration.
+        every_n_iterations: how often to record.
     """
 
     NAME = "rollouts.jsonl"
@@ -151,7 +151,7 @@ class PreviewTable(RolloutSelection):
 
 
 def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """``count`` rollouts at even ranks of reward, worst first; those without a reward lead."""
+    """Return ``count`` rollouts at even ranks of reward, worst first; those without one lead."""
     ranked = sorted(rollouts, key=lambda r: float("-inf") if r.reward is None else r.reward)
     count = min(count, len(ranked))
     if count < 2:
@@ -160,19 +160,19 @@ def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
 
 
 def _shown(value: Any) -> Any:
-    """The value as loggers' tables take it: one column cannot hold lists beside numbers."""
+    """Convert a value for loggers' tables: one column cannot hold both lists and numbers."""
     return str(value) if isinstance(value, list | dict) else value
 
 
 def preview_table(
     rollouts: Sequence[Rollout], decode: Callable[[list[int]], str] | None = None
 ) -> tuple[list[str], list[Row]]:
-    """Columns, and a row per rollout; columns that rewards logged come after the parts.
+    """Return columns, and a row per rollout; columns that rewards logged come after the parts.
 
-    Of an interaction by a protocol each turn is told; of another rollout of several rows each call,
-    with the end of its prompt. Where there are several prompt sets, their names come first; where
-    there are pictures, those of each rollout follow its prompt. With ``decode``, a chat is told as
-    the model reads it: with what its template adds, such as a system message of its own.
+    An interaction by a protocol shows each turn; another rollout of several rows shows each call,
+    with the end of its prompt. If there are several prompt sets, their names come first; if there
+    are pictures, those of each rollout follow its prompt. With ``decode``, a chat is shown as the
+    model reads it, including what its template adds, such as a system message.
     """
     several = any(r.prompt.set for r in rollouts)
     seen = [tuple(pictures_in([rollout])) for rollout in rollouts]

@@ -1,4 +1,4 @@
-"""RLProgressBar and StepTimer: a run's progress, its present stage, and where its time goes."""
+"""RLProgressBar and StepTimer: a run's progress, its present stage, and the time of each stage."""
 
 import math
 import sys
@@ -27,16 +27,15 @@ HELD_OUT = ("eval/accuracy", "eval/reward_mean")
 
 @configurable
 class RLProgressBar(TQDMProgressBar, RLCallback):
-    """Lightning's bar, in RL's terms; one step of it is one iteration.
+    """Lightning's progress bar in RL's terms; one step of it is one iteration.
 
-    Where the output is no terminal (a log file, CI) there is no bar, but a line per iteration. A
-    ``fit`` of ours puts it in the place of Lightning's bar, where that stands as the Trainer made
-    it.
+    If the output is not a terminal (a log file, CI) there is no bar, but a line per iteration.
+    ``fit`` replaces Lightning's bar by it, if that is the Trainer's default.
 
     Args:
-        refresh_rate: iterations between two redraws, or lines; 0 switches the bar off. Where
-            nothing counts iterations, in supervised training, it is in batches, and a line comes
-            every ``log_every_n_steps`` at most.
+        refresh_rate: iterations between two redraws, or lines; 0 switches the bar off. In
+            supervised training, which has no iterations, it counts batches, and lines are printed
+            at most every ``log_every_n_steps``.
     """
 
     def __init__(self, refresh_rate: int = 1) -> None:
@@ -89,7 +88,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
             self._write_line(f"epoch {trainer.current_epoch}, step {trainer.global_step}{of}", said)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The few figures that show its progress."""
+        """Return the few figures that show the run's progress."""
         logged = super().get_metrics(trainer, pl_module)
         logged.pop("v_num", None)  # the logger's count of directories
         self._metrics = logged | _figures(trainer.callback_metrics)
@@ -108,7 +107,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
 
 
 def draws() -> bool:
-    """Whether the output can be redrawn: a terminal, or a notebook."""
+    """Return True if the output can be redrawn: a terminal, or a notebook."""
     return sys.stdout.isatty() or "ipykernel" in sys.modules
 
 
@@ -126,10 +125,9 @@ def _in_four_digits(value: Any) -> str:
 class StepTimer(RLCallback):
     """Records ``time/generate``, ``reward``, ``logprob``, ``train``, ``sync``, ``eval``, ``other``.
 
-    In seconds of wall time; they sum to ``time/iteration``. A stage of your own,
-    ``with pl_module.clock("mine"): ...`` in a callback, becomes ``time/mine``.
-    The first iteration's clock starts when training starts, so it holds the first sync and
-    evaluation.
+    They are seconds of wall time and sum to ``time/iteration``. A stage of your own, ``with
+    pl_module.clock("mine"): ...`` in a callback, becomes ``time/mine``. The clock of the first
+    iteration starts with training, so it includes the first sync and evaluation.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""What was saved in a run: which of it is best, and which of it stays."""
+"""Which checkpoints or exports of a run are the best, and which are kept."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ Ranked = list[tuple[float, str]]
 
 
 def ranked(best: Ranked, value: float | None, name: str, keep: int, mode: str) -> Ranked:
-    """The best with one more, of which ``keep`` stay; the newest of equals does.
+    """Return the best with one more, at most ``keep``; among equals the newest stays.
 
-    A value that is not there, or not finite, is none of them.
+    A value that is None or not finite is not ranked.
     """
     if value is None or not math.isfinite(value):
         return best
@@ -37,15 +37,15 @@ class Retained(NamedTuple):
     """Names of what was saved, oldest first."""
 
     there: list[str]
-    """In its directory: what is still being written replaces nothing yet."""
+    """Those that exist in their directory: one that is still being written replaces nothing yet."""
     best: list[str]
-    """The best of that, in their order."""
+    """The best of those, in their order."""
     kept: set[str]
-    """What stays of it: the last, and the best."""
+    """Those that are kept: the last, and the best."""
 
 
 def retained(directory: Path, saved: Sequence[str], best: Ranked, keep_last: int) -> Retained:
-    """What of all that was saved is in a directory, and what of that stays there."""
+    """Return which of the saved names exist in a directory, and which of those are kept."""
     there = [name for name in saved if (directory / name).exists()]
     names = [name for _, name in best if name in there]
     return Retained(there, names, {*there[-keep_last:], *names})

@@ -1,4 +1,4 @@
-"""Callbacks that record rollouts: each chooses rollouts, and what is recorded of each."""
+"""Callbacks that record rollouts: each chooses rollouts, and the fields to record."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -32,8 +32,8 @@ COMPUTED = ("ref_logprobs", "advantages", "values", "returns")
 class RolloutSelection(RLCallback, ABC):
     """Appends the rollouts that it chooses to the file ``NAME`` in the run directory.
 
-    A new run appends to an existing file. In one that is resumed, what was written behind
-    the checkpoint is taken back, for it is going to be written again.
+    A new run appends to an existing file. A resumed run removes what was written after its
+    checkpoint, since it will be written again.
     """
 
     NAME: ClassVar[str]
@@ -50,12 +50,12 @@ class RolloutSelection(RLCallback, ABC):
         self._resumed = False
 
     def is_due(self, iteration: int) -> bool:
-        """Whether this iteration is recorded; the first is 1."""
+        """Return True if this iteration is recorded; the first is 1."""
         return (iteration - 1) % self.every_n_iterations == 0
 
     @abstractmethod
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Choose those of an iteration's rollouts that are recorded."""
+        """Return those of an iteration's rollouts that should be recorded."""
 
     def write(
         self,
@@ -89,21 +89,21 @@ class RolloutSelection(RLCallback, ABC):
 class RolloutRecorder(RolloutSelection):
     """Appends rollouts to ``recorded.jsonl`` in the run directory; ``lightning-rl view`` shows it.
 
-    A line is a rollout as ``PreviewTable`` writes it, with the text of each token (``pieces``,
-    ``prompt_pieces``) and lists as long as ``token_ids``: ``trainer_logprobs`` (of the weights
-    before the update, at the sampling temperature), ``advantages`` and, where the algorithm has
-    them, ``ref_logprobs``, ``values`` and ``returns``. A rollout that was not trained on has none.
-    Of several rows, each has its own.
+    A line is a rollout in the format of ``PreviewTable``, with the text of each token (``pieces``,
+    ``prompt_pieces``) and lists as long as ``token_ids``: ``trainer_logprobs`` (with the weights
+    before the update, at the sampling temperature), ``advantages`` and, if the algorithm has them,
+    ``ref_logprobs``, ``values`` and ``returns``. A rollout that was not trained on has none. With
+    several rows, each has its own.
 
-    Logprobs that the update does not need are computed for it: one forward pass over the rollouts
-    that are recorded.
+    Logprobs that the update does not need are computed for it, in one forward pass over the
+    recorded rollouts.
 
     Args:
         num_groups: whole groups per iteration; None: all. Rollouts that failed are always recorded.
-        every_n_iterations: how often.
+        every_n_iterations: how often to record.
 
     Raises:
-        ConfigError: for values below 1, or if the batches do not come from an ``RLDataModule``.
+        ConfigError: if a value is below 1, or the batches do not come from an ``RLDataModule``.
     """
 
     NAME = "recorded.jsonl"
@@ -117,8 +117,8 @@ class RolloutRecorder(RolloutSelection):
         module = self.rollout_module_of(pl_module)
         if module.roles:
             raise ConfigError(
-                f"RolloutRecorder records what one policy computed, and {len(module.policies)} "
-                "learn here; use PreviewTable, and RerunRecorder for all rollouts"
+                f"RolloutRecorder records one policy's numbers, but {len(module.policies)} "
+                "policies learn here; use PreviewTable, and RerunRecorder for all rollouts"
             )
         tokenizer = module.tokenizer
         self._pieces = TokenPieces(
@@ -145,14 +145,16 @@ class RolloutRecorder(RolloutSelection):
         self.write(trainer, module.present_iteration, chosen, told)
 
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Take the first ``num_groups`` groups, and what cannot be trained on. Override it."""
+        """Return the first ``num_groups`` groups, and rollouts that cannot be trained on. Can be
+        overridden.
+        """
         groups = list(dict.fromkeys(rollout.group_id for rollout in rollouts))
         kept = set(groups[: self.num_groups])
         good = {rollout.id for rollout in trainable(rollouts)}
         return [r for r in rollouts if r.group_id in kept or r.id not in good]
 
     def _told(self, rollout: Rollout, columns: list[dict[str, list[float]]]) -> Record:
-        """The rollout's rows as recorded, with further fields of each."""
+        """Return the rollout's rows as recorded, with further fields of each."""
         left = iter(columns)  # of rows with tokens; of none if it was not trained on
         rows = [
             record
@@ -164,10 +166,10 @@ class RolloutRecorder(RolloutSelection):
 
 
 def collected_rollouts(trainer: Trainer) -> list[Rollout]:
-    """Rollouts that the batch in training was made of, also after a resume.
+    """Return the rollouts from which the current batch was made, also after a resume.
 
     Raises:
-        ConfigError: if it does not come from an ``RLDataModule``.
+        ConfigError: if the batch does not come from an ``RLDataModule``.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, RolloutLoader):
@@ -182,7 +184,7 @@ def collected_rollouts(trainer: Trainer) -> list[Rollout]:
 def token_columns(
     module: PolicyModule, batch: TensorDict, rows: list[int]
 ) -> list[dict[str, list[float]]]:
-    """Read numbers per completion token by column name, for each of the given rows."""
+    """Return numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
     partial = module.trust_engine_logprobs or module.left_out.zero_advantage
@@ -209,7 +211,7 @@ def token_columns(
 class RolloutWriter(RLCallback):
     """Appends every rollout of ``lightning-rl rollout`` to ``path``.
 
-    The ending chooses the format: ``.jsonl``, ``.parquet`` (a folder) or ``.sqlite``. If the file
+    The suffix chooses the format: ``.jsonl``, ``.parquet`` (a folder) or ``.sqlite``. If the file
     already holds iterations, the run continues after them, with the next prompts.
 
     A fast dev run writes to its scratch directory instead.
@@ -218,7 +220,7 @@ class RolloutWriter(RLCallback):
         path: the file or folder.
 
     Raises:
-        ConfigError: for another ending, or if the file was written by another model or seed.
+        ConfigError: if the suffix is another, or the file was written with another model or seed.
         DataError: if the file holds something else.
     """
 
@@ -233,13 +235,15 @@ class RolloutWriter(RLCallback):
         self.choose_file(trainer)
 
     def choose_file(self, trainer: Trainer) -> None:
-        """Choose where this trainer's rollouts go."""
+        """Choose the file for this trainer's rollouts."""
         path = output_path(trainer, self.path, Path(self.path).name)
         if path != self.file.path:
             self.file = open_rollouts(str(path))
 
     def done(self) -> int:
-        """Count whole iterations in the file; remove what a killed run left behind."""
+        """Return the number of complete iterations in the file; removes what a killed run left
+        behind.
+        """
         progress = self.file.recover()
         return 0 if progress is None else int(progress["iterations"])
 
@@ -247,7 +251,7 @@ class RolloutWriter(RLCallback):
         datamodule = self.rl_data_of(trainer)
         if trainer.world_size > 1:
             raise ConfigError(
-                f"rollouts are written by one process, not by {trainer.world_size}; set "
+                f"rollouts can be written by one process only, not {trainer.world_size}; set "
                 "trainer.devices=1"
             )
         progress = self.file.recover()
@@ -256,8 +260,8 @@ class RolloutWriter(RLCallback):
         for name, value in _origin(datamodule, self.rollout_module_of(pl_module)).items():
             if progress["origin"][name] != value:
                 raise ConfigError(
-                    f"{self.file.path} was written with {name}={progress['origin'][name]!r}, now "
-                    f"it is {value!r}; name another file, or set it back to go on with this one"
+                    f"{self.file.path} was written with {name}={progress['origin'][name]!r}, but "
+                    f"now it is {value!r}; choose another file, or set it back to continue this one"
                 )
         datamodule.first_iteration = int(progress["iterations"])
         datamodule.load_rollout_state(progress["state"])
@@ -286,7 +290,7 @@ class RolloutWriter(RLCallback):
 
 
 def _origin(datamodule: RLDataModule, module: RolloutModule) -> dict[str, Any]:
-    """Settings that a run must share with the one that began the file."""
+    """Return settings that a run must share with the one that began the file."""
     return {
         "model": module.described_as,
         "seed": datamodule.seed,

@@ -29,11 +29,12 @@ LABELS = {
 
 
 def headline(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names of the metrics that show progress, among those in a run's rows.
+    """Return the names of the metrics that show progress, among those in a run's rows.
 
-    Of held-out rollouts: their accuracy, their mean reward, or both. Where success is all that is
-    rewarded the two are the same; where no reward reaches ``success_reward``, or each does, an
-    accuracy says nothing. Without an evaluation: the mean reward of what was trained on.
+    With held-out rollouts, these are their accuracy, their mean reward, or both. If success is all
+    that is rewarded, the two are equal; if no reward or every reward reaches ``success_reward``,
+    accuracy is not informative. Without an evaluation, it is the mean reward of the rollouts
+    trained on.
     """
     held_out = [name for name in ("eval/accuracy", "eval/reward_mean") if _any(rows, name)]
     if len(held_out) == 1:  # environments report rewards only
@@ -57,17 +58,17 @@ Row = dict[str, float]
 
 
 def plot_curves(history: Sequence[Row], path: str, title: str = "") -> None:
-    """Write them to a PNG, if there is anything to show."""
+    """Write the curves to a PNG, if there is anything to show."""
     figure = draw_curves(history, title)
     if figure is not None:
         figure.savefig(path, dpi=110)
 
 
 def draw_curves(history: Sequence[Row], title: str = "") -> Any:
-    """Reward, accuracy and step-time parts by iteration, as a matplotlib ``Figure``, or None.
+    """Return reward, accuracy and step-time parts by iteration as a matplotlib ``Figure``, or None.
 
-    There is no panel without data. Whether it has accuracy, mean reward or both of held-out
-    rollouts: see ``headline``.
+    Panels without data are left out. See ``headline`` for whether accuracy, mean reward or both of
+    held-out rollouts are drawn.
     """
     # The object interface: pyplot would choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -151,21 +152,21 @@ PACKAGES = ("lightning_rl", "torch", "lightning", "transformers", "tensordict", 
 
 
 class RunReport(RLCallback):
-    """Reports a run's results at its end, and leaves three files, also if it fails.
+    """Reports a run's results at its end, in the log and in three files, also if it fails.
 
-    ``metrics.jsonl`` grows by one row of metrics, with the CPU seconds so far, per iteration; a
-    second row of an iteration adds to the first. ``curves.png`` shows reward, accuracy and the
+    ``metrics.jsonl`` gets one row of metrics per iteration, with the CPU seconds so far; a second
+    row of an iteration is merged with the first. ``curves.png`` shows reward, accuracy and the
     parts of the step time. ``summary.json`` holds ``status`` (completed, failed or interrupted),
     ``error``, ``accuracy_before`` and ``accuracy_after`` with ``accuracy_after_iteration``,
-    ``reward_before`` and ``reward_after`` (the same of the mean held-out reward), ``iterations``,
-    ``rollouts`` and ``tokens`` (of all batches together; of steps in environments there are none),
+    ``reward_before`` and ``reward_after`` (likewise for the mean held-out reward), ``iterations``,
+    ``rollouts`` and ``tokens`` (of all batches together; steps in environments have no tokens),
     ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and
-    the last row of metrics. A ``RewardError`` leaves the rollouts that it stopped at in
-    ``failed_<rank>.jsonl``.
+    the last row of metrics. If a ``RewardError`` stops the run, the rollouts concerned are written
+    to ``failed_<rank>.jsonl``.
 
-    "Before" is an evaluation of the policy that the run began with, "after" one of that which it
-    ended with; without one they are null. A resumed run goes on with rows and times from where its
-    checkpoint was taken. A ``fit`` that collects adds this callback, unless the trainer has it.
+    "Before" is an evaluation of the policy that the run began with, "after" one of the policy that
+    it ended with; without an evaluation they are null. A resumed run continues rows and times from
+    its checkpoint. A ``fit`` that collects adds this callback, unless the trainer has it.
     """
 
     def __init__(self) -> None:
@@ -264,7 +265,7 @@ class RunReport(RLCallback):
             plot_curves(self.history, str(file.with_name("curves.png")), title)
 
     def _totals(self) -> dict[str, int]:
-        """Rollouts and tokens of all batches; nothing where batches are of neither."""
+        """Return the rollouts and tokens of all batches; empty if the batches have neither."""
         rows = [row for row in self.history if "rollout/tokens" in row]
         if not rows:
             return {}
@@ -273,14 +274,14 @@ class RunReport(RLCallback):
         return {"rollouts": int(sum(counts)), "tokens": int(tokens)}
 
     def _after(self, iteration: int) -> dict[str, float]:
-        """The row of the trained policy; empty if there is none yet."""
+        """Return the row of the trained policy; empty if there is none yet."""
         trained = len(self.history) > 1 and self.history[-1]["iteration"] == iteration
         return self.history[-1] if trained else {}
 
     def _outcome(self) -> str:
-        """Log the results, before and after."""
+        """Return the results, before and after, as text."""
         if not self.history:
-            return "nothing was measured"
+            return "no metrics were recorded"
         last = self.history[-1]["iteration"]
         parts = [f"{last} iteration{'s' * (last != 1)}"]
         for name in headline(self.history):
@@ -309,12 +310,12 @@ def _status(error: BaseException | None) -> str:
 
 
 def device_name(trainer: Trainer) -> str:
-    """The accelerator that trains, by its own name."""
+    """Return the name of the accelerator that trains."""
     device = trainer.strategy.root_device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of those of our packages that are installed."""
+    """Return the versions of the relevant packages that are installed."""
     found = {package: installed_version(package) for package in PACKAGES}
     return {package: version for package, version in found.items() if version is not None}

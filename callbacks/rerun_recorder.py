@@ -1,4 +1,4 @@
-"""RerunRecorder: what it takes to do an iteration again, and to prove that nothing was changed."""
+"""RerunRecorder: keeps what is needed to repeat an iteration, and to prove that nothing changed."""
 
 import sys
 from pathlib import Path
@@ -35,8 +35,9 @@ class RerunRecorder(RLCallback):
     line adds this callback to every ``fit`` that has a logger, and so a run directory.
 
     Args:
-        rollouts: False keeps the checksums and metrics only; then a rollout can be done again if
-            another callback recorded it and its version is in a checkpoint, an iteration cannot.
+        rollouts: False keeps only the checksums and metrics; then a rollout can be repeated if
+            another callback recorded it and its version is in a checkpoint, but an iteration
+            cannot.
     """
 
     language_only = True
@@ -115,7 +116,9 @@ class RerunRecorder(RLCallback):
             self._seal_end(trainer)
 
     def _seal_end(self, trainer: Trainer) -> None:
-        """Enter all that the run leaves; once, and again if something was written since."""
+        """Record all files of the run in the ledger, once, and again if something was written
+        since.
+        """
         if not trainer.is_global_zero or not hasattr(self, "_ledger"):
             return
         run = run_dir(trainer)
@@ -132,7 +135,9 @@ class RerunRecorder(RLCallback):
         return [entry for entry in entries if entry and entry.get("kind") == "checkpoint"]
 
     def _seal_checkpoints(self, trainer: Trainer) -> None:
-        """Enter checkpoints that appeared since, with the digests they tell, and that are gone."""
+        """Record new checkpoints in the ledger, with their own digests, and those that were
+        removed.
+        """
         run = run_dir(trainer)
         for folder in checkpoint_folders(trainer):
             for file in reversed(checkpoints_in(folder)):
@@ -147,24 +152,24 @@ class RerunRecorder(RLCallback):
 
 
 def checkpoint_folders(trainer: Trainer) -> list[Path]:
-    """Where this run's callbacks keep checkpoints."""
+    """Return the folders in which this run's callbacks keep checkpoints."""
     folders = (getattr(c, "dirpath", None) for c in find_callbacks(trainer, Checkpoint))
     return sorted({Path(folder) for folder in folders if folder and "://" not in str(folder)})
 
 
 def name_in(run: Path, file: Path) -> str:
-    """A file's path within the run directory; in full where it lies elsewhere."""
+    """Return a file's path within the run directory; its full path if it is elsewhere."""
     file, run = file.resolve(), run.resolve()
     return str(file.relative_to(run) if file.is_relative_to(run) else file)
 
 
 def digests_of(run: Path, files: list[Path]) -> dict[str, str]:
-    """The digest of each of the run's files that exists, by its path within the run."""
+    """Return the digest of each of the run's files that exists, by its path within the run."""
     return {name_in(run, file): digest_of_file(file) for file in files if file.is_file()}
 
 
 def environment_of(trainer: Trainer) -> dict[str, Any]:
-    """What rounding depends on, beside the code: versions, device, threads, processes."""
+    """Return what rounding depends on besides the code: versions, device, threads, processes."""
     device = trainer.strategy.root_device
     cuda = device.type == "cuda"
     return {
@@ -178,7 +183,9 @@ def environment_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def outcome(trainer: Trainer, module: RolloutModule, metrics: dict[str, float]) -> Outcome:
-    """The digests of the weights as they are now; of several policies with their names."""
+    """Return the digests of the present weights, prefixed by the policy's name if there are
+    several.
+    """
     weights = digests(
         (f"{name}.{key}" if name else key, weight)
         for name, policy in module.policies.items()

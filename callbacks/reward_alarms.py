@@ -1,4 +1,4 @@
-"""RewardAlarms: warns when completions change as those of a policy that games its reward do."""
+"""RewardAlarms: warns when completions change in ways typical of reward hacking."""
 
 import logging
 from collections import Counter, defaultdict
@@ -22,15 +22,16 @@ _log = logging.getLogger(__name__)
 class RewardAlarms(RLCallback):
     """Compares completions of the last ``window`` iterations with those of the first.
 
-    Records 0 or 1 for each alarm, every iteration, and logs a warning when one goes off:
+    It records 0 or 1 for each alarm in every iteration, and logs a warning when one goes off:
 
     - ``alarm/length``: completions became ``length_ratio`` times as long, or as short.
-    - ``alarm/duplicates``: ``rollout/duplicates_across``, the share of completions that some other
+    - ``alarm/duplicates``: ``rollout/duplicates_across``, the share of completions that another
       prompt got too, rose by more than ``duplicates_rise``. (``rollout/duplicates_within``, the
-      share that another rollout of the group repeats, is recorded only: it rises with certainty.)
+      share that another rollout of the group repeats, is only recorded: it rises as the policy gets
+      certain.)
 
-    Both may also be what the task asks for, so nothing adds this callback by itself. To stop a run,
-    add ``MetricGuard(metric="alarm/length", bound=0, action=StopRun())``.
+    Both may also be what the task asks for, so this callback is never added automatically. To stop
+    a run, add ``MetricGuard(metric="alarm/length", bound=0, action=StopRun())``.
 
     Args:
         window: iterations that are averaged at either end.
@@ -38,7 +39,7 @@ class RewardAlarms(RLCallback):
         duplicates_rise: difference of two shares.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: if a value is out of range.
     """
 
     language_only = True
@@ -100,7 +101,9 @@ class RewardAlarms(RLCallback):
 
 
 def duplicate_shares(rollouts: Sequence[Rollout]) -> tuple[float, float]:
-    """Shares of rollouts whose tokens another of the group has, and a rollout of another prompt."""
+    """Return the shares of rollouts whose tokens another rollout of the group has, and another
+    prompt's.
+    """
     in_group = Counter((r.group_id, *r.token_ids) for r in rollouts)
     prompts: dict[tuple[int, ...], set[str]] = defaultdict(set)
     for rollout in rollouts:

@@ -1,4 +1,4 @@
-"""Samples of a run's first and last iterations, and the differences that chance explains."""
+"""Samples of a run's first and last iterations, and which differences chance explains."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from lightning_rl.run.metrics import summarize
 
 SMALL_EFFECT = 0.2
-"""In standard deviations (Cohen 1988): a fall that is certain, but smaller, is not worth a word."""
+"""In standard deviations (Cohen 1988): a significant but smaller fall is not reported."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,19 @@ class Sample:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
-        """From given values."""
+        """Return the sample of the given values."""
         return cls(*summarize(list(values)), len(values))
 
     @classmethod
     def of_share(cls, share: float, count: int) -> "Sample":
-        """From the share of ``count`` values that are 1, where the others are 0."""
+        """Return the sample of ``count`` values of which ``share`` are 1 and the others 0."""
         return cls(share, math.sqrt(share * (1 - share)), count)
 
     def lowest(self, later: "Sample", sigmas: float) -> float:
-        """The lowest mean that a later sample may have by chance, or that is too little to matter.
+        """Return the lowest mean of a later sample that is not a significant and relevant fall.
 
-        ``sigmas`` standard errors of the difference below this one's, sqrt(s1^2/n1 + s2^2/n2), and
-        at least ``SMALL_EFFECT`` of its standard deviation.
+        It is ``sigmas`` standard errors of the difference, sqrt(s1^2/n1 + s2^2/n2), below this
+        one's, and at least ``SMALL_EFFECT`` of its standard deviation.
         """
         error = math.hypot(self.spread / self.count**0.5, later.spread / later.count**0.5)
         return self.mean - max(sigmas * error, SMALL_EFFECT * self.spread)
@@ -44,8 +44,8 @@ class FirstAndLast:
     """The values of a run's first iterations, and of equally many last ones.
 
     Args:
-        window: iterations at either end, at least.
-        least: values at either end, at least.
+        window: least number of iterations at either end.
+        least: least number of values at either end.
     """
 
     def __init__(self, window: int, least: int = 1) -> None:
@@ -55,7 +55,7 @@ class FirstAndLast:
         self.last: list[list[float]] = []
 
     def add(self, values: Sequence[float]) -> None:
-        """Add those of the next iteration."""
+        """Add the values of the next iteration."""
         if not self._enough(self.first):
             self.first.append(list(values))
             return
@@ -73,7 +73,7 @@ class FirstAndLast:
 
     @property
     def both(self) -> tuple[Sample, Sample]:
-        """All values of either end."""
+        """All values of the first iterations, and of the last."""
         return Sample.of(list(chain(*self.first))), Sample.of(list(chain(*self.last)))
 
     @property
@@ -82,9 +82,9 @@ class FirstAndLast:
         return len(self.first), len(self.last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives only."""
+        """Return the state as primitives."""
         return {"first": self.first, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken."""
+        """Continue from a state."""
         self.first, self.last = state["first"], state["last"]

@@ -1,4 +1,4 @@
-"""Watchdog: stops a run that waits for rollouts that never come, and reports where they hang."""
+"""Watchdog: stops a run that waits for rollouts that never come, and reports where it hangs."""
 
 import logging
 import threading
@@ -21,26 +21,27 @@ _log = logging.getLogger(__name__)
 
 @configurable
 class Watchdog(RLCallback):
-    """Stops a waiting run in which no rollout was finished or graded for so long.
+    """Stops a waiting run in which no rollout was finished or graded for ``timeout_s`` seconds.
 
-    In environments: in which no step was taken, where ``max_step_seconds`` is longer than that.
+    In environments, it stops a run in which no step was taken, after ``max_step_seconds`` if
+    longer.
 
-    The stacks of all threads, and what each task of the event loop awaits, go to
+    The stacks of all threads, and the awaits of each task of the event loop, are written to
     ``watchdog_<rank>.txt`` in the run directory. The run then fails like any other, in the main
     thread: ``IterationCheckpoint`` saves what was collected so far, also if a reward hangs, or the
-    engine within a step, where it blocks the event loop. The command line adds this callback to
-    every run that generates.
+    engine within a step that blocks the event loop. The command line adds this callback to every
+    run that generates.
 
-    On a CPU with several threads an engine in this process steps in the main thread while that
-    waits (:func:`lightning_rl.run.cores.compute`). A step that hangs there is logged; the run stops
-    as soon as the step is over.
+    On a CPU with several threads an engine in this process makes its steps in the main thread while
+    that waits (:func:`lightning_rl.run.cores.compute`). If a step hangs there, that is logged; the
+    run stops as soon as the step is over.
 
     Args:
-        timeout_s: more than the longest that a single rollout may take, all its turns included, or
+        timeout_s: more than the longest time that a single rollout may take, with all its turns, or
             the rewards of its group.
 
     Raises:
-        ConfigError: for a timeout that is not above 0.
+        ConfigError: if the timeout is not above 0.
         StalledError: naming where it hangs, and the file.
     """
 
@@ -100,7 +101,7 @@ class Watchdog(RLCallback):
         else:
             where = f"{what} hangs and waits at {where_tasks_wait(loop)}"
         error = StalledError(
-            f"no {'rollout' if data is None else data.collects} came to an end for "
+            f"no {'rollout' if data is None else data.collects} was finished for "
             f"timeout_s={self.timeout_s:g} seconds: {where}; all stacks are in {file}. {advice}, "
             "raise timeout_s of Watchdog"
         )

@@ -250,7 +250,7 @@ def test_the_watchdog_names_a_reward_that_hangs(tiny_model, tmp_path, release, c
     reward = Impatient(GROUPS + 1, release, watchdog)
     with pytest.raises(
         StalledError,
-        match=r"no rollout came to an end for timeout_s=1 seconds: reward share_of_sevens hangs at "
+        match=r"no rollout was finished for timeout_s=1 seconds: reward share_of_sevens hangs at "
         r".*test_hanging_rewards.py:\d+ in hang .*; all stacks are in .*watchdog_0.txt. Isolated",
     ):
         fit(tiny_model, tmp_path, reward, watchdog, collector=collector)

@@ -108,10 +108,10 @@ def test_a_hub_that_is_gone_leaves_the_export_and_fails_the_run(hub, tiny_model,
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"HF_TOKEN": "hf_another"}, "does not let it be written: .*; check the name"),
+        ({"HF_TOKEN": "hf_another"}, "refuses access: .*; check the name"),
         ({"HF_TOKEN": ""}, "needs a token; set HF_TOKEN"),
         ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; unset it"),
-        ({"repository": "me/and/you"}, "is no name of a repository"),
+        ({"repository": "me/and/you"}, "is not a valid repository name"),
     ],
 )
 def test_what_cannot_be_pushed_is_said_before_training(hub, tiny_model, tmp_path, given, words):

@@ -84,7 +84,7 @@ class Looks(RLCallback):
 
 
 def test_in_a_run_there_is_no_look(tiny_model, tmp_path):
-    with pytest.raises(ConfigError, match="take what on_collect_end is given"):
+    with pytest.raises(ConfigError, match="use the rollouts that on_collect_end gets"):
         trainer_of(tmp_path, [Looks()]).fit(grpo(tiny_model), data_module())
 
 

@@ -107,4 +107,4 @@ def test_an_agent_that_is_no_language_model(tmp_path, capsys, monkeypatch):
     assert main(["test", "--config", str(file), "--checkpoints", str(run / "checkpoints")]) == 0
     assert capsys.readouterr().out.split()[-2:] == ["3", "1.5"]
     assert main(["fit", "--config", str(file), "--trainer.callbacks+=WeightSync"]) == 2
-    assert "WeightSync works with language models only, and Walker" in capsys.readouterr().err
+    assert "WeightSync works only with language models, but Walker" in capsys.readouterr().err

@@ -232,10 +232,10 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.reference FrozenReference": ["reference=FrozenReference is not used by any KL"],
         "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],
         "--data.eval_prompts null": ["Evaluate has nothing to evaluate on", "data.eval_prompts"],
-        "--trainer.callbacks+=WeightSync": ["there are 2 WeightSync", "leave one"],
+        "--trainer.callbacks+=WeightSync": ["there are 2 WeightSync", "remove all but one"],
         "--trainer.callbacks+=RunReport --trainer.callbacks+=RunReport": [
             "there are 2 RunReport",
-            "leave one",
+            "remove all but one",
         ],
         "--data.collector AsyncCollector --trainer.callbacks '[{class_path: WeightSync, "
         "init_args: {schedule: {class_path: FixedSchedule, "
@@ -258,7 +258,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--trainer.callbacks.monitor eval/acuracy": [
             "IterationCheckpoint(monitor='eval/acuracy'): no such metric was recorded",
             "did you mean eval/accuracy?",
-            "There are eval/accuracy, eval/",
+            "The recorded metrics are eval/accuracy",
         ],
         "--data.filters+=RewardSpread --data.group_size 1 --model.advantage GAE "
         "--model.value_head SharedValueHead": ["group_size=1 must be >= 2 for RewardSpread"],

@@ -106,8 +106,8 @@ def test_other_loggers_and_try_outs_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("files", "message"),
-    [([], r"nothing to keep; name some"), (["/etc/passwd"], r"'/etc/passwd' must lie in"),
-     (["../*"], r"'\.\./\*' must lie in"), ([""], r"'' must lie in")],
+    [([], r"no files to upload; add patterns"), (["/etc/passwd"], r"'/etc/passwd' must be inside"),
+     (["../*"], r"'\.\./\*' must be inside"), ([""], r"'' must be inside")],
 )  # fmt: skip
 def test_patterns_stay_in_the_run_directory(files, message):
     with pytest.raises(ConfigError, match=message):

@@ -294,7 +294,7 @@ def test_bounds_from_below_and_values_that_are_no_numbers():
 
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="EntropyGuard knows its value only after the update, so "
-                       "action=SkipUpdate comes too late; use Warn or StopRun"):  # fmt: skip
+                       "action=SkipUpdate would be too late; use Warn or StopRun"):  # fmt: skip
         EntropyGuard(action=SkipUpdate())
     with pytest.raises(ConfigError, match="EffectiveSampleGuard looks at a batch as a whole"):
         EffectiveSampleGuard(action=Mask())
@@ -369,7 +369,7 @@ def test_an_alarm_and_a_metric_that_nobody_records(tiny_model, tmp_path, caplog)
         _, rows = fit(tiny_model, tmp_path, Alarm(), *guards)
     assert [row["guard/alarm_length_value"] for row in rows[1:]] == [0, 1, 1, 1]
     assert [row["guard/alarm_length_acted"] for row in rows[1:]] == [0, 0, 1, 1]
-    assert "MetricGuard had nothing to watch: no 'policy/no_such' was recorded" in caplog.text
+    assert "MetricGuard had nothing to check: no 'policy/no_such' was recorded" in caplog.text
 
 
 def test_warn_is_the_default_of_all():

@@ -50,7 +50,7 @@ def test_the_headline_is_what_the_task_has(rows, shown):
         (BOTH, "1 iteration, accuracy 0 → 0.25, held-out reward 0.5 → 0.75"),
         (UNEVALUATED, "1 iteration, reward of the rollouts 0.5"),
         ([*BINARY, {"iteration": 2}], "2 iterations, accuracy 0.25 → 0.5 (iteration 1)"),
-        ([], "nothing was measured"),
+        ([], "no metrics were recorded"),
     ],
 )
 def test_the_outcome_in_words(rows, said):

@@ -21,8 +21,8 @@ def test_an_evaluations_metric_is_judged_by_the_first_evaluation():
         Monitor("eval/acuracy", "IterationCheckpoint").look(BEFORE, evaluates=True)
     assert str(refused.value) == (
         "IterationCheckpoint(monitor='eval/acuracy'): no such metric was recorded; did you mean "
-        "eval/accuracy? There are eval/accuracy, eval/reward_mean. A callback that records it "
-        "later has to record nan until then"
+        "eval/accuracy? The recorded metrics are eval/accuracy, eval/reward_mean. A callback that "
+        "records it later has to record nan until then"
     )
     late = Monitor("eval/acuracy", "IterationCheckpoint")
     late.look(AFTER, evaluates=True)  # Evaluate(before_training=False)
@@ -34,9 +34,13 @@ def test_any_other_is_judged_by_the_first_update():
     monitor = Monitor("zeal", "IterationCheckpoint")
     monitor.look(BEFORE, evaluates=True)
     monitor.look(["reward/mean"], evaluates=True)  # a guard left the update out
-    with pytest.raises(ConfigError, match=r"recorded; There are eval/accuracy, .*sync/version\. A"):
+    with pytest.raises(
+        ConfigError, match=r"recorded; The recorded metrics are eval/accuracy, .*sync/version\. A"
+    ):
         monitor.look(AFTER, evaluates=True)
-    with pytest.raises(ConfigError, match="There are policy/entropy, policy/loss, reward/mean, sy"):
+    with pytest.raises(
+        ConfigError, match="The recorded metrics are policy/entropy, policy/loss, reward/mean, sy"
+    ):
         Monitor("eval/accuracy", "IterationCheckpoint").look(AFTER, evaluates=False)
 
 
@@ -58,7 +62,7 @@ def test_the_run_ends_after_its_first_iteration_which_is_saved(tiny_model, tmp_p
         trainer.fit(grpo(tiny_model), data)
     assert str(refused.value).startswith(
         f"{saver.__name__}(monitor='reward/meen'): no such metric was recorded; did you mean "
-        "reward/mean? There are reward/"
+        "reward/mean? The recorded metrics are reward/"
     )
     assert [p.name for p in tmp_path.rglob("iteration_*")] == ["iteration_1.ckpt"]
 

@@ -78,7 +78,7 @@ def test_half_an_update_is_not_saved(tmp_path):
 
     trainer = trainer_of(tmp_path, [IterationCheckpoint(1)], enable_checkpointing=True)
     with (
-        pytest.warns(UserWarning, match=r"failed within the update of iteration 3, so it is not"),
+        pytest.warns(UserWarning, match=r"failed within the update of iteration 3, so its state"),
         pytest.raises(ZeroDivisionError),
     ):
         trainer.fit(Stumbles(), Walks())
@@ -121,7 +121,7 @@ def test_held_out_metrics_are_logged_by_validate_and_test(tmp_path):
     ids=lambda callback: type(callback).__name__,
 )
 def test_what_is_for_language_models_is_refused(tmp_path, callback):
-    message = rf"{type(callback).__name__} works with language models only, and Walker trains none"
+    message = rf"{type(callback).__name__} works only with language models, but Walker trains none"
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, [callback]).fit(Walker(), Walks())
 

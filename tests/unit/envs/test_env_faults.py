@@ -254,7 +254,7 @@ def test_watchdog_names_the_environment_that_hangs(tmp_path, release):
     trainer = trainer_of(tmp_path, [Watchdog(timeout_s=0.3)])
     place = PLACE.format(3)
     words = (
-        rf"no step came to an end.*Rude-v0 \({place}\) hangs at support/rude_worlds.py:\d+ in hangs"
+        rf"no step was finished.*Rude-v0 \({place}\) hangs at support/rude_worlds.py:\d+ in hangs"
     )
     with pytest.raises(StalledError, match=words):
         trainer.fit(ActorCriticModule(), datamodule=data)
