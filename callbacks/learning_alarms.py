@@ -202,8 +202,8 @@ class LearningAlarms(RLCallback):
         first, last = self.rewards.iterations
         return (
             f"the mean reward is {now.mean:.3g} in the last {last} iterations, below the "
-            f"{before.mean:.3g} of the first {first} (bound {bound:.3g}, which chance explains). "
-            f"{UNLEARNS}"
+            f"{before.mean:.3g} of the first {first} (bound {bound:.3g}, the least that chance "
+            f"explains). {UNLEARNS}"
         )
 
     def _evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> str | None:
@@ -224,7 +224,7 @@ class LearningAlarms(RLCallback):
             if now.mean < bound:
                 return (
                     f"{name} of {prompts} prompts is {now.mean:.3g}, below the {before.mean:.3g} "
-                    f"of the first evaluation (bound {bound:.3g}, which chance explains). "
+                    f"of the first evaluation (bound {bound:.3g}, the least that chance explains). "
                     f"{UNLEARNS}"
                 )
         return None

@@ -367,7 +367,7 @@ def _require_fitting(module: Any, theirs: dict[str, Any], path: str) -> None:
         if k in ours and hasattr(v, "shape") and v.shape != ours[k].shape
     ]
     for names, what in (
-        ([k for k in ours if k not in theirs], "the checkpoint has no"),
+        ([k for k in ours if k not in theirs], "the checkpoint lacks"),
         ([k for k in theirs if k not in ours], "only the checkpoint has"),
         (shapes, "have another shape in the checkpoint:"),
     ):
