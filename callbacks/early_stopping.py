@@ -65,7 +65,7 @@ class StopEarly(RLCallback):
 
     @classmethod
     def where_needed(cls, trainer: Trainer) -> list[Callback]:
-        """Return a list with this callback if the trainer needs it and has none, else none."""
+        """Return a list with this callback if it is needed and missing, else an empty list."""
         found = find_callbacks(trainer, EarlyStopping)
         stoppers = [stopper for stopper in found if not stopper._check_on_train_epoch_end]
         if not stoppers or find_callbacks(trainer, cls):
@@ -100,7 +100,7 @@ class KnownMonitors(RLCallback):
 
     @classmethod
     def where_needed(cls, trainer: Trainer) -> list[Callback]:
-        """Return a list with this callback if the trainer needs it and has none, else none."""
+        """Return a list with this callback if it is needed and missing, else an empty list."""
         savers = [one for one in find_callbacks(trainer, ModelCheckpoint) if one.monitor]
         return [cls(savers)] if savers and not find_callbacks(trainer, cls) else []
 

@@ -54,7 +54,7 @@ CALLS: list[Call] = [
     http_call("half of an object", posted(b'{"messages": ['), *INVALID),
     http_call("bytes that are no UTF-8", posted(b'{"model": "\xff"}'), *INVALID),
     http_call("an array in place of a request", posted(b"[]"), "400", "expected an object"),
-    http_call("100,000 open brackets", posted(b"[" * 100_000), *INVALID, "deeper than 64"),
+    http_call("100,000 open brackets", posted(b"[" * 100_000), *INVALID, "more than 64 levels"),
     http_call("900 closed brackets in a field", chat("[" * 900 + "]" * 900, user="HERE"), *INVALID),
     http_call("temperature 1e400", chat("1e400", temperature="HERE"), *INVALID, "beyond float64"),
     http_call("temperature NaN", chat("NaN", temperature="HERE"), *INVALID, "NaN is not valid"),

@@ -68,7 +68,7 @@ class Interrupts:
             self._timer.start()
 
     def remove(self) -> None:
-        """Restore the earlier signal handlers, unless a command that is ending started this run."""
+        """Restore the earlier signal handlers; those of a command's start become its end's."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

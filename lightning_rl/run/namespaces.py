@@ -66,12 +66,13 @@ def drop_capabilities() -> None:
 def leave_processes() -> bool:
     """Have the processes that are forked from now on see each other, and no others.
 
-    The first of them must call :func:`mount_own_processes`. If this process has the privileges, it
-    uses and keeps them; otherwise the processes run in a user namespace, in which nobody becomes
+    The first of them must call :func:`mount_own_processes`. If this process has the necessary
+    privileges, it keeps them; otherwise it moves to a user namespace, in which nobody becomes
     another user.
 
     Returns:
-        True if privileges are kept: call :func:`drop_capabilities` before running untrusted code.
+        True in a user namespace: call :func:`drop_capabilities` before running code that must not
+        undo this.
 
     Raises:
         OSError: if this machine does not permit it.

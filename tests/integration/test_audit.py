@@ -252,7 +252,7 @@ def test_going_on_from_a_changed_checkpoint_is_found(run, capsys):
     capsys.readouterr()
     status, lines = audit(run, capsys, "--share", "0")
     assert status == 1
-    words = "CHANGED: the run went on from version 2 with other weights than iteration 2 had left"
+    words = "CHANGED: the run resumed from version 2 with other weights than iteration 2 ended with"
     assert any(line.startswith(words) for line in lines)
 
 

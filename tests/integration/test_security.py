@@ -116,7 +116,7 @@ ENGINE = "data.init_args.engine.init_args"
         ({"options": {"tool_parser_plugin": "./x.py"}}, r"options\.tool_parser_plugin"),
         ({"options": {"worker_extension_cls": "evil"}}, r"options\.worker_extension_cls"),
         ({"ray_options": {"runtime_env": {"py_modules": ["."]}}}, r"ray_options\.runtime_env"),
-        ({"address": "10.0.0.9:6379"}, r"address: '10.0.0.9:6379': a Ray cluster may run"),
+        ({"address": "10.0.0.9:6379"}, r"address: '10.0.0.9:6379': a Ray cluster can run"),
         ({"model_kwargs": {"attn_implementation": "evil/kernel"}}, r"model_kwargs\.attn_impl"),
         ({"model_kwargs": {"trust_remote_code": True}}, "True runs code"),
         ({"ckpt_path": "https://evil.example/x.ckpt"}, "ckpt_path: .* would be unpickled"),

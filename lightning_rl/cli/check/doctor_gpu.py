@@ -88,7 +88,7 @@ def check_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool)
     )
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     fix = f"apt-get install gcc {python}-dev, or a Python that brings its headers"
-    problem = f"Triton needs {missing}; vLLM and compile: true fail without it"
+    problem = f"Triton needs {missing}: vLLM and compile: true fail without"
     return Check("compiler", value, problem, fix, serious=True)
 
 

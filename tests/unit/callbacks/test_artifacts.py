@@ -75,7 +75,9 @@ def test_also_of_a_run_that_failed(tmp_path):
 def test_a_logger_that_refuses_ends_no_run(tmp_path):
     loggers = [Refuser(tmp_path, "csv"), Keeper(tmp_path, "other")]
     trainer = trainer_of(tmp_path, [RunArtifacts()], logger=loggers)
-    with pytest.warns(UserWarning, match=r"Refuser did not take .* \(ConnectionError: no route"):
+    with pytest.warns(
+        UserWarning, match=r"Refuser could not upload .* \(ConnectionError: no route"
+    ):
         trainer.fit(Walker(), Walks())
     assert "summary.json" in loggers[1].kept
 

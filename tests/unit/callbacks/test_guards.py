@@ -296,7 +296,7 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="EntropyGuard knows its value only after the update, so "
                        "action=SkipUpdate would be too late; use Warn or StopRun"):  # fmt: skip
         EntropyGuard(action=SkipUpdate())
-    with pytest.raises(ConfigError, match="EffectiveSampleGuard looks at a batch as a whole"):
+    with pytest.raises(ConfigError, match="EffectiveSampleGuard checks a batch as a whole"):
         EffectiveSampleGuard(action=Mask())
     with pytest.raises(ConfigError, match="patience=0 must be >= 1"):
         LogprobGapGuard(patience=0)
