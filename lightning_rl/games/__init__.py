@@ -1,4 +1,4 @@
-"""Games: several agents that learn at once, by protocols, as roles or stage by stage."""
+"""Games: several agents that learn at once, in protocols, as roles of a rollout or in stages."""
 
 from lightning_rl.config.names import surface
 

@@ -1,4 +1,6 @@
-"""Heads of supervised training: what is made of a body's features, and held against labels."""
+"""Heads for supervised training: they map a body's features to outputs that labels are held
+against.
+"""
 
 from abc import ABC, abstractmethod
 
@@ -11,49 +13,51 @@ from lightning_rl.errors import DataError, require_at_least
 
 
 class LabelHead(nn.Module, ABC):
-    """Makes of features what labels are; like a body, it is built when the data are known."""
+    """Maps features to predictions of labels; like a body, it is built once the data are known."""
 
     @abstractmethod
     def build(self, features: int) -> None:
-        """Make the layers."""
+        """Build the layers for feature vectors of this size."""
 
     @abstractmethod
     def check(self, labels: Tensor, source: str) -> None:
-        """Look at all labels of a data set, of that name.
+        """Check all labels of the data set called ``source``.
 
         Raises:
-            DataError: for such as it cannot learn; naming the first.
+            DataError: if the head cannot learn a label; the message names the first such row.
         """
 
     @abstractmethod
     def forward(self, features: Tensor) -> Tensor:
-        """Outputs (N, ...) of features (N, F)."""
+        """Return outputs (N, ...) for features (N, F)."""
 
     @abstractmethod
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """A loss of each row, (N,)."""
+        """Return the loss of each row, (N,)."""
 
     @abstractmethod
     def measure(self, outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Metrics by name, each with a value for some rows, (M,); the epoch's means are logged."""
+        """Return metrics by name, each with one value (M,) per row it applies to; epochs log the
+        means.
+        """
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Further metrics, of those means."""
+        """Return further metrics, computed from an epoch's means."""
         return {}
 
 
 @configurable
 class ClassHead(LabelHead):
-    """One of n classes, by cross-entropy.
+    """Predicts one of n classes, trained by cross-entropy.
 
-    It measures ``accuracy``, ``accuracy_class_0`` and so on of the rows of each class, and
-    ``accuracy_worst``, the least of these.
+    It measures ``accuracy``, the accuracy on each class as ``accuracy_class_0`` and so on, and
+    the lowest of these as ``accuracy_worst``.
 
     Args:
-        classes: n.
+        classes: n, the number of classes.
 
     Raises:
-        ConfigError: for less than 2.
+        ConfigError: if ``classes`` is less than 2.
     """
 
     def __init__(self, classes: int) -> None:
@@ -67,14 +71,14 @@ class ClassHead(LabelHead):
     def check(self, labels: Tensor, source: str) -> None:
         if labels.is_floating_point() or labels.ndim != 1:
             raise DataError(
-                f"{source}: labels are {labels.dtype} of shape {tuple(labels.shape)}, and classes "
-                "are integers, one for each row; give those, or use NumberHead"
+                f"{source}: the labels are {labels.dtype} of shape {tuple(labels.shape)}, but "
+                "classes must be one integer per row; give integers, or use NumberHead"
             )
         bad = ((labels < 0) | (labels >= self.classes)).nonzero()
         if len(bad):
             row = int(bad[0])
             raise DataError(
-                f"{source}: the label of row {row} is {int(labels[row])}, and with "
+                f"{source}: the label of row {row} is {int(labels[row])}, but with "
                 f"classes={self.classes} it must be in [0, {self.classes}); raise classes"
             )
 
@@ -97,13 +101,13 @@ class ClassHead(LabelHead):
 
 @configurable
 class NumberHead(LabelHead):
-    """Numbers, by half of the squared error; it measures ``absolute_error``.
+    """Predicts numbers, trained by half of the squared error; it measures ``absolute_error``.
 
     Args:
         size: numbers per label.
 
     Raises:
-        ConfigError: for less than 1.
+        ConfigError: if ``size`` is less than 1.
     """
 
     def __init__(self, size: int = 1) -> None:
@@ -118,8 +122,8 @@ class NumberHead(LabelHead):
         width = 1 if labels.ndim == 1 else labels.shape[-1]
         if not labels.is_floating_point() or labels.ndim > 2 or width != self.size:
             raise DataError(
-                f"{source}: labels are {labels.dtype} of shape {tuple(labels.shape)}, and with "
-                f"size={self.size} they must be floats, {self.size} for each row; set size, or "
+                f"{source}: the labels are {labels.dtype} of shape {tuple(labels.shape)}, but with "
+                f"size={self.size} they must be floats, {self.size} per row; set size, or "
                 "use ClassHead for integers"
             )
 

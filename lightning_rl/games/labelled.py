@@ -1,4 +1,4 @@
-"""Labelled data: what an agent may see, and what to make of it."""
+"""Labelled data sources, and the checks and spaces derived from their rows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,31 +17,31 @@ LABEL = "label"
 
 
 class LabelledData(ABC):
-    """Observations and a label of each; a source of one's own is a subclass with one method."""
+    """A source of observations with one label each; your own is a subclass with one method."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that error messages use for this source."""
         return type(self).__name__
 
     @abstractmethod
     def load(self) -> Mapping[str, Any]:
-        """A TensorDict, or mapping, of observations (N, *shape) by name and of ``label``.
+        """Return observations (N, *shape) by name and ``label``, as a TensorDict or mapping.
 
-        Labels (N,) of integers are classes, counted from 0; (N,) or (N, D) of floats are numbers.
+        Labels (N,) of integers are classes, counted from 0; floats (N,) or (N, D) are numbers.
         """
 
 
 @configurable
 class FunctionData(LabelledData):
-    """What a function returns.
+    """Loads the data that a function returns.
 
     Args:
-        make: its import path; it returns what ``LabelledData.load`` does.
-        arguments: of it.
+        make: the function's import path; it returns the same as ``LabelledData.load``.
+        arguments: keyword arguments for it.
 
     Raises:
-        ConfigError: when it is loaded, if there is no such function, or it raises.
+        ConfigError: on loading, if there is no such function, or if it raises.
     """
 
     def __init__(self, make: str, arguments: dict[str, Any] | None = None) -> None:
@@ -58,34 +58,36 @@ class FunctionData(LabelledData):
 
 
 def rows_of(data: LabelledData) -> TensorDict:
-    """All its rows [N], observations as bytes or float32.
+    """Return all rows of a source as a TensorDict [N], with observations as bytes or float32.
 
     Raises:
-        DataError: for what is not as ``LabelledData.load`` says.
+        DataError: if the data are not as ``LabelledData.load`` specifies.
     """
     loaded = data.load()
     if not isinstance(loaded, Mapping | TensorDict):
         raise DataError(
-            f"{data.name} gives {type(loaded).__name__}; give a TensorDict of observations by name "
-            f"and {LABEL!r}"
+            f"{data.name} returned a {type(loaded).__name__}; return a TensorDict of observations "
+            f"by name and {LABEL!r}"
         )
     rows = {key: _tensor(data, key, value) for key, value in loaded.items()}
     if LABEL not in rows or len(rows) == 1:
         raise DataError(
-            f"{data.name} gives {', '.join(rows) or 'nothing'}; give observations by name and "
+            f"{data.name} returned {', '.join(rows) or 'nothing'}; return observations by name and "
             f"{LABEL!r}"
         )
     lengths = {key: len(value) for key, value in rows.items()}
     if len(set(lengths.values())) > 1 or not lengths[LABEL]:
-        shown = ", ".join(f"{length} of {key}" for key, length in lengths.items())
-        raise DataError(f"{data.name} gives {shown}; give a label for each row, and some rows")
+        shown = ", ".join(f"{length} rows of {key}" for key, length in lengths.items())
+        raise DataError(f"{data.name} returned {shown}; return at least one row, each with a label")
     return TensorDict(rows, [lengths[LABEL]])
 
 
 def _tensor(data: LabelledData, key: str, value: Any) -> Tensor:
     tensor = torch.as_tensor(value)
     if tensor.ndim == 0:
-        raise DataError(f"{data.name}: {key} is the number {tensor.item()}; give one for each row")
+        raise DataError(
+            f"{data.name}: {key} is the single number {tensor.item()}; give one value per row"
+        )
     if tensor.is_floating_point():
         bad = (~tensor.isfinite()).flatten(1).any(1) if tensor.ndim > 1 else ~tensor.isfinite()
         if bool(bad.any()):
@@ -98,6 +100,6 @@ def _tensor(data: LabelledData, key: str, value: Any) -> Tensor:
 
 
 def space_of(rows: TensorDict) -> Space:
-    """What bodies are built for: the observations of rows, and no action."""
+    """Return the space that bodies are built for: the observations of rows, without actions."""
     seen = {key: value for key, value in rows.items() if key != LABEL}
     return Space({key: Observed(tuple(v.shape[1:]), v.dtype) for key, v in seen.items()}, {})

@@ -1,4 +1,4 @@
-"""GameModule: agents in an environment that take each other's learning into account."""
+"""GameModule: trains agents in an environment that take each other's learning into account."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,34 +32,36 @@ from lightning_rl.run.seeding import derived_generator
 
 @configurable
 class GameModule(ActorCriticModule):
-    """Improves agents in environments, each with the others' learning in view: SPG, LOLA, SOS.
+    """Trains agents in environments, each anticipating how the others learn: SPG, LOLA, SOS.
 
-    Every group of agents that the environment names is a player, whose loss is the mean of its
-    members'. Losses are estimated from whole episodes, or what a batch has of them, with the
-    advantages of all steps: also of those in which others act. Critics learn as elsewhere.
+    Every group of agents that the environment names is one player, whose loss is the mean of its
+    members'. Losses are estimated from whole episodes, or as much of them as a batch holds, with
+    the advantages of all steps, including those in which others act. Critics learn as in
+    ``ActorCriticModule``.
 
-    Where an update multiplies estimates, each is made of other environments (:class:`CrossFitted`):
-    of two levels of players those of a minibatch are cut in halves, of three in thirds.
+    Where an update multiplies estimates, each factor is made from different environments
+    (:class:`CrossFitted`): a minibatch is cut into as many parts as there are levels of players.
 
     Args:
-        agents: by the names that the environment has for its groups; a group that is not named
-            is an ``ActorCritic()``. None of them shares a body between actor and critic.
-        update: what the players make of their losses.
+        agents: by the names of the environment's groups; a group that is not named gets an
+            ``ActorCritic()``. No agent may share a body between actor and critic.
+        update: how the players' losses become update directions.
         order: names of agents, level by level, leaders first; None: an agent called ``verifier``
-            leads all others if the update is made for leaders, else everyone has all in view.
-        advantage: how rewards become credit.
+            leads all others if the update needs leaders, else every agent anticipates all others.
+        advantage: the advantage estimator.
         value_loss: the critic's loss.
-        entropy: bonus; None for none.
+        entropy: the entropy bonus; None for none.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per iteration.
-        epochs: passes over each batch; more than one is for the proximal updates.
-        minibatches: optimizer steps per pass, each on some of the environments.
-        max_grad_norm: clip each agent's direction; None: leave it.
-        seed: of the order of environments, and of what the update draws; None:
-            ``seed_everything``'s.
+        epochs: passes over each batch; more than one only makes sense for the proximal updates.
+        minibatches: optimizer steps per pass, each on a subset of the environments.
+        max_grad_norm: the norm that each agent's update direction is clipped to; None: no clipping.
+        seed: seeds the order of environments and the update's random draws; None: the seed of
+            ``seed_everything``.
 
     Raises:
-        ConfigError: for values out of range; for agents, an order or processes that do not fit.
+        ConfigError: if a value is out of range, or if agents, order or the number of processes
+            do not fit.
     """
 
     def __init__(
@@ -97,36 +99,38 @@ class GameModule(ActorCriticModule):
     # ---------------------------------------------------------------- set-up
 
     def check_agents(self) -> None:
-        """Refuse agents, an order or processes that these settings cannot teach.
+        """Refuse agents, an order or a number of processes that these settings cannot train.
 
         Raises:
-            ConfigError: naming agent and setting.
+            ConfigError: naming the agent and the setting.
         """
         for name, agent in self.agents.items():
             if agent.share_body:
                 raise ConfigError(
                     f"agent {name!r} shares {type(agent.body).__name__} between actor and critic, "
-                    "and GameModule moves actors apart from critics; set share_body: false, or use "
-                    "ActorCriticModule"
+                    "but GameModule updates actors separately from critics; set share_body: "
+                    "false, or use ActorCriticModule"
                 )
         if world_size() > 1:
             raise ConfigError(
-                f"GameModule multiplies gradients of a whole batch, and {world_size()} processes "
-                "each have a part of it; set trainer.devices: 1"
+                f"GameModule multiplies gradients of a whole batch, but each of the {world_size()} "
+                "processes holds only a part of it; set trainer.devices: 1"
             )
         leader = VERIFIER if VERIFIER in self.agents else None
         check_order(self.order, list(self.agents), "agent", leader, self.game_update)
 
     def rows_of(self, name: str, batch: TensorDict) -> tuple[Rows, dict[str, float]]:
-        """All that players learn from a batch, with credit for what others did, and metrics.
+        """Return all that the players learn from in a batch, and metrics.
+
+        Steps in which other agents acted get advantages, too.
 
         Raises:
-            ConfigError: if some of its episodes are to be left out.
+            ConfigError: if the batch leaves out some of its episodes.
         """
         if "skipped" in batch:
             raise ConfigError(
-                "data.min_episode_length leaves out episodes, and GameModule learns from all that "
-                "players did; set it to 1, or use ActorCriticModule"
+                "data.min_episode_length leaves out episodes, but GameModule learns from all steps "
+                "of all players; set it to 1, or use ActorCriticModule"
             )
         rows, measured = rows_of(self.agents[name], name, batch, self.advantage, idle=True)
         begins = batch["next", "done"].squeeze(-1).roll(1, 1)
@@ -136,20 +140,21 @@ class GameModule(ActorCriticModule):
     def places(
         self, rows: Mapping[str, Rows], shape: tuple[int, int], order: torch.Generator
     ) -> Iterator[Tensor]:
-        """Whole environments, in a new order, (M, T): a step is seen with those before it.
+        """Yield minibatches of whole environments in random order, places (M, T): steps need their
+        past.
 
         Raises:
-            ConfigError: if a minibatch has too few environments for the parts that they are cut in.
+            ConfigError: if a minibatch has too few environments to be cut into the update's parts.
         """
         environments, steps = shape
         names = list(rows)
         parts = self.game_update.parts(self._levels(names), len(names))
         if environments < parts * self.minibatches:
             raise ConfigError(
-                f"minibatches={self.minibatches} must be <= {environments // parts}: GameModule "
-                f"learns from whole environments, of which there are {environments} side by side, "
-                f"and {type(self.game_update).__name__} multiplies estimates from {parts} or more "
-                "in a minibatch; lower it, or raise data.num_envs"
+                f"minibatches={self.minibatches} must be <= {environments // parts}: the batch has "
+                f"{environments} environments, and a minibatch needs at least {parts}, because "
+                f"{type(self.game_update).__name__} multiplies estimates from that many separate "
+                "parts; lower it, or raise data.num_envs"
             )
         device = next(iter(rows.values())).learned["advantages"].device
         drawn = torch.randperm(environments, generator=order).to(device)
@@ -159,7 +164,7 @@ class GameModule(ActorCriticModule):
     # ---------------------------------------------------------------- a step
 
     def update(self, rows: Mapping[str, Rows], shape: tuple[int, int]) -> dict[str, float]:
-        """Epochs x minibatches of steps of all players; returns metrics."""
+        """Take ``epochs`` x ``minibatches`` optimizer steps for all players, and return metrics."""
         # A place beyond those of the epochs' orders.
         self._draw = derived_generator(self.seed, self.iteration, self.epochs)
         return super().update(rows, shape)
@@ -171,7 +176,7 @@ class GameModule(ActorCriticModule):
         old: Mapping[str, Made],
         measured: Measured,
     ) -> None:
-        """One optimizer step of all players on some environments (M, T)."""
+        """Take one optimizer step for all players on some of the environments, places (M, T)."""
         names = list(rows)
         players, rates = self._players(names)
         levels = self._levels(names)
@@ -191,7 +196,9 @@ class GameModule(ActorCriticModule):
     def _losses(
         self, rows: Mapping[str, Rows], places: Tensor, measured: Measured
     ) -> tuple[list[Tensor], Tensor]:
-        """Each player's loss, and all critics', scalars of some environments (M, T)."""
+        """Return each player's loss, and the sum of all critics' losses, as scalars from places (M,
+        T).
+        """
         own = {name: of_all.at(places) for name, of_all in rows.items()}
         begins = next(iter(rows.values())).begins
         assert begins is not None
@@ -202,7 +209,8 @@ class GameModule(ActorCriticModule):
         return losses, self._critics_loss(own, measured)
 
     def _said(self, name: str, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Log probabilities and entropies (M, T, *A) of what an agent did; 0 where it did not act.
+        """Return log probabilities and entropies (M, T, *A) of an agent's actions; 0 where it did
+        not act.
 
         Only steps in which it acts go through its actor, which is differentiated many times.
         """
@@ -220,7 +228,7 @@ class GameModule(ActorCriticModule):
         return logprobs, entropies
 
     def _actors_loss(self, names: list[str], game: CrossFitted, measured: Measured) -> Tensor:
-        """A scalar whose gradients are the directions that the update has for all players."""
+        """Return a scalar whose gradients are the update's directions for all players."""
         moves = self.game_update.moves(game, self._draw)
         for name, move in zip(names, moves, strict=True):
             add(measured, self.named(name, move.metrics))
@@ -234,7 +242,9 @@ class GameModule(ActorCriticModule):
         begins: Tensor,
         measured: Measured,
     ) -> list[Tensor]:
-        """Each player's loss, a scalar that knows what the others did, from steps (M, T)."""
+        """Return each player's loss as a scalar that depends on all players' actions, from steps
+        (M, T).
+        """
         acts = {name: rows.learned["weights"] > 0 for name, rows in own.items()}
         said = _all_said({name: logprobs for name, (logprobs, _) in made.items()}, acts)
         was = _all_said({n: rows.learned["old_logprobs"] for n, rows in own.items()}, acts)
@@ -262,7 +272,7 @@ class GameModule(ActorCriticModule):
         return losses
 
     def _critics_loss(self, own: Mapping[str, Rows], measured: Measured) -> Tensor:
-        """The sum of all critics' losses, a scalar; of steps in which others act, too."""
+        """Return the sum of all critics' losses, a scalar; steps in which others act count, too."""
         total = torch.zeros((), device=self.device)
         if not self.advantage.needs_values:
             return total
@@ -276,7 +286,9 @@ class GameModule(ActorCriticModule):
         return total
 
     def _players(self, names: list[str]) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
-        """What moves each player's actor, and the learning rate of each number in it, (D_i,)."""
+        """Return each player's actor parameters, and the learning rate of each number in them,
+        (D_i,).
+        """
         optimizer: Any = self.optimizers()  # one, so not a list
         groups = {group["name"]: group for group in optimizer.param_groups}
         players, rates = [], []
@@ -289,11 +301,11 @@ class GameModule(ActorCriticModule):
 
 
 def _all_said(logprobs: Mapping[str, Tensor], acts: Mapping[str, Tensor]) -> Tensor:
-    """Log probability (M, T) of what all did in a step, of those (M, T, *A) that acted in it."""
+    """Return the joint log probability (M, T) of each step: the sum over those who acted in it."""
     parts = [_over_members(v.where(acts[n], 0.0)).sum(2) for n, v in logprobs.items()]
     return torch.stack(parts).sum(0)
 
 
 def _over_members(values: Tensor) -> Tensor:
-    """(M, T, n), with the members of a group last; of one agent alone n is 1."""
+    """Return values as (M, T, n), with a group's n members last; n is 1 for a single agent."""
     return values.reshape(*values.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""SimulationLoss: a simulator learns to be like an adversary, and the adversary not to be."""
+"""SimulationLoss: a simulator learns to imitate an adversary, which learns not to be imitated."""
 
 from collections.abc import Mapping
 
@@ -14,20 +14,20 @@ from lightning_rl.games.protocols.zero_knowledge import ADVERSARY, SIMULATOR, li
 
 @configurable
 class SimulationLoss(JointLoss):
-    """Teaches the simulator of a :class:`ZeroKnowledge` likeness to the adversary, and vice versa.
+    """Trains the simulator of a :class:`ZeroKnowledge` to imitate the adversary, and vice versa.
 
-    A policy gradient asks which draws were paid more than others in their place. A simulator's
-    draws change nothing: it is paid for the logits l' that it draws by, as its adversary is for its
-    own, l. So both also follow the gradient of what they are paid themselves, r = cos(l, l') summed
-    over message and decision: the simulator up, with l as it is, the adversary down, with l' as it
-    is. That is the pathwise part of the gradient of their rewards; what an adversary's words make
-    others say later is left to the policy gradient.
+    A policy gradient compares the reward of an action with that of others in its place. A
+    simulator's actions change nothing: it is paid for the logits l' that it samples from, as its
+    adversary is for its own, l. So both also follow the gradient of their own payment,
+    r = cos(l, l') summed over message and decision: the simulator ascends with l held fixed, the
+    adversary descends with l' held fixed. This is the pathwise part of the gradient of their
+    rewards; how an adversary's words affect later messages is left to the policy gradient.
 
     Args:
-        coef: weight of it.
+        coef: the weight of this loss.
 
     Raises:
-        ConfigError: if it is negative, or not finite.
+        ConfigError: if ``coef`` is negative or not finite.
     """
 
     agents = (ADVERSARY, SIMULATOR)

@@ -1,4 +1,4 @@
-"""Supervised training of one agent by itself: labels first, environments later."""
+"""Supervised training of a single agent from labels, before it is trained in environments."""
 
 from copy import deepcopy
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_rl.run.seeding import derived_generator, run_seed
 
 
 class SoloAgent(nn.Module):
-    """A body, and a head that makes labels of its features."""
+    """A body, and a head that predicts labels from its features."""
 
     def __init__(self, body: Body, head: LabelHead, space: Space) -> None:
         super().__init__()
@@ -34,29 +34,29 @@ class SoloAgent(nn.Module):
         head.build(body.build(space))
 
     def forward(self, observations: TensorDict) -> Tensor:
-        """Outputs (N, ...) of the head."""
+        """Return the head's outputs (N, ...)."""
         outputs: Tensor = self.head(self.body(observations))
         return outputs
 
 
 @configurable
 class SoloModule(FiniteStepsModule):
-    """Teaches a body from labels, alone; its checkpoint is what other agents can begin with.
+    """Trains a body on labels, alone; other agents can start from its checkpoint.
 
-    ``ActorCritic(pretrained=...)``, ``QAgent`` and ``SACAgent`` take the body from there.
-    Automatic optimisation, plain Lightning: clipping and accumulation are the Trainer's. It logs
+    ``ActorCritic(pretrained=...)``, ``QAgent`` and ``SACAgent`` load the body from there. It uses
+    Lightning's automatic optimisation: clipping and accumulation are the Trainer's. It logs
     ``solo/loss``, and for each epoch the means of what the head measures, such as
-    ``solo/accuracy``, ``solo/accuracy_class_0`` and ``solo/accuracy_worst``; of held-out rows the
+    ``solo/accuracy``, ``solo/accuracy_class_0`` and ``solo/accuracy_worst``; for held-out rows the
     same as ``solo/val_loss`` and so on.
 
     Args:
-        head: what labels are: ``ClassHead`` or ``NumberHead``.
-        body: makes the features; as the agent that is to begin with it has it.
+        head: the kind of label: ``ClassHead`` or ``NumberHead``.
+        body: makes the features; set it as for the agent that will start from the checkpoint.
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
 
     Raises:
-        ConfigError: for a body with a memory.
+        ConfigError: if the body is recurrent.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class SoloModule(FiniteStepsModule):
         self.lr_scheduler = lr_scheduler
 
     def configure_callbacks(self) -> list[Callback]:
-        """Add our display."""
+        """Add the library's progress display."""
         return named_callbacks("own_display", self.trainer)
 
     def configure_model(self) -> None:
-        """Build body and head for the data (once).
+        """Build body and head for the data, once.
 
         Raises:
-            ConfigError: if the body cannot read the observations, or there are no labels.
+            ConfigError: if the body cannot read the observations, or if there are no labels.
         """
         if self.agent is not None:
             return
         data = datamodule_of(self.trainer)
         if not isinstance(data, SoloDataModule):
             raise ConfigError(
-                f"SoloModule learns from labels, and {type(data).__name__} has none; use "
+                f"SoloModule learns from labels, but {type(data).__name__} has none; use "
                 "SoloDataModule"
             )
         body, head = deepcopy(self._given)
@@ -111,13 +111,13 @@ class SoloModule(FiniteStepsModule):
     # ---------------------------------------------------------------- steps
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
-        """The mean loss of some rows."""
+        """Return the mean loss of a batch of rows."""
         loss = self._step(batch)
         self.log("solo/loss", loss, prog_bar=True, batch_size=len(batch))
         return loss
 
     def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """The same on held-out rows."""
+        """Log the loss and the head's metrics for held-out rows."""
         loss = self._step(batch)
         self.log("solo/val_loss", loss, batch_size=len(batch), sync_dist=True)
 
@@ -156,16 +156,16 @@ class SoloModule(FiniteStepsModule):
 
 @configurable
 class SoloDataModule(LightningDataModule):
-    """Rows of observations with labels, in an order that the seed decides.
+    """Serves rows of observations with labels, in an order that the seed decides.
 
     Args:
-        train: to learn from.
+        train: the training rows.
         val: held-out rows; None for none.
         batch_size: rows per step, on each process.
-        seed: of the order; None: ``seed_everything``'s.
+        seed: seeds the order; None: the seed of ``seed_everything``.
 
     Raises:
-        ConfigError: for a ``batch_size`` below 1.
+        ConfigError: if ``batch_size`` is less than 1.
     """
 
     def __init__(
@@ -182,18 +182,18 @@ class SoloDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.seed = run_seed(seed)
         self.rows: dict[str, TensorDict] = {}
-        """All of them, as ``train`` and ``val``; loaded by ``setup``."""
+        """All rows by ``train`` and ``val``; loaded by ``setup``."""
 
     @property
     def space(self) -> Space:
-        """What the rows show; known after ``setup``."""
+        """The space of the rows' observations; known after ``setup``."""
         return space_of(self.rows["train"])
 
     def setup(self, stage: str) -> None:
-        """Load all rows (once).
+        """Load all rows, once.
 
         Raises:
-            DataError: for rows that are not as they should be, or not alike.
+            DataError: if rows are malformed, or if training and held-out rows differ in form.
         """
         if self.rows:
             return
@@ -204,8 +204,8 @@ class SoloDataModule(LightningDataModule):
         ours, theirs = (space_of(rows).observations for rows in self.rows.values())
         if ours != theirs:
             raise DataError(
-                f"data.val ({self.val.name}) shows {theirs}, and data.train shows {ours}; give "
-                "both the same observations"
+                f"data.val ({self.val.name}) has the observations {theirs}, but data.train has "
+                f"{ours}; give both the same observations"
             )
 
     def train_dataloader(self) -> DataLoader[TensorDict]:

@@ -1,1 +1,1 @@
-"""Updates of players who take each other's learning into account."""
+"""Updates for players that take each other's learning into account."""

@@ -1,4 +1,4 @@
-"""GameUpdate: what players make of a game's losses, and the moves that come of it."""
+"""GameUpdate: how the losses of a game become the players' update directions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from lightning_rl.games.algos.game import GamePoint, Levels
 
 @dataclass(frozen=True)
 class Move:
-    """What a game update makes of a player's gradient.
+    """A player's update direction, and what it is made of.
 
     Args:
         own: the gradient of its own loss, (D,).
-        added: what the update adds for the others' sake, (D,).
-        kept: how much of that, a scalar in [0, 1].
+        added: the term that the update adds because of the other players, (D,).
+        kept: the share of that term that is kept, a scalar in [0, 1].
     """
 
     own: Tensor
@@ -28,14 +28,15 @@ class Move:
 
     @property
     def direction(self) -> Tensor:
-        """To step against, (D,)."""
+        """The direction to step against, (D,)."""
         return self.own + self.kept * self.added
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """How many times as long as its own gradient the added term is, and whether it was cut.
+        """The length of the added term relative to the player's own gradient, and whether it was
+        cut.
 
-        Both (1,); without a gradient of its own the first is 0.
+        Both are of shape (1,); the first is 0 if the player's own gradient is.
         """
         length = self.own.norm()
         share = torch.where(length > 0, self.added.norm() / length, 0.0)
@@ -44,13 +45,13 @@ class Move:
 
 
 class GameUpdate(ABC):
-    """Makes of a game's losses a direction for each player, to step against.
+    """Turns the losses of a game into a direction for each player to step against.
 
-    Losses may be exact, or means over steps in an environment; :meth:`step_loss` is of a step.
+    Losses may be exact, or means over steps in an environment; :meth:`step_loss` is that of a step.
 
-    ``needs_order``: it is made for players of whom some lead others. ``factors``: how many
-    estimates it multiplies, each of which is made of a part of the episodes; None: as many as there
-    are levels. ``zero_at_zero_advantage``: the loss of a step without advantage is 0.
+    ``needs_order``: the update is for players of whom some lead others. ``factors``: how many
+    estimates it multiplies, each from another part of the episodes; None: one per level.
+    ``zero_at_zero_advantage``: the loss of a step with advantage 0 is 0.
     """
 
     needs_order: ClassVar[bool] = False
@@ -59,16 +60,18 @@ class GameUpdate(ABC):
 
     @abstractmethod
     def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
-        """A direction (D_i,) for each player; ``draw`` is for what is random in it."""
+        """Return a direction (D_i,) for each player; ``draw`` generates the update's random
+        numbers.
+        """
 
     def moves(self, game: GamePoint, draw: torch.Generator) -> list[Move]:
-        """The same, with what directions are made of."""
+        """Return the same directions, split into the player's own gradient and the added term."""
         directions, own = self(game, draw), own_gradients(game)
         one = own[0].new_ones(())
         return [Move(o, d - o, one) for d, o in zip(directions, own, strict=True)]
 
     def parts(self, levels: Levels | None, players: int) -> int:
-        """How many parts the episodes are cut into for players of these levels."""
+        """Return how many parts the episodes are cut into for players with these levels."""
         if self.factors is not None:
             return self.factors
         if players == 1:
@@ -76,19 +79,20 @@ class GameUpdate(ABC):
         return 2 if levels is None else len(levels)
 
     def step_loss(self, logprobs: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """Loss (M,) and metrics of steps, of the log probability (M,) of all that was done in each.
+        """Return loss (M,) and metrics of steps, given the joint log probability (M,) of all
+        actions.
 
-        -A p / sg(p) has the policy gradient and all its derivatives (Foerster et al. 2018, DiCE);
-        of -A log p only the first is right.
+        -A p / sg(p), where sg stops gradients, has all derivatives of the policy objective
+        (Foerster et al. 2018, DiCE); for -A log p only the first derivative is right.
         """
         return called(Surrogate(), logprobs, {**tokens, "old_logprobs": logprobs.detach()})
 
 
 def own_gradients(game: GamePoint) -> list[Tensor]:
-    """nabla_i L_i of each player, (D_i,)."""
+    """Return nabla_i L_i of each player, (D_i,)."""
     return [game.gradient(i, i).detach() for i in range(len(game.players))]
 
 
 def called(loss: PolicyLoss, logprobs: Tensor, tokens: Any) -> tuple[Tensor, Metrics]:
-    """A loss of steps, which it reads by name alone."""
+    """Call a loss on steps, whose columns it reads only by name."""
     return loss(logprobs, tokens)

@@ -1,4 +1,4 @@
-"""Updates of players that take each other into account: SPG, LOLA, SOS, and their proximal kin."""
+"""Updates for players that anticipate each other: SPG, LOLA, SOS, and their proximal variants."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from lightning_rl.games.algos.moves import GameUpdate, Move, called, own_gradien
 
 @dataclass(frozen=True)
 class Simultaneous(GameUpdate):
-    """Each player's own gradient, as if the others stood still: nabla_i L_i."""
+    """Each player follows its own gradient, as if the others stood still: nabla_i L_i."""
 
     factors: ClassVar[int | None] = 1
 
@@ -29,7 +29,7 @@ class Simultaneous(GameUpdate):
 @configurable
 @dataclass(frozen=True)
 class _Bounded(GameUpdate):
-    """A player's own gradient, and a term for the others' sake that is no longer than allowed."""
+    """Adds to a player's own gradient a term for the others, whose length is bounded."""
 
     bound: float | None = field(default=1.0, kw_only=True)
 
@@ -37,13 +37,13 @@ class _Bounded(GameUpdate):
         require_finite(bound=self.bound)
         if self.bound is not None and self.bound <= 0:
             raise ConfigError(
-                f"bound={self.bound} must be > 0: how many times as long as a player's own "
-                "gradient what is added to it may be; null for no bound"
+                f"bound={self.bound} must be > 0: it limits the added term relative to the length "
+                "of a player's own gradient; null for no bound"
             )
 
     @abstractmethod
     def added(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
-        """What each player's direction has beyond its own gradient, (D_i,), before the bound."""
+        """Return the term that is added to each player's own gradient, (D_i,), before the bound."""
 
     def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
         return [move.direction for move in self.moves(game, draw)]
@@ -62,20 +62,20 @@ class _Bounded(GameUpdate):
 @configurable
 @dataclass(frozen=True)
 class SPG(_Bounded):
-    """Stackelberg policy gradient: leaders reckon with their followers' best answers.
+    """Stackelberg policy gradient: leaders anticipate their followers' best responses.
 
     A leader steps against nabla_g L_g - sum_f <(H_f + rho I)^-1 nabla_f L_g, d nabla_f L_f / d
-    theta_g>, with H_f = nabla_f^2 L_f by Nystrom's approximation; the last followers step against
+    theta_g>, with H_f = nabla_f^2 L_f by the Nystrom approximation; the last followers step against
     their own gradients (Fiez et al. 2020; Hataya and Yamada 2023 for the inverse).
 
     Args:
-        rank: of the approximation: columns of the Hessian, which are drawn anew each time.
+        rank: the rank of the approximation: columns of the Hessian, drawn anew each time.
         rho: damping of the Hessian.
-        bound: how many times as long as a player's own gradient what is added to it may be; None:
-            any length. It is for estimates: of losses that are known exactly nothing is cut.
+        bound: the largest length of the added term, relative to the player's own gradient; None:
+            no bound. It is for estimates: with losses that are known exactly nothing is cut.
 
     Raises:
-        ConfigError: for a rank below 1, or ``rho`` or ``bound`` not positive and finite.
+        ConfigError: if ``rank`` is less than 1, or ``rho`` or ``bound`` is not positive and finite.
     """
 
     rank: int = 5
@@ -92,11 +92,11 @@ class SPG(_Bounded):
     def added(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
         @cache
         def columns(follower: int, size: int) -> Tensor:
-            """The same in all parts of the episodes."""
+            """Return the same columns for all parts of the episodes."""
             return torch.randperm(size, generator=draw, device="cpu")[: self.rank]
 
         def answer(point: GamePoint, follower: int, vector: Tensor) -> Tensor:
-            """-(H_f + rho I)^-1 v."""
+            """Return -(H_f + rho I)^-1 v."""
             chosen = columns(follower, len(vector)).to(vector.device)
 
             def product(v: Tensor) -> Tensor:
@@ -110,20 +110,21 @@ class SPG(_Bounded):
 @configurable
 @dataclass(frozen=True)
 class LOLA(_Bounded):
-    """Learning with opponent-learning awareness: each reckons with a gradient step of the others.
+    """Learning with opponent-learning awareness: each player anticipates a gradient step of the
+    others.
 
-    The gradient of L_g(theta_g, theta_f - eta_f nabla_f L_f), to the first order in eta:
-    nabla_g L_g - sum_f eta_f (chi + h), with h = nabla_g <nabla_f L_f, nabla_f L_g> for where f
-    will be, and chi = <nabla_f L_g, d nabla_f L_f / d theta_g> for what g changes in that (Foerster
-    et al. 2018, LOLA; in this form Letcher et al. 2019, SOS).
+    It follows the gradient of L_g(theta_g, theta_f - eta_f nabla_f L_f), to first order in eta:
+    nabla_g L_g - sum_f eta_f (chi + h). Here h = nabla_g <nabla_f L_f, nabla_f L_g> accounts for
+    where f will be, and chi = <nabla_f L_g, d nabla_f L_f / d theta_g> for how g changes that step
+    (Foerster et al. 2018, LOLA; in this form Letcher et al. 2019, SOS).
 
     Args:
-        rate: eta, the step that a player takes the others to make; None: their learning rates.
-        bound: how many times as long as a player's own gradient what is added to it may be; None:
-            any length. It is for estimates: of losses that are known exactly nothing is cut.
+        rate: eta, the step that a player expects of the others; None: their learning rates.
+        bound: the largest length of the added term, relative to the player's own gradient; None:
+            no bound. It is for estimates: with losses that are known exactly nothing is cut.
 
     Raises:
-        ConfigError: unless ``rate`` and ``bound`` are positive and finite.
+        ConfigError: if ``rate`` or ``bound`` is not positive and finite.
     """
 
     rate: float | None = None
@@ -132,13 +133,15 @@ class LOLA(_Bounded):
         super().__post_init__()
         require_finite(rate=self.rate)
         if self.rate is not None and self.rate <= 0:
-            raise ConfigError(f"rate={self.rate} must be > 0; Simultaneous looks at nobody's step")
+            raise ConfigError(
+                f"rate={self.rate} must be > 0; to ignore the others' steps use Simultaneous"
+            )
 
     def added(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
         return [h + chi for h, chi in zip(*self._terms(game), strict=True)]
 
     def _terms(self, game: GamePoint) -> tuple[list[Tensor], list[Tensor]]:
-        """-sum_f eta_f h, and -sum_f eta_f chi, of each player."""
+        """Return -sum_f eta_f h and -sum_f eta_f chi of each player."""
         players = range(len(game.players))
         rates = game.rates if self.rate is None else [self.rate] * len(players)
         ahead = [game.foresight(i, rates) for i in players]
@@ -148,18 +151,18 @@ class LOLA(_Bounded):
 @configurable
 @dataclass(frozen=True)
 class SOS(LOLA):
-    """Stable opponent shaping: LOLA, as far as that neither turns around nor moves fixed points.
+    """Stable opponent shaping: LOLA, limited so that it neither reverses nor moves fixed points.
 
-    xi_0 - p eta chi with p = min(p_1, p_2) of :func:`sos_weight`, and xi_0 = nabla_g L_g - sum_f
-    eta_f h: near a fixed point, and where shaping would work against xi_0, there is less of it
-    (Letcher et al. 2019, algorithm 1).
+    Its direction is xi_0 - p eta chi with p = min(p_1, p_2) of :func:`sos_weight`, and xi_0 =
+    nabla_g L_g - sum_f eta_f h. There is less shaping near a fixed point, and where it would work
+    against xi_0 (Letcher et al. 2019, algorithm 1).
 
     Args:
         a: how far shaping may work against xi_0, in (0, 1).
         b: length of the simultaneous gradient below which shaping fades, in (0, 1).
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: if a value is out of range.
     """
 
     a: float = 0.5
@@ -179,11 +182,11 @@ class SOS(LOLA):
 
 
 def sos_weight(own: Tensor, ahead: Tensor, shaping: Tensor, a: float, b: float) -> Tensor:
-    """p = min(p_1, p_2), a scalar; of all players' vectors together, each (D,).
+    """Return p = min(p_1, p_2), a scalar, from all players' vectors concatenated, each (D,).
 
     With xi (``own``), xi_0 (``ahead``) and s = -eta chi (``shaping``): p_1 = 1 if <s, xi_0> >= 0,
-    else min(1, -a |xi_0|^2 / <s, xi_0>), so that the update keeps xi_0's side; p_2 = |xi|^2 if
-    |xi| < b, else 1, so that fixed points of xi stay (Letcher et al. 2019, algorithm 1).
+    else min(1, -a |xi_0|^2 / <s, xi_0>), so that the update stays on xi_0's side; p_2 = |xi|^2 if
+    |xi| < b, else 1, so that fixed points of xi are kept (Letcher et al. 2019, algorithm 1).
     """
     assert own.shape == ahead.shape == shaping.shape and own.ndim == 1
     along, one = shaping @ ahead, own.new_ones(())
@@ -196,20 +199,20 @@ def sos_weight(own: Tensor, ahead: Tensor, shaping: Tensor, a: float, b: float) 
 @configurable
 @dataclass(frozen=True)
 class _Proximal(GameUpdate):
-    """A game update on ratios to the policies that collected, within bounds.
+    """A game update on clipped ratios to the policies that collected the batch.
 
-    So it may go over a batch several times. Where losses are exact there is nothing to bound, and
-    it is the update that it is a variant of.
+    So it may pass over a batch several times. With exact losses there is nothing to clip, and it
+    equals the update that it is a variant of.
 
     Args:
-        loss: of the ratio of all that was done in a step.
+        loss: applied to the joint probability ratio of all actions in a step.
     """
 
     loss: PolicyLoss = PPOClip()
 
     @property
     def zero_at_zero_advantage(self) -> bool:  # type: ignore[override]
-        """As ``loss`` has it."""
+        """Whether a step with advantage 0 has loss 0; as in ``loss``."""
         return self.loss.zero_at_zero_advantage
 
     def step_loss(self, logprobs: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
@@ -219,16 +222,20 @@ class _Proximal(GameUpdate):
 @configurable
 @dataclass(frozen=True)
 class PSPG(_Proximal, SPG):
-    """Proximal :class:`SPG`: on PPO's clipped ratios, so that a batch serves several steps."""
+    """Proximal :class:`SPG`: on PPO's clipped ratios, so that a batch can be used for several
+    steps.
+    """
 
 
 @configurable
 @dataclass(frozen=True)
 class POLA(_Proximal, LOLA):
-    """Proximal :class:`LOLA`: PPO's clip stands for the penalties of Zhao et al. 2022, POLA."""
+    """Proximal :class:`LOLA`: PPO's clip replaces the penalties of Zhao et al. 2022, POLA."""
 
 
 @configurable
 @dataclass(frozen=True)
 class PSOS(_Proximal, SOS):
-    """Proximal :class:`SOS`: on PPO's clipped ratios, so that a batch serves several steps."""
+    """Proximal :class:`SOS`: on PPO's clipped ratios, so that a batch can be used for several
+    steps.
+    """

@@ -230,12 +230,12 @@ def test_rows_are_bytes_or_floats():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"x": torch.ones(2, 1)}, "gives x; give observations by name and 'label'"),
-        ({"label": [0, 1]}, "gives label; give observations"),
-        ({"x": torch.ones(3, 1), "label": [0, 1]}, "gives 3 of x, 2 of label"),
-        ({"x": torch.ones(0, 1), "label": []}, "some rows"),
+        ({"x": torch.ones(2, 1)}, "returned x; return observations by name and 'label'"),
+        ({"label": [0, 1]}, "returned label; return observations"),
+        ({"x": torch.ones(3, 1), "label": [0, 1]}, "returned 3 rows of x, 2 rows of label"),
+        ({"x": torch.ones(0, 1), "label": []}, "return at least one row"),
         ({"x": torch.tensor([[1.0], [float("nan")]]), "label": [0, 1]}, "x of row 1 is NaN"),
-        ({"x": torch.ones(2, 1), "label": 1}, "label is the number 1"),
+        ({"x": torch.ones(2, 1), "label": 1}, "label is the single number 1"),
     ],
 )
 def test_rows_that_cannot_be_learned(rows, message):
@@ -246,10 +246,10 @@ def test_rows_that_cannot_be_learned(rows, message):
 @pytest.mark.parametrize(
     ("head", "label", "message"),
     [
-        (ClassHead(2), [0, 1, 2], r"train: the label of row 2 is 2, and with classes=2.*\[0, 2\)"),
+        (ClassHead(2), [0, 1, 2], r"train: the label of row 2 is 2, but with classes=2.*\[0, 2\)"),
         (ClassHead(2), [0.0, 1.0, 1.0], "float32.* use NumberHead"),
         (NumberHead(), [0, 1, 1], "int64.* use ClassHead"),
-        (NumberHead(2), [0.0, 1.0, 1.0], "with size=2 they must be floats, 2 for each row"),
+        (NumberHead(2), [0.0, 1.0, 1.0], "with size=2 they must be floats, 2 per row"),
     ],
 )
 def test_labels_that_the_head_cannot_learn(head, label, message, tmp_path):
@@ -268,7 +268,7 @@ def test_what_does_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"make: .*nothing_like_it"):
         rows_of(FunctionData("tests.support.small_run.nothing_like_it"))
     data = SoloDataModule(poles(), val=Given(other=torch.ones(1, 1), label=[0]))
-    with pytest.raises(DataError, match=r"data.val \(Given\) shows .*other"):
+    with pytest.raises(DataError, match=r"data.val \(Given\) has the observations .*other"):
         data.setup("fit")
 
 
