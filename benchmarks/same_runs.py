@@ -13,7 +13,7 @@ first comparison is of the models that the runs began with, which each checkout 
 
 The runs, with real vLLM and seed 0: the quickstart (28 iterations); one step ahead of the trainer;
 two processes; several turns; SAC on Pendulum; a protocol between two policies; programs that are
-agents; and training by fine-tune jobs, in stages. The last line is JSON; the exit status is 1 if
+agents; and training by fine-tuning jobs, in stages. The last line is JSON; the exit status is 1 if
 there are differences.
 """
 

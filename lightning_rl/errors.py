@@ -52,7 +52,7 @@ class ContextLengthError(EpisodeError):
 
 
 class FineTuneError(LightningRLError):
-    """A fine-tune job failed or was cancelled, and no other job replaces it."""
+    """A fine-tuning job failed or was cancelled, and no other job replaces it."""
 
 
 class FilterError(LightningRLError):

@@ -29,7 +29,7 @@ from benchmarks.hostile.staged_runs import (
     trainer,
 )
 
-KEPT = "nothing is lost, and the same command goes on from there"
+KEPT = "nothing is lost; run the same command to resume"
 RESTORE = "restore"
 NULL = '{"choices": [{"message": {"content": null}, "finish_reason": "stop"}]}'
 GZIP = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope"
@@ -86,14 +86,14 @@ SERVER = [
     ),
     Call("uploads fail", against({FILES: body("{}", 500)}), ("answered 500", KEPT)),
     Call("a file without an id", against({FILES: body("{}")}), ("id: field required", KEPT)),
-    Call("jobs without end", against({JOBS: body(ENDLESS)}), ("without end", KEPT)),
-    Call("jobs are null", against({JOBS: body("null")}), ("list of fine-tune jobs", KEPT)),
+    Call("jobs without end", against({JOBS: body(ENDLESS)}), ("endless list", KEPT)),
+    Call("jobs are null", against({JOBS: body("null")}), ("list of fine-tuning jobs", KEPT)),
     Call("a job without an id", against({JOBS: body('{"data": [{}]}')}), ("data.0.id", KEPT)),
-    Call("a job is created as a list", against({"create": body("[]")}), ("fine-tune job", KEPT)),
+    Call("a job is created as a list", against({"create": body("[]")}), ("fine-tuning job", KEPT)),
     Call(
         "a job succeeds without a model",
         against({JOB: body('{"id": "job-1", "status": "succeeded"}')}, job_attempts=3),
-        ("succeeded, but names no model", KEPT),
+        ("succeeded, but the server reports no model", KEPT),
     ),
     Call(
         "a job of another status",
@@ -132,7 +132,7 @@ FILE_CALLS = [
     Call(
         "an interaction without a draw",
         lambda folder: _held(folder, '"draw"', '"drew"'),
-        ("rollouts.jsonl:1: no interaction of this protocol",),
+        ("rollouts.jsonl:1 holds no interaction of this protocol",),
     ),
     Call(
         "an interaction of somebody else",
@@ -217,8 +217,8 @@ KEYED = {"class_path": "OpenAIChat", "init_args": {"api_key_env": "NO_SUCH_KEY_A
 WRONG = [
     Call("the state is a pipe", fifo, ("state.json is no file",)),
     Call("the run's directory is a file", held_twice, ("could not be written",)),
-    Call("a retest within the run", retested_in_itself, ("lies in the run that is tested",)),
-    Call("a local job's result is cut off", damaged_result, ("is not what a job came to",)),
+    Call("a retest within the run", retested_in_itself, ("lies in the tested run's directory",)),
+    Call("a local job's result is cut off", damaged_result, ("does not hold a job's result",)),
     Call("nobody there", configured(), ("Cannot connect to host 127.0.0.1:9", KEPT)),
     Call("no key", configured(groups={"all": {
         "agents": ["prover", "verifier"], "model": "gpt", "chat": KEYED,
@@ -228,8 +228,8 @@ WRONG = [
     }}), ("'verifier' is in 0 of them",)),
     Call("its configuration is no YAML", spoilt, ("run/config.yaml:2: not valid YAML",)),
     Call("a retest of no run", configured("--retest"), ("holds no staged run to test",)),
-    Call("a retest's place alone", configured("--retest_dir", "x"), ("is of --retest alone",)),
-    Call("a name of no run", command("staged", "--name", "ghost"), ("there is no such run",)),
+    Call("a retest's place alone", configured("--retest_dir", "x"), ("works only with --retest",)),
+    Call("a name of no run", command("staged", "--name", "ghost"), ("no run has this name",)),
     Call("no name", command("staged", "--name"), ("--name needs a value",)),
     Call("a logger that is none", configured(logger="Nowhere"), ("Nowhere",)),
     Call("rows that are gone", configured(train={

@@ -45,7 +45,7 @@ COMMANDS = {
     "rollout": Command(_APP, "write graded rollouts to a file, without training"),
     "staged": Command(
         "lightning_rl.games.staged.command",
-        "train by fine-tune jobs, of an API or on this machine, stage by stage",
+        "train by fine-tuning jobs, of an API or on this machine, stage by stage",
     ),
     "rollouts": Command(
         "lightning_rl.cli.rollouts",

@@ -40,7 +40,8 @@ class GameModule(ActorCriticModule):
     ``ActorCriticModule``.
 
     Where an update multiplies estimates, each factor is made from different environments
-    (:class:`CrossFitted`): a minibatch is cut into as many parts as there are levels of players.
+    (:class:`CrossFitted`): a minibatch is cut into one part per level of players (two without an
+    ``order``).
 
     Args:
         agents: by the names of the environment's groups; a group that is not named gets an

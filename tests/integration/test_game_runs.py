@@ -145,7 +145,7 @@ def test_a_player_that_pauses_stays_as_it_is():
     ("make", "words"),
     [
         (lambda: made(GameModule, agents=agents(share_body=True)), "agent 'row' shares MLPBody"),
-        (lambda: made(GameModule, update=SPG()), "update=SPG has to know who leads row, column"),
+        (lambda: made(GameModule, update=SPG()), "update=SPG needs an order of row, column"),
         (lambda: made(GameModule, order=[["row"]]), "must name each agent once: row, column"),
         (lambda: made(GameModule, minibatches=129), "minibatches=129 must be <= 128: .* from 2 or"),
         (
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_by_name(make, words):
 def test_a_game_is_learned_in_one_process(monkeypatch):
     module = GameModule(agents())
     monkeypatch.setattr("lightning_rl.games.module.world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=r"and 2 processes each have .* trainer.devices: 1"):
+    with pytest.raises(ConfigError, match=r"each of the 2 processes holds .* trainer.devices: 1"):
         module.check_agents()
 
 

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's API as documented: files, fine-tune jobs, chats; and that fails."""
+"""A server that speaks OpenAI's API as documented: files, fine-tuning jobs, chats; and fails."""
 
 import json
 import re

@@ -1,1 +1,1 @@
-"""Protocols: who speaks when between provers and a verifier, what a decision is, what it pays."""
+"""Protocols: who speaks when among provers and verifiers, which decisions count, and rewards."""

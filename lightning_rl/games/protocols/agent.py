@@ -1,4 +1,4 @@
-"""ProtocolAgent: an interaction in words between roles of a rollout, by a protocol."""
+"""ProtocolAgent: a conversation between several roles of a rollout, governed by a protocol."""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,24 +20,24 @@ from lightning_rl.serving.session import Session
 
 @configurable
 class ProtocolAgent(SessionAgent):
-    """Plays a protocol about each row of data: its agents are roles of the rollout.
+    """Plays a protocol about each row of data; the protocol's agents are roles of the rollout.
 
-    Each role is paid what the protocol pays it (``role_rewards``), and the ``environment_reward``
-    is the verifier's (the mean of several that decide; of all, if nobody does): name
-    :class:`EnvironmentReward`. ``rollout.completion`` tells who said what,
-    ``rollout.extra`` the ``label`` and the ``class`` that it stands for, the ``decision`` (None:
-    none counted), and the numbers of ``rounds``, ``turns``, ``retries`` and ``guesses``. What
-    chance decides is the same for all rollouts of a group, so that they can be compared.
+    Each role is paid its own reward by the protocol (``role_rewards``). The ``environment_reward``
+    is the verifier's (the mean over all deciders, or over all agents if nobody decides); add
+    :class:`EnvironmentReward` to use it. ``rollout.completion`` holds who said what, and
+    ``rollout.extra`` the ``label`` and the ``class`` that it stands for, the ``decision`` (None if
+    none counted), and the numbers of ``rounds``, ``turns``, ``retries`` and ``guesses``. Random
+    draws are the same for all rollouts of a group, so that they can be compared.
 
     Args:
-        protocol: who speaks when, and what it pays.
-        scenario: what the agents are told, and how they are read.
-        trained: names of the agents that learn; what others write has no loss. None: all.
-        max_seconds: wall time of one rollout at most; None: no limit.
+        protocol: who speaks when, and the rewards.
+        scenario: what the agents are told, and how their answers are read.
+        trained: names of the agents that learn; tokens of others have no loss. None: all.
+        max_seconds: limit of a rollout's wall time, in seconds; None: no limit.
 
     Raises:
-        ConfigError: if the protocol has no such agent, the scenario nothing to tell one of them, or
-            for values out of range.
+        ConfigError: if the protocol has no such agent, if the scenario has no prompt for one of
+            them, or if a value is out of range.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ProtocolAgent(SessionAgent):
         super().__init__(names, None, False, max_seconds)
         if strangers := sorted({*(trained or ())} - {*names}):
             raise ConfigError(
-                f"trained={strangers}: {type(protocol).__name__} has no such agent; it has "
+                f"trained={strangers}: {type(protocol).__name__} has no such agent; choose from "
                 f"{', '.join(names)}"
             )
         scenario.check(names)
@@ -86,7 +86,7 @@ class ProtocolAgent(SessionAgent):
 
 
 def transcript(conversation: Conversation) -> list[Message]:
-    """Who said what: a message for each turn, of the agent's own role."""
+    """Return who said what: one message per turn, with the agent's name as its role."""
     return [
         {
             "role": turn.agent,
@@ -100,7 +100,7 @@ def transcript(conversation: Conversation) -> list[Message]:
 
 
 def result(conversation: Conversation) -> Mapping[str, Any]:
-    """What came of it, as :func:`note_result` takes it."""
+    """Return the conversation's outcome, as :func:`note_result` takes it."""
     turns = conversation.turns
     paid = {turn.agent: conversation.rewards[turn.agent] for turn in turns}
     decision, label = conversation.decision, conversation.label

@@ -1,4 +1,4 @@
-"""Protocol: the schedule of an interaction about which agents decide, and its rewards."""
+"""Protocol: who speaks when, which agents decide, and their rewards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,49 +12,49 @@ from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.games.protocols.chance import drawn
 
 REJECT = 0
-"""The verifier's decision that it is not so."""
+"""The decision to reject."""
 ACCEPT = 1
-"""The verifier's decision that it is so."""
+"""The decision to accept."""
 GO_ON = 2
-"""What the verifier says that has not decided yet."""
+"""The value of a decision that has not been made yet."""
 VERIFIER = "verifier"
-"""The name of the agent that decides, in protocols that do not say otherwise."""
+"""The name of the agent that decides, unless a protocol says otherwise."""
 
 Rounds = Tensor | int
-"""A round, counted from 0, or one for each place of a batch."""
+"""A round, counted from 0, or one per element of a batch."""
 Decisions = Mapping[str, Rounds]
-"""By agent: 0 to reject, 1 to accept, 2 to go on."""
+"""Decisions by agent: 0 rejects, 1 accepts, 2 goes on."""
 
 
 class Protocol(ABC):
-    """Who is active when, when a decision counts, and what it pays.
+    """Determines who speaks when, when a decision counts, and what it pays.
 
-    It knows nothing of what messages are. Rounds, seeds, decisions and labels are numbers, or
-    tensors of one shape (*B,): a place of B for each of many interactions side by side. Names and
-    rewards follow Hammond and Adam-Day 2025, "Neural Interactive Proofs".
+    A protocol does not know what messages are. Rounds, seeds, decisions and labels are numbers, or
+    tensors of one shape (*B,) with one element per interaction, for many interactions at once.
+    Names and rewards follow Hammond and Adam-Day 2025, "Neural Interactive Proofs".
 
     Args:
-        max_message_rounds: rounds after which it is over, with or without a decision.
-        min_message_rounds: rounds, with that of the decision, before which none counts.
-        turn_reward: what a turn without a decision pays who is to decide.
-        shared_reward: provers are paid what those are who decide: the mean, if there are several.
-        random_stances: one seed in two turns around what all provers argue for.
+        max_message_rounds: rounds after which an interaction ends, with or without a decision.
+        min_message_rounds: the first round, counted from 1, in which a decision counts.
+        turn_reward: the reward of a decider for a turn without a decision.
+        shared_reward: provers get the deciders' reward: the mean, if there are several.
+        random_stances: for half of the seeds all provers argue for the opposite.
 
     Raises:
-        ConfigError: for less than one round, or more at least than at most; or if an agent that is
-            to decide is none of the protocol's.
+        ConfigError: if there is less than one round, if the minimum exceeds the maximum, or if a
+            decider is not one of the protocol's agents.
     """
 
     agent_names: Sequence[str]
     deciders: Sequence[str] = (VERIFIER,)
-    """Agents that decide, each once. It is over when all have; () for a protocol without."""
+    """Agents that decide, each once. The interaction ends when all have; () if nobody decides."""
     message_channel_names: Sequence[str] = ("main",)
     agent_channel_visibility: Sequence[tuple[str, str]]
-    """Pairs of an agent and a channel that it sees."""
+    """Pairs of an agent and a channel that it can read."""
     rejecting: Sequence[str] = ()
-    """Provers that argue for rejecting, and are paid for it; the others for accepting."""
+    """Provers that argue for rejecting, and are paid for it; the others argue for accepting."""
     logits_read: Sequence[str] = ()
-    """Agents on whose logits rewards hang, not only on what they say."""
+    """Agents whose logits, besides their messages, determine rewards."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Protocol(ABC):
         self.random_stances = random_stances
         if strangers := sorted({*self.deciders} - {*self.agent_names}):
             raise ConfigError(
-                f"{type(self).__name__}.deciders names {strangers[0]!r}, and its agents are "
-                f"{', '.join(self.agent_names)}; say who decides: deciders = (...), () for nobody"
+                f"{type(self).__name__}.deciders names {strangers[0]!r}, but its agents are "
+                f"{', '.join(self.agent_names)}; set deciders to some of these, or to () for nobody"
             )
         rounds = torch.arange(max_message_rounds)
         for agent in self.deciders:
@@ -88,14 +88,14 @@ class Protocol(ABC):
                 raise ConfigError(
                     f"{type(self).__name__}(max_message_rounds={max_message_rounds}, "
                     f"min_message_rounds={min_message_rounds}) leaves the {agent} no round to "
-                    "decide in; raise the one, or lower the other"
+                    "decide in; raise max_message_rounds, or lower min_message_rounds"
                 )
 
     # ---------------------------------------------------------------- the schedule
 
     @abstractmethod
     def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
-        """Tell whether an agent speaks on a channel, (*B,); ``seed`` decides where chance does."""
+        """Tell whether an agent speaks on a channel, (*B,); ``seed`` determines random choices."""
 
     def speaks(self, agent: str, round: Rounds, seed: Rounds = 0) -> Tensor:
         """Tell whether an agent is active on any channel, (*B,)."""
@@ -103,12 +103,12 @@ class Protocol(ABC):
         return reduce(or_, told) if told else torch.zeros_like(torch.as_tensor(round)) > 0
 
     def visible(self, agent: str) -> list[str]:
-        """Channels that an agent sees."""
+        """Return the channels that an agent can read."""
         return [channel for name, channel in self.agent_channel_visibility if name == agent]
 
     @property
     def prover_names(self) -> list[str]:
-        """All agents but those that decide."""
+        """All agents that do not decide."""
         return [name for name in self.agent_names if name not in self.deciders]
 
     # ---------------------------------------------------------------- decisions
@@ -119,7 +119,7 @@ class Protocol(ABC):
         return own & (torch.as_tensor(round) >= self.min_message_rounds - 1)
 
     def has_turn(self, round: Rounds, seed: Rounds = 0, agent: str | None = None) -> Tensor:
-        """Tell whether it is the turn of one that decides (None: of the first), (*B,)."""
+        """Tell whether it is the turn of a decider (None: the first of ``deciders``), (*B,)."""
         return self.speaks(self.deciders[0] if agent is None else agent, round, seed)
 
     def decided(
@@ -129,14 +129,15 @@ class Protocol(ABC):
         seed: Rounds = 0,
         earlier: Decisions | None = None,
     ) -> dict[str, Tensor]:
-        """What each of ``deciders`` has decided by the end of a round, (*B,); 2 where nothing.
+        """Return what each of ``deciders`` has decided by the end of a round, (*B,); 2 if nothing
+        yet.
 
         Args:
-            decisions: that were made in the round; an agent decides once, what follows is nothing,
-                as is one that is left out.
-            round: that they were made in.
-            seed: of the interaction.
-            earlier: what this method said of the round before; None: nothing was decided.
+            decisions: decisions made in this round; an agent decides once, so later decisions are
+                ignored, and an agent that is left out has decided nothing.
+            round: the round that they were made in.
+            seed: the interaction's seed.
+            earlier: what this method returned for the previous round; None: nothing was decided.
         """
         found = {}
         for agent in self.deciders:
@@ -147,7 +148,7 @@ class Protocol(ABC):
         return found
 
     def verdict(self, decided: Decisions) -> Tensor:
-        """What all decisions together come to, (*B,): that of more agents; 2 if there is none."""
+        """Return the majority of all decisions, (*B,); 2 if there is none."""
         told = [torch.as_tensor(decided[agent]) for agent in self.deciders]
         votes = sum(
             ((one == ACCEPT).long() - (one == REJECT).long() for one in told), torch.tensor(0)
@@ -162,18 +163,20 @@ class Protocol(ABC):
         seed: Rounds = 0,
         earlier: Decisions | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Whether a round was the last, (*B,), and what it pays each agent, (*B,).
+        """Return whether the round was the last, (*B,), and each agent's reward for it, (*B,).
 
-        It is the last when all of ``deciders`` have decided. Each is paid 1 for a right decision
-        when it makes it, -1 for a wrong one, or for none by the last round; provers are paid in the
-        last round, for the verdict.
+        A round is the last when all of ``deciders`` have decided. Each is paid 1 for a right
+        decision in the round it makes it, and -1 for a wrong one, or for having made none by the
+        last round; provers are paid in the last round, for the verdict.
 
         Args:
-            decisions: by agent, 0 to reject, 1 to accept, 2 to go on; those of ``deciders`` count.
-            round: that they were made in.
+            decisions: by agent, 0 to reject, 1 to accept, 2 to go on; only those of ``deciders``
+                count.
+            round: the round that they were made in.
             label: 1 if accepting is right, else 0.
-            seed: of the interaction.
-            earlier: what :meth:`decided` said of the round before; None: nothing was decided.
+            seed: the interaction's seed.
+            earlier: what :meth:`decided` returned for the previous round; None: nothing was
+                decided.
         """
         now, right = torch.as_tensor(round), torch.as_tensor(label)
         before = {agent: _of(agent, earlier) for agent in self.deciders}
@@ -198,41 +201,43 @@ class Protocol(ABC):
         seed: Rounds = 0,
         earlier: Decisions | None = None,
     ) -> dict[str, Tensor]:
-        """What a round pays agents besides, (*B,), for logits; here: nothing.
+        """Return further rewards of agents for a round, (*B,), that depend on logits; none by
+        default.
 
         Args:
-            logits: by agent, of all in ``logits_read``: of its message (*B, M) and its decision
+            logits: by agent, for all in ``logits_read``: of its message (*B, M) and its decision
                 (*B, 3).
-            round: that they were made in.
-            seed: of the interaction.
-            earlier: what :meth:`decided` said of the round before; None: nothing was decided.
+            round: the round that they were made in.
+            seed: the interaction's seed.
+            earlier: what :meth:`decided` returned for the previous round; None: nothing was
+                decided.
         """
         return {}
 
     def prover_rewards(self, decided: Tensor, paid: Tensor, seed: Rounds = 0) -> dict[str, Tensor]:
-        """What a round pays each prover, (*B,): 1 if the verdict is what it argues for.
+        """Return each prover's reward for a round, (*B,): 1 if the verdict is what it argues for.
 
         Args:
-            decided: the verdict, in the round that ends it, else 2.
-            paid: what the round pays those who decide, on average.
-            seed: of the interaction.
+            decided: the verdict in the round that ends the interaction, else 2.
+            paid: the mean reward of the deciders in the round.
+            seed: the interaction's seed.
         """
         if self.shared_reward:
             return dict.fromkeys(self.prover_names, paid)
         return {name: (decided == self.stance(name, seed)).float() for name in self.prover_names}
 
     def stance(self, prover: str, seed: Rounds = 0) -> Tensor:
-        """The decision that a prover argues for, (*B,): 0 to reject, 1 to accept."""
+        """Return the decision that a prover argues for, (*B,): 0 to reject, 1 to accept."""
         turned = drawn(seed, 2) if self.random_stances else torch.zeros_like(torch.as_tensor(seed))
         return (REJECT if prover in self.rejecting else ACCEPT) ^ turned
 
 
 def _of(agent: str, earlier: Decisions | None) -> Tensor:
-    """What an agent had decided before, (*B,)."""
+    """Return what an agent had decided before, (*B,)."""
     return torch.as_tensor((earlier or {}).get(agent, GO_ON))
 
 
 def _all_decided(decided: Mapping[str, Tensor]) -> Tensor:
-    """Whether nobody has yet to decide, (*B,); where nobody decides, no."""
+    """Return whether all deciders have decided, (*B,); False if nobody decides."""
     told = [decision != GO_ON for decision in decided.values()]
     return reduce(and_, told) if told else torch.tensor(False)

@@ -1,4 +1,4 @@
-"""Chance that a seed decides, alike for numbers and for tensors of them."""
+"""Random choices that are a function of a seed, the same for numbers and for tensors of them."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,10 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def drawn(seed: Tensor | int, count: int) -> Tensor:
-    """The number in [0, ``count``) that a seed (*B,) stands for; over seeds all are as likely.
+    """Return the number in [0, ``count``) that a seed (*B,) maps to; it is uniform over seeds.
 
-    The first number of SplitMix64 (Steele et al. 2014), less its highest bit, modulo ``count``.
+    It is the first number of SplitMix64 (Steele et al. 2014), without its highest bit, modulo
+    ``count``.
     """
     mixed = torch.as_tensor(seed) + _signed(_GOLDEN)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_FIRST)
@@ -19,10 +20,10 @@ def drawn(seed: Tensor | int, count: int) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The int64 of the same bits."""
+    """Return the int64 with the same bits."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _shifted(number: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift right, filling with zeros from the left."""
     return (number >> bits) & (2 ** (64 - bits) - 1)

@@ -1,4 +1,4 @@
-"""Conversation: one interaction in words, as a value that its answers turn into the next."""
+"""Conversation: one interaction in words, an immutable value from which answers make the next."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from lightning_rl.rollout import Message
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an agent was asked in a round, what it answered, and what that says.
+    """One turn of an agent: its prompt, its answer, and how the answer was read.
 
-    ``said`` is empty if the answer could not be read. ``decision`` is that of an agent that
-    decides, None of others; ``retries`` counts the answers before it that could not be read.
-    ``guess``: it was asked for nothing but a decision.
+    ``said`` is empty if the answer could not be read. ``decision`` is None for agents that do not
+    decide; ``retries`` counts earlier answers of this turn that could not be read. ``guess``: the
+    agent was asked only for a decision.
     """
 
     agent: str
@@ -35,12 +35,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Where an interaction stands. Nothing changes it: :meth:`after` makes the next.
+    """The state of an interaction. It is immutable: :meth:`after` returns the next.
 
-    Make the first with :meth:`begin`. ``rewards`` are the sums over the rounds so far, by agent,
-    ``decided`` are the decisions that counted so far (2: none), by agent, and ``decision`` is what
-    all came to in the end. ``unread`` counts the answers of agents that are asked again in this
-    round.
+    Create the first with :meth:`begin`. ``rewards`` are the sums over the rounds so far, by agent;
+    ``decided`` are the decisions that counted so far, by agent (2: none), and ``decision`` is the
+    final verdict. ``unread`` counts, by agent, the unreadable answers in this round of those that
+    are asked again.
     """
 
     protocol: Protocol
@@ -60,22 +60,22 @@ class Conversation:
     def begin(
         cls, protocol: Protocol, scenario: Scenario, columns: Mapping[str, Any], seed: int = 0
     ) -> "Conversation":
-        """The one in which nothing was said yet.
+        """Return a conversation in which nothing was said yet.
 
         Args:
-            protocol: who speaks when, and what it pays.
-            scenario: what the agents are told, and how they are read.
+            protocol: who speaks when, and the rewards.
+            scenario: what the agents are told, and how their answers are read.
             columns: the row of data that it is about.
-            seed: of all that chance decides.
+            seed: determines all random choices.
 
         Raises:
-            ConfigError: if the protocol pays for logits, which words have not, or the scenario has
-                nothing to tell one of its agents.
+            ConfigError: if the protocol pays for logits, which are not known for messages in words,
+                or if the scenario has no prompt for one of its agents.
         """
         if protocol.logits_read:
             raise ConfigError(
-                f"{type(protocol).__name__} pays for agents' logits, which agents in words have "
-                "not; take the protocol that it is made of, or TensorDict agents"
+                f"{type(protocol).__name__} pays for agents' logits, which are not known for "
+                "agents that speak in words; use the protocol it wraps, or TensorDict agents"
             )
         scenario.check(protocol.agent_names)
         rewards = dict.fromkeys(protocol.agent_names, 0.0)
@@ -88,17 +88,17 @@ class Conversation:
         return self.scenario.label(self.columns)
 
     def asks(self) -> dict[str, list[Message]]:
-        """What each agent whose turn it is has to answer, as a chat; {} once it is done."""
+        """Return the chat that each agent whose turn it is has to answer; {} once it is done."""
         return {agent: list(chat) for agent, chat in self._questions.items()}
 
     def after(self, answers: Mapping[str, str]) -> "Conversation":
-        """The interaction once agents have answered; those that have not are still asked.
+        """Return the interaction after answers; agents that have not answered are still to answer.
 
         Args:
             answers: by agent, of those in :meth:`asks`.
 
         Raises:
-            ValueError: for an agent that was not asked.
+            ValueError: if an agent answers that was not asked.
         """
         if strangers := answers.keys() - self._questions.keys():
             raise ValueError(
@@ -128,7 +128,7 @@ class Conversation:
         return chats
 
     def _asked(self) -> list[str]:
-        """Agents that have yet to answer in this round."""
+        """Return the agents that have yet to answer in this round."""
         if self.done:
             return []
         asked = []
@@ -141,7 +141,7 @@ class Conversation:
         return asked
 
     def _turns_of(self, agent: str) -> list[Turn]:
-        """An agent's turns in this round: one, or two with a guess."""
+        """Return an agent's turns in this round: one, or two with a guess."""
         return [t for t in self.turns if t.round == self.round and t.agent == agent]
 
     def _must_guess(self, turn: Turn) -> bool:
@@ -149,7 +149,7 @@ class Conversation:
         return self.scenario.forced_guess and late and turn.decision == GO_ON
 
     def _read(self, agent: str, answer: str, tries: int) -> Turn | None:
-        """An answer as a turn; None if the agent is to be asked again."""
+        """Return an answer as a turn; None if the agent is to be asked again."""
         guess = bool(self._turns_of(agent))
         said = self.scenario.read(self._seat(agent, self.round, guess), answer)
         if said is None and tries < self.scenario.retries:
@@ -160,7 +160,7 @@ class Conversation:
         return Turn(agent, self.round, chat, answer, said.texts, decision, tries, guess)
 
     def _going_on(self) -> "Conversation":
-        """The same at the next round in which somebody is asked, or done."""
+        """Return the interaction at the next round in which an agent is asked, or once done."""
         now = self
         while not (now.done or now._asked()):
             now = now._next_round()
@@ -182,7 +182,7 @@ class Conversation:
         )
 
     def _decision_of(self, agent: str) -> int:
-        """What an agent has said in this round, if it decides at all."""
+        """Return an agent's decision in this round; 2 if it made none."""
         said = [turn.decision for turn in self._turns_of(agent) if turn.decision is not None]
         return said[-1] if said else GO_ON
 
@@ -201,7 +201,7 @@ class Conversation:
     # ---------------------------------------------------------------- chats
 
     def _chat(self, agent: str) -> list[Message]:
-        """All that an agent has read and answered, and what it reads now."""
+        """Return all that an agent has read and answered, and what it reads now."""
         chat = self.scenario.opening(self._seat(agent, self.round))
         heard: list[str] = []
         # Of this round nothing: who speaks in it has not heard the others.
@@ -217,13 +217,13 @@ class Conversation:
         return self._told(chat, heard, self._seat(agent, self.round))
 
     def _guess_chat(self, turn: Turn) -> list[Message]:
-        """What an agent reads that has not decided in its last turn."""
+        """Return the chat that asks an agent to decide that did not decide in its last turn."""
         cue = self.scenario.cue(self._seat(turn.agent, turn.round, guess=True))
         answered = {"role": "assistant", "content": turn.answer}
         return [*turn.messages, answered, {"role": "user", "content": cue}]
 
     def _told(self, chat: list[Message], heard: list[str], seat: Seat) -> list[Message]:
-        """A chat with a message of the user's at its end; the opening's, where that is the last."""
+        """Append a user message to a chat, or extend the opening's if the chat ends with that."""
         parts = [*heard, self.scenario.cue(seat)]
         if chat and chat[-1]["role"] == "user":
             parts.insert(0, chat[-1]["content"])
@@ -231,7 +231,7 @@ class Conversation:
         return [*chat, {"role": "user", "content": "\n".join(filter(None, parts))}]
 
     def _heard(self, agent: str, round: int, turns: Sequence[Turn]) -> list[str]:
-        """What an agent reads of a round; of what is the same on several channels, one."""
+        """Return what an agent reads of a round; text repeated on several channels appears once."""
         seat = self._seat(agent, round)
         channels = self.protocol.visible(agent)
         if self.scenario.shuffle_channels:

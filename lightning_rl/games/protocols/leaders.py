@@ -1,4 +1,4 @@
-"""Who leads whom among players that take each other's learning into account."""
+"""Who leads whom among players that anticipate each other's learning."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ Order = Sequence[Sequence[str]]
 def check_order(
     order: Order | None, names: Sequence[str], kind: str, leader: str | None, update: GameUpdate
 ) -> None:
-    """Refuse an order that is not of these players, or none where the update needs one.
+    """Refuse an order that does not name these players, or a missing one that the update needs.
 
     Args:
-        order: as it was set.
-        names: of all players.
-        kind: what a player is called.
-        leader: who leads without an order; None: nobody is the verifier.
-        update: that the players learn by.
+        order: the ``order`` setting.
+        names: the names of all players.
+        kind: the word for a player in error messages.
+        leader: who leads without an order; None: no player is the verifier.
+        update: the update that the players learn by.
 
     Raises:
         ConfigError: naming the players.
@@ -30,17 +30,17 @@ def check_order(
         raise ConfigError(f"order={order} must name each {kind} once: {', '.join(names)}")
     if update.needs_order and order is None and leader is None:
         raise ConfigError(
-            f"update={type(update).__name__} has to know who leads {', '.join(names)}: there is no "
-            f"{VERIFIER!r}; set model.order, e.g. {[[name] for name in names]}"
+            f"update={type(update).__name__} needs an order of {', '.join(names)}, as none of them "
+            f"is called {VERIFIER!r}; set model.order, e.g. {[[name] for name in names]}"
         )
 
 
 def levels_of(
     order: Order | None, players: list[str], leader: str | None, update: GameUpdate
 ) -> Levels | None:
-    """Places of the ``players`` that learn, leaders first; None: everyone has all others in view.
+    """Return indices of the learning ``players``, leaders first; None: each anticipates all others.
 
-    Without an order the leader leads all others if the update is made for leaders.
+    Without an order the leader leads all others, if the update needs leaders.
     """
     if order is None:
         if not update.needs_order:

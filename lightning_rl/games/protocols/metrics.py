@@ -1,4 +1,4 @@
-"""What verdicts are worth, over many interactions about rows of data."""
+"""Metrics of decisions, over many interactions about rows of data."""
 
 import math
 from collections import Counter, defaultdict
@@ -9,22 +9,22 @@ from lightning_rl.rollout import Rollout
 
 
 def cut_calls(rollout: Rollout) -> list[bool]:
-    """Of each of a rollout's calls, whether ``max_tokens`` cut it."""
+    """Return for each of a rollout's calls whether ``max_tokens`` cut it off."""
     return [call.finish_reason == "length" for call in rollout.calls]
 
 
 def protocol_metrics(
     rollouts: Sequence[Rollout], cut: Callable[[Rollout], list[bool]] = cut_calls
 ) -> dict[str, float]:
-    """How good decisions of a :class:`ProtocolAgent` are, for ``data.eval_metrics``.
+    """Return the accuracy of :class:`ProtocolAgent` decisions, for ``data.eval_metrics``.
 
-    ``worst_accuracy`` is that of the prompt with the lowest, ``accuracy_<class>`` that of the rows
-    of a class; ``precision`` and ``recall`` are of accepting, 0 where nothing was, or should be,
-    accepted. ``decision_entropy`` is that of accepting, rejecting and neither over all rollouts, in
-    nats: 0 if the verifier always does the same. ``undecided_share`` and ``guess_share`` are of
-    rollouts, ``retry_share`` and ``cut_share`` of calls: those that could not be read and were made
-    again, and those that ``max_tokens`` cut. Rollouts that failed, or whose time was over, are left
-    out; {} if all are.
+    ``worst_accuracy`` is the lowest accuracy of any prompt, ``accuracy_<class>`` that of the rows
+    of a class. ``precision`` and ``recall`` are those of accepting, and 0 if nothing was, or should
+    have been, accepted. ``decision_entropy`` is that of accepting, rejecting and neither over all
+    rollouts, in nats: 0 if the verifier always does the same. ``undecided_share`` and
+    ``guess_share`` are shares of rollouts; ``retry_share`` and ``cut_share`` are shares of calls:
+    those repeated because the answer could not be read, and those cut off by ``max_tokens``.
+    Rollouts that failed or timed out are left out; returns {} if all are.
     """
     judged = [r for r in rollouts if "label" in r.extra]
     if not judged:

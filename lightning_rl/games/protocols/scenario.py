@@ -1,4 +1,4 @@
-"""Scenario: what a protocol in words is about, told to each agent in its own way."""
+"""Scenario: the words of a protocol's interactions, as told to each agent."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from lightning_rl.rollout import Message
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """An agent's place in a round of an interaction.
+    """An agent's position in a round of an interaction.
 
-    ``columns`` is the row of data that it is about, ``stance`` what the agent argues for (one that
-    decides: 2), ``channels`` are those that it speaks on. ``last``: a decision counts, and none
-    will in a later round. ``guess``: it is asked for nothing but a decision.
+    ``columns`` is the row of data that it is about, ``stance`` what the agent argues for (2 for a
+    decider), ``channels`` are those that it speaks on. ``last``: this is the last round in which a
+    decision of it counts. ``guess``: the agent is asked only for a decision.
     """
 
     agent: str
@@ -31,13 +31,13 @@ class Seat:
 
     @property
     def decides(self) -> bool:
-        """Whether the agent is one of those that decide."""
+        """Whether the agent is a decider."""
         return self.stance == GO_ON
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an answer says: by channel what others may read; and a decision, of one that decides."""
+    """An answer as read: by channel the text for other agents, and a decider's decision."""
 
     texts: Mapping[str, str]
     decision: int = GO_ON
@@ -45,21 +45,21 @@ class Reading:
 
 @configurable
 class Scenario(ABC):
-    """The words of an interaction about rows of data; who speaks when is the protocol's.
+    """The words of interactions about rows of data; the protocol determines who speaks when.
 
-    One object serves many interactions: it keeps nothing of any.
+    One object serves many interactions and keeps no state of them.
 
     Args:
-        retries: how often an agent is asked again whose answer cannot be read.
-        forced_guess: who has not decided in its last turn is asked for nothing else.
-        shuffle_channels: the channels of a round are read in an order drawn by the seed.
+        retries: how often an agent is asked again if its answer cannot be read.
+        forced_guess: ask a decider that made no decision in its last turn for just that.
+        shuffle_channels: agents read the channels of a round in an order drawn by the seed.
 
     Raises:
-        ConfigError: for a negative number.
+        ConfigError: if ``retries`` is negative.
     """
 
     classes: Sequence[str] = ("reject", "accept")
-    """What rows are called of which rejecting, and accepting, is right."""
+    """Names of the classes of rows for which rejecting, and accepting, is right."""
 
     def __init__(
         self, retries: int = 0, forced_guess: bool = True, shuffle_channels: bool = False
@@ -70,39 +70,40 @@ class Scenario(ABC):
         self.shuffle_channels = shuffle_channels
 
     def check(self, agents: Sequence[str]) -> None:
-        """Take note of who will be told something, before anybody is; here: nothing.
+        """Check that there is a prompt for each agent; called before any is asked. Does nothing
+        here.
 
         Raises:
-            ConfigError: if there is nothing to tell one of them.
+            ConfigError: if there is no prompt for one of them.
         """
 
     @abstractmethod
     def label(self, columns: Mapping[str, Any]) -> int:
-        """Whether accepting is right of a row: 1, else 0."""
+        """Return 1 if accepting is right for a row, else 0."""
 
     @abstractmethod
     def opening(self, seat: Seat) -> list[Message]:
-        """What an agent is told before anything is said; it must not depend on the round."""
+        """Return what an agent is told before anything is said; it must not depend on the round."""
 
     def cue(self, seat: Seat) -> str:
-        """What an agent reads last before it answers; empty: nothing."""
+        """Return what an agent reads last before it answers; empty for nothing."""
         return ""
 
     def heard(self, seat: Seat, speaker: str, channel: str, text: str) -> str:
-        """What an agent reads of another's message; empty: nothing."""
+        """Return what an agent reads of another's message; empty for nothing."""
         return f"{speaker}: {text}"
 
     @abstractmethod
     def read(self, seat: Seat, answer: str) -> Reading | None:
-        """What an answer says; None if that cannot be read."""
+        """Return an answer as read; None if it cannot be read."""
 
     def deciding(self, answer: str, decision: int) -> str:
-        """An answer of one that decides with this decision (0 or 1) in place of its own.
+        """Return a decider's answer with this decision (0 or 1) in place of its own.
 
         Raises:
-            ConfigError: if the scenario does not say how that is written.
+            ConfigError: if the scenario does not define how a decision is written.
         """
         raise ConfigError(
-            f"{type(self).__name__} has no deciding(answer, decision), which says how a decision "
-            "is written; add it to teach the verifier right ones"
+            f"{type(self).__name__} has no deciding(answer, decision), which defines how a "
+            "decision is written; add the method, to teach the verifier right decisions"
         )

@@ -1,4 +1,4 @@
-"""RoundPlan: what one seed makes of a protocol, in plain numbers."""
+"""RoundPlan: a protocol's schedule for one seed, in plain numbers."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from lightning_rl.games.protocols.base import GO_ON, Protocol
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Who speaks where in each round of one interaction, and what each agent argues for.
+    """The schedule of one interaction: who speaks where in each round, and what agents argue for.
 
-    ``channels[agent][round]`` are those that an agent speaks on, ``stances`` are 2 for agents that
-    decide, ``deciding[agent]`` are the rounds in which a decision of such an agent counts.
+    ``channels[agent][round]`` are those that an agent speaks on, ``stances`` are 2 for deciders,
+    and ``deciding[agent]`` are the rounds in which a decider's decision counts.
     """
 
     channels: dict[str, list[list[str]]]
@@ -21,7 +21,7 @@ class RoundPlan:
 
     @classmethod
     def of(cls, protocol: Protocol, seed: int) -> "RoundPlan":
-        """All rounds at once."""
+        """Return the plan of all rounds for this seed."""
         rounds = torch.arange(protocol.max_message_rounds)
         active = {
             (name, channel): protocol.is_active(name, channel, rounds, seed).tolist()
@@ -40,9 +40,9 @@ class RoundPlan:
         return cls(channels, stances | dict.fromkeys(protocol.deciders, GO_ON), deciding)
 
     def is_last(self, agent: str, round: int) -> bool:
-        """Tell whether an agent's decision counts, and none of it will in a later round."""
+        """Tell whether this is the last round in which an agent's decision counts."""
         return self.deciding.get(agent, [])[-1:] == [round]
 
     def speakers(self, round: int) -> list[str]:
-        """Agents whose turn it is, in the protocol's order."""
+        """Return the agents whose turn it is, in the protocol's order."""
         return [name for name, rounds in self.channels.items() if rounds[round]]

@@ -14,12 +14,13 @@ class Nip(Protocol):
     """A prover and a verifier speak in turns ("nip" of Hammond and Adam-Day 2025).
 
     Args:
-        max_message_rounds: rounds, of both together.
-        min_message_rounds: rounds, with that of the decision, before which none counts.
+        max_message_rounds: number of rounds, in each of which one of the two speaks.
+        min_message_rounds: the first round, counted from 1, in which a decision counts.
         verifier_first: the verifier speaks in round 0, not the prover.
-        turn_reward: what a turn without a decision pays the verifier.
-        shared_reward: the prover is paid what the verifier is.
-        random_stances: for one seed in two the prover argues for rejecting, and is paid for that.
+        turn_reward: the verifier's reward for a turn without a decision.
+        shared_reward: the prover gets the verifier's reward.
+        random_stances: for half of the seeds the prover argues for rejecting, and is
+            paid for that.
 
     Raises:
         ConfigError: if the verifier has no round to decide in.
@@ -52,9 +53,10 @@ class Adp(Nip):
     """The prover speaks once, then the verifier decides (Anil et al. 2021, prover-verifier games).
 
     Args:
-        turn_reward: what a turn without a decision pays the verifier.
-        shared_reward: the prover is paid what the verifier is.
-        random_stances: for one seed in two the prover argues for rejecting, and is paid for that.
+        turn_reward: the verifier's reward for a turn without a decision.
+        shared_reward: the prover gets the verifier's reward.
+        random_stances: for half of the seeds the prover argues for rejecting, and is
+            paid for that.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Adp(Nip):
 
 
 class SoloVerifier(Protocol):
-    """The verifier decides alone, at once: what a prover's messages are compared with."""
+    """The verifier decides alone, at once: the baseline that shows what a prover's messages add."""
 
     agent_names = (VERIFIER,)
     agent_channel_visibility = ((VERIFIER, "main"),)

@@ -15,16 +15,16 @@ from lightning_rl.rollout import Message
 @configurable
 @dataclass(frozen=True)
 class Instructions:
-    """What an agent is told; ``{name}`` stands for a column, or for a field of its seat.
+    """The prompts of an agent; ``{name}`` stands for a column, or for a field of its seat.
 
-    Fields of the seat: ``{agent}``, ``{stance}`` (the word for it), and in ``turn`` ``{round}``
+    Fields of the seat are ``{agent}``, ``{stance}`` (the word for it), and in ``turn`` ``{round}``
     (from 1) and ``{rounds}``.
 
     Args:
-        user: what it is to do, before anything was said.
+        user: the task, told before anything was said.
         system: the system prompt; empty: none.
         turn: what it reads last before each answer.
-        form: a regular expression that all of an answer must match; empty: any text.
+        form: a regular expression that the whole answer must match; empty: any text.
     """
 
     user: str = ""
@@ -36,31 +36,34 @@ class Instructions:
         try:
             re.compile(self.form)
         except re.error as error:
-            raise ConfigError(f"form={self.form!r} is no regular expression: {error}") from error
+            raise ConfigError(
+                f"form={self.form!r} is not a regular expression: {error}; correct it"
+            ) from error
 
 
 @configurable
 class TextScenario(Scenario):
     """A scenario made of templates: a new task needs no code.
 
-    Who decides does so by the last line of its answer: one of the two words and nothing else,
-    perhaps after ``Decision:``. What stands before it, and any other answer, is its message. In its
-    last turn an answer without a decision cannot be read.
+    A decider decides by the last line of its answer: one of the two words and nothing else, perhaps
+    after ``Decision:``. The text before that line, or an answer without one, is its message. In its
+    last turn an answer without a decision counts as unreadable.
 
     Args:
-        prompts: what each agent is told.
-        label: the column that says what is right: 0 or 1, a truth value, or one of the words.
+        prompts: each agent's instructions.
+        label: the column with the right decision: 0 or 1, a truth value, or one of the words.
         accept: the word to accept.
         reject: the word to reject.
-        guess: what one is asked for that must decide.
-        message: how others read a message; ``{speaker}``, ``{channel}`` and ``{text}`` stand for
-            what they say.
-        retries: how often an agent is asked again whose answer cannot be read.
-        forced_guess: who has not decided in its last turn is asked for nothing else.
-        shuffle_channels: the channels of a round are read in an order drawn by the seed.
+        guess: the prompt for a decider that must decide.
+        message: how others read a message; ``{speaker}``, ``{channel}`` and ``{text}`` are filled
+            in.
+        retries: how often an agent is asked again if its answer cannot be read.
+        forced_guess: ask a decider that made no decision in its last turn for just that.
+        shuffle_channels: agents read the channels of a round in an order drawn by the seed.
 
     Raises:
-        ConfigError: without prompts, for two equal words, or a negative number.
+        ConfigError: if there are no prompts, if the two words are equal, or if a number is
+            negative.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class TextScenario(Scenario):
     ) -> None:
         super().__init__(retries, forced_guess, shuffle_channels)
         if not prompts:
-            raise ConfigError("prompts={} tells nobody anything; give each agent its own")
+            raise ConfigError("prompts={} is empty; give each agent its Instructions")
         if accept.casefold() == reject.casefold():
             raise ConfigError(f"accept and reject are both {accept!r}; give them different words")
         self.prompts = prompts
@@ -90,7 +93,7 @@ class TextScenario(Scenario):
     def check(self, agents: Sequence[str]) -> None:
         if missing := [name for name in agents if name not in self.prompts]:
             raise ConfigError(
-                f"TextScenario.prompts tells {', '.join(self.prompts)} what to do, and not "
+                f"TextScenario.prompts has prompts for {', '.join(self.prompts)}, but none for "
                 f"{missing[0]!r}; add it"
             )
 
@@ -121,7 +124,7 @@ class TextScenario(Scenario):
         return self._filled(told, seat, round=seat.round + 1, rounds=seat.rounds)
 
     def fields(self, seat: Seat) -> dict[str, Any]:
-        """What prompts may name; override it to add what is worked out from the row."""
+        """Return what prompts may name; override it to add fields computed from the row."""
         words = {"accept": self.words[ACCEPT], "reject": self.words[REJECT]}
         fields = {**seat.columns, **words, "agent": seat.agent}
         return fields | ({} if seat.decides else {"stance": self.words[seat.stance]})
@@ -147,7 +150,7 @@ class TextScenario(Scenario):
         return "\n".join(filter(None, [before, self.words[decision]]))
 
     def _decided(self, text: str) -> tuple[str, int]:
-        """What stands before the decision, and the decision."""
+        """Return the text before the decision, and the decision."""
         before, _, line = text.rpartition("\n")
         word = line.strip(" \t.!*\"'").casefold().removeprefix("decision:").strip(" \t*\"'")
         for decision, known in self.words.items():
@@ -165,5 +168,5 @@ def _formatted(template: str, fields: Mapping[str, Any]) -> str:
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"the prompt {template!r:.80} cannot be filled: {error}; it may name "
-            f"{', '.join(map(repr, fields))}, and braces of its own are doubled"
+            f"{', '.join(map(repr, fields))}, and literal braces must be doubled"
         ) from error

@@ -18,17 +18,18 @@ _CHANNELS = tuple(_OWN_CHANNEL.values())
 class Debate(Protocol):
     """Two provers argue against each other ("debate" of Hammond and Adam-Day 2025).
 
-    The first is paid when the verifier rejects, the second when it accepts. Each writes on a
-    channel of its own, the verifier on both, and all read everything.
+    The first is paid when the verifier rejects, the second when it accepts. Each writes on its own
+    channel, the verifier on both, and all agents read all channels.
 
     Args:
-        max_message_rounds: rounds, of all together.
-        min_message_rounds: rounds, with that of the decision, before which none counts.
+        max_message_rounds: number of rounds, counting the turns of all agents.
+        min_message_rounds: the first round, counted from 1, in which a decision counts.
         sequential: the first prover, the second and the verifier speak one after another; else both
-            provers at once, without having read each other's message of the round.
-        turn_reward: what a turn without a decision pays the verifier.
-        shared_reward: provers are paid what the verifier is.
-        random_stances: for one seed in two it is the first who argues for accepting.
+            provers speak at once, without having read each other's message of the round.
+        turn_reward: the verifier's reward for a turn without a decision.
+        shared_reward: provers get the verifier's reward.
+        random_stances: for half of the seeds the first argues for accepting, and the
+            second for rejecting.
 
     Raises:
         ConfigError: if the verifier has no round to decide in.
@@ -66,17 +67,17 @@ class Debate(Protocol):
 class Mnip(Debate):
     """Two provers, neither of whom reads the other ("mnip" of Hammond and Adam-Day 2025).
 
-    Both are paid when the verifier accepts, so that all it has against them is that they cannot
-    agree on what they say. The verifier reads and writes both channels.
+    Both are paid when the verifier accepts; what protects it is that they cannot coordinate their
+    messages. The verifier reads and writes both channels.
 
     Args:
-        max_message_rounds: rounds, of all together.
-        min_message_rounds: rounds, with that of the decision, before which none counts.
+        max_message_rounds: number of rounds, counting the turns of all agents.
+        min_message_rounds: the first round, counted from 1, in which a decision counts.
         sequential: the first prover, the second and the verifier speak one after another; else both
             provers at once.
-        turn_reward: what a turn without a decision pays the verifier.
-        shared_reward: provers are paid what the verifier is.
-        random_stances: for one seed in two both argue for rejecting, and are paid for that.
+        turn_reward: the verifier's reward for a turn without a decision.
+        shared_reward: provers get the verifier's reward.
+        random_stances: for half of the seeds both argue for rejecting, and are paid for that.
 
     Raises:
         ConfigError: if the verifier has no round to decide in.
@@ -91,13 +92,14 @@ class MerlinArthur(Protocol):
     """One of two provers, drawn by the seed, speaks once; the verifier decides (Waldchen 2022).
 
     The first is paid when the verifier rejects, the second when it accepts; the verifier has to
-    tell by the message alone which of them it was. See "Formal Interpretability with Merlin-Arthur
-    Classifiers".
+    tell from the message alone which of them wrote it. See "Formal Interpretability with
+    Merlin-Arthur Classifiers".
 
     Args:
-        turn_reward: what a turn without a decision pays the verifier.
-        shared_reward: provers are paid what the verifier is.
-        random_stances: for one seed in two it is the first who argues for accepting.
+        turn_reward: the verifier's reward for a turn without a decision.
+        shared_reward: provers get the verifier's reward.
+        random_stances: for half of the seeds the first argues for accepting, and the
+            second for rejecting.
     """
 
     agent_names = (FIRST, SECOND, VERIFIER)

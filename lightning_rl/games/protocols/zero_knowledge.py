@@ -1,4 +1,4 @@
-"""ZeroKnowledge: a protocol in which provers are to give away nothing but what they prove."""
+"""ZeroKnowledge: a protocol in which provers should reveal nothing but what they prove."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,23 +16,23 @@ _COPY = "adversarial_"
 
 @configurable
 class ZeroKnowledge(Protocol):
-    """Another protocol, beside which the provers also talk to an adversarial verifier.
+    """Wraps another protocol, beside which the provers also talk to an adversarial verifier.
 
-    The adversary speaks when the verifier does, on copies of the channels, and decides, too: that
-    is no part of the verdict, but it is over only when both have decided. A simulator, who hears no
-    prover, guesses what the adversary says: if it can, the provers have told the adversary nothing
-    that could not be known without them (Hammond and Adam-Day 2025, "Neural Interactive Proofs",
-    zero-knowledge protocols). Both are paid for their logits: they are TensorDict agents, taught
-    with a :class:`SimulationLoss`, and none that are known by words.
+    The adversary speaks when the verifier does, on copies of the channels, and decides, too. Its
+    decision is not part of the verdict, but the interaction ends only when both have decided. A
+    simulator, which reads no prover, predicts what the adversary says: if it can, the provers have
+    told the adversary nothing that it could not know without them (Hammond and Adam-Day 2025,
+    "Neural Interactive Proofs", zero-knowledge protocols). Both are paid by their logits, so they
+    must be TensorDict agents, trained with a :class:`SimulationLoss`, and cannot speak in words.
 
     Args:
-        protocol: the other one.
-        simulator_coefficient: c, what a likeness of 1 pays the simulator and costs the adversary.
-        prover_coefficient: c', what of that each prover is paid besides.
+        protocol: the wrapped protocol.
+        simulator_coefficient: c, what a similarity of 1 pays the simulator and costs the adversary.
+        prover_coefficient: c', the share of the simulator's reward that each prover gets as well.
 
     Raises:
-        ConfigError: for a coefficient that is not finite, or a protocol in which others decide
-            than a verifier alone.
+        ConfigError: if a coefficient is not finite, or if the protocol's only decider is not the
+            verifier.
     """
 
     logits_read = (ADVERSARY, SIMULATOR)
@@ -59,9 +59,9 @@ class ZeroKnowledge(Protocol):
         )
         if tuple(protocol.deciders) != (VERIFIER,):
             raise ConfigError(
-                f"ZeroKnowledge(protocol={type(protocol).__name__}): who decides there is "
-                f"{', '.join(protocol.deciders) or 'nobody'}, and an adversary plays the part of a "
-                f"{VERIFIER} who decides alone; take such a protocol"
+                f"ZeroKnowledge(protocol={type(protocol).__name__}) is decided by "
+                f"{', '.join(protocol.deciders) or 'nobody'}, but the adversary copies a "
+                f"{VERIFIER} that decides alone; use a protocol with such a verifier"
             )
         super().__init__(
             protocol.max_message_rounds,
@@ -73,7 +73,7 @@ class ZeroKnowledge(Protocol):
 
     @property
     def prover_names(self) -> list[str]:
-        """Those of the other protocol."""
+        """The wrapped protocol's provers."""
         return self.protocol.prover_names
 
     def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
@@ -93,7 +93,7 @@ class ZeroKnowledge(Protocol):
         return self.protocol.can_decide(round, seed, VERIFIER)
 
     def verdict(self, decided: Decisions) -> Tensor:
-        """The other protocol's."""
+        """Return the wrapped protocol's verdict, (*B,)."""
         return self.protocol.verdict(decided)
 
     def stance(self, prover: str, seed: Rounds = 0) -> Tensor:
@@ -107,9 +107,10 @@ class ZeroKnowledge(Protocol):
         seed: Rounds = 0,
         earlier: Decisions | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Whether verifier and adversary have both decided, and what the other protocol pays.
+        """Return whether verifier and adversary have both decided, and the wrapped protocol's
+        rewards.
 
-        That pays nothing once its verifier has decided; adversary and simulator are paid by
+        Those are zero once its verifier has decided; adversary and simulator are paid by
         :meth:`logit_rewards`.
         """
         over, rewards = self.protocol.step(decisions, round, label, seed, earlier)
@@ -125,10 +126,11 @@ class ZeroKnowledge(Protocol):
         seed: Rounds = 0,
         earlier: Decisions | None = None,
     ) -> dict[str, Tensor]:
-        """What a round pays besides, (*B,), where the adversary speaks: r, -r and c' r.
+        """Return rewards for rounds in which the adversary speaks, (*B,): r, -r and c' r.
 
-        r = c (cos(m, m') + cos(d, d')) with the logits m (*B, M) of messages and d (*B, 3) of
-        decisions of the adversary, and the simulator's m' and d'. Who has decided speaks no more.
+        r = c (cos(m, m') + cos(d, d')) is the simulator's, -r the adversary's and c' r each
+        prover's. The logits m (*B, M) of messages and d (*B, 3) of decisions are the adversary's,
+        m' and d' the simulator's. An agent that has decided no longer speaks.
         """
         undecided = torch.as_tensor((earlier or {}).get(ADVERSARY, GO_ON)) == GO_ON
         spoke = self.speaks(ADVERSARY, round, seed) & undecided
@@ -139,11 +141,11 @@ class ZeroKnowledge(Protocol):
 
 
 def likeness(logits: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """The sum of the cosines of logits (*B, n) and others of the same choices, (*B,)."""
+    """Return the sum of the cosines between pairs of logits (*B, n), (*B,)."""
     pairs = zip(logits, others, strict=True)
     return torch.stack([cosine_similarity(a, b, dim=-1) for a, b in pairs]).sum(0)
 
 
 def _played_by(agent: str) -> str:
-    """Who plays an agent's part beside the copies of its channels."""
+    """Return who plays an agent's part on the copied channels."""
     return ADVERSARY if agent == VERIFIER else agent

@@ -14,18 +14,19 @@ from lightning_rl.games.algos.steps import game_loss, said_before
 
 
 def written(minibatch: TensorDict, logprobs: Tensor) -> TensorDict:
-    """The tokens, [M], that a policy wrote in a minibatch and learns from.
+    """Return the tokens, [M], that a policy wrote in a minibatch and learns from.
 
-    Columns: ``advantages``, ``loss_weights``, ``old_logprobs``, which are the given ones where one
-    step is made of a batch, and who wrote what when: ``rollout``, ``episode`` and ``call``.
+    Columns: ``advantages``, ``loss_weights``, ``old_logprobs`` (the given ``logprobs`` if a batch
+    is used for one step only), and ``rollout``, ``episode`` and ``call``, which say when each was
+    written.
 
     Raises:
         DataError: if rollouts did not record their calls.
     """
     if "call" not in minibatch["tokens"]:
         raise DataError(
-            "rollouts did not record their calls, and GameRolesModule has to know what was written "
-            "before what; have the agent ask through an Episode"
+            "rollouts did not record their calls, but GameRolesModule needs the order in which "
+            "tokens were written; have the agent call its models through an Episode"
         )
     live = minibatch["tokens", "loss_mask"].nonzero().squeeze(1)
     tokens = minibatch["tokens"].select("call", "advantages", "loss_weights")[live]
@@ -40,14 +41,15 @@ def written(minibatch: TensorDict, logprobs: Tensor) -> TensorDict:
 def conversation_losses(
     update: GameUpdate, players: Sequence[TensorDict], logprobs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Each player's loss, a scalar, as a function of all players' ``logprobs``, (M_i,) each.
+    """Return each player's loss, a scalar function of all players' ``logprobs``, (M_i,) each.
 
-    A token is a step of its rollout, in the order of calls. Of player i the loss of its own tokens
-    is :meth:`~lightning_rl.games.GameUpdate.step_loss` with their advantages, times
-    ``loss_weights``, and that of another's tokens the same with the advantage of i in that rollout,
-    and its mean weight there: what i was paid is the outcome of what all said, each token of which
-    counts alike. In :func:`~lightning_rl.games.algos.steps.game_loss` they know what was said
-    before. All of it is in float64: what is summed here are thousands of log probabilities.
+    Each token is one step of its rollout, in the order of calls. For player i, the loss of its own
+    tokens is :meth:`~lightning_rl.games.GameUpdate.step_loss` with their advantages, times
+    ``loss_weights``. That of another player's tokens uses player i's advantage in that rollout and
+    its mean weight there, since i's reward results from everything that was said, each token
+    counting equally. :func:`~lightning_rl.games.algos.steps.game_loss` makes each step depend on
+    what was said before. Everything is computed in float64, because thousands of log probabilities
+    are summed.
     """
     everything: Any = torch.cat(list(players))  # a TensorDict, as they are
     _, everything["rollout"] = everything["rollout"].unique(return_inverse=True)
@@ -69,9 +71,10 @@ def conversation_losses(
 
 
 def _credit(everything: TensorDict, own: slice) -> tuple[Tensor, Tensor]:
-    """Advantages and weights (M,) of all tokens in the loss of the player whose ``own`` some are.
+    """Return advantages and weights (M,) of all tokens in the loss of the player that wrote
+    ``own``.
 
-    A player that has several roles in a rollout has the sum of their advantages there.
+    A player with several roles in a rollout gets the sum of their advantages there.
     """
     tokens, rollout = everything[own], everything["rollout"]
     count = int(rollout.max()) + 1 if len(rollout) else 0
@@ -85,7 +88,7 @@ def _credit(everything: TensorDict, own: slice) -> tuple[Tensor, Tensor]:
 
 
 def _means(values: Tensor, place: Tensor, count: int) -> Tensor:
-    """Means (count,) of ``values`` (M,) by their places (M,); 0 where there are none."""
+    """Return means (count,) of ``values`` (M,) by their indices (M,); 0 where there are none."""
     zeros = torch.zeros(count, dtype=torch.double, device=values.device)
     sums = zeros.index_add(0, place, values.double())
     return sums / zeros.index_add(0, place, torch.ones_like(values).double()).clamp(min=1)

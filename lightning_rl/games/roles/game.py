@@ -1,4 +1,4 @@
-"""GameRolesModule: policies that write rollouts together, and learn with each other in view."""
+"""GameRolesModule: policies that write rollouts together and anticipate each other's learning."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from lightning_rl.run.seeding import derived_generator, run_seed
 
 @dataclass(frozen=True)
 class _StepLoss(PolicyLoss):
-    """Of each token, as a game update has it."""
+    """Applies a game update's loss to each token."""
 
     update: GameUpdate
 
@@ -45,7 +45,7 @@ class _StepLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class _Part:
-    """A policy's part in an iteration: its rows of the batch, and what it learns of them."""
+    """A policy's part in an iteration: its rows of the batch, and its objective."""
 
     group: SharedModelGroup
     rows: Tensor
@@ -54,42 +54,43 @@ class _Part:
     metrics: TokenMetrics
 
     def player(self, minibatch: TensorDict) -> PolicyPlayer:
-        """The policy as what it makes of some of its rows."""
+        """Return the policy as a player on a minibatch of its rows."""
         return PolicyPlayer(self.group, minibatch, self.learned)
 
     @property
     def learned(self) -> Objective:
-        """The objective of one that learns."""
+        """The objective of a policy that learns in this iteration."""
         assert self.objective is not None
         return self.objective
 
 
 @configurable(model=model_of)
 class GameRolesModule(RolesModule):
-    """A :class:`RolesModule` whose policies learn with the others in view: SPG, LOLA, SOS.
+    """A :class:`RolesModule` whose policies anticipate each other's learning: SPG, LOLA, SOS.
 
-    A policy's loss is that of the rollouts that all wrote: it knows what each said, and with which
-    probability. Own gradients are those of a ``RolesModule``; how a step of one changes the others'
-    is estimated from log probabilities, and nothing is differentiated twice. All policies that are
-    due take their steps together.
+    A policy's loss depends on the whole rollouts: on what every policy wrote, and its probability.
+    Own gradients are those of a ``RolesModule``; how a step of one policy changes another's
+    gradient is estimated from log probabilities and finite differences, so nothing is
+    differentiated twice. All policies that are due take their steps together.
 
-    Where an update multiplies estimates, each is made of other groups (:class:`CrossFitted`): of
-    two levels of policies those of a minibatch are cut in halves, of three in thirds. A minibatch
-    that has too few, as others were left out, moves policies by their own gradients alone.
+    Where an update multiplies estimates, each factor is made from different groups
+    (:class:`CrossFitted`): with two levels of policies a minibatch's groups are cut in halves, with
+    three in thirds. If filters leave too few groups in a minibatch, policies follow only their own
+    gradients.
 
     Args:
-        model: directory or hub name of the causal LM that all start from which name none.
-        policies: by name. Advantages are one number for a rollout, such as ``GRPO``'s; the loss is
-            the update's; ``ppo_epochs`` and ``minibatches`` are the same for all.
-        update: what the policies make of their losses.
+        model: directory or hub name of the causal LM for policies that do not name one.
+        policies: by name. Advantages must be one number per rollout, such as ``GRPO``'s; the loss
+            is the update's; ``ppo_epochs`` and ``minibatches`` must be the same for all.
+        update: how the policies' losses become update directions.
         order: names of policies, level by level, leaders first; None: the policy that plays the
-            ``verifier`` leads all others if the update is made for leaders, else everyone has all
-            in view.
-        seed: of the order in which groups are dealt to minibatches, and of what the update draws;
-            None: ``seed_everything``'s.
+            ``verifier`` leads all others if the update needs leaders, else every policy anticipates
+            all others.
+        seed: seeds the assignment of groups to minibatches and the update's random draws; None:
+            the seed of ``seed_everything``.
 
     Raises:
-        ConfigError: for policies or an order that do not fit.
+        ConfigError: if the policies or the order do not fit.
     """
 
     def __init__(
@@ -118,13 +119,13 @@ class GameRolesModule(RolesModule):
         strategy, precision = self.trainer.strategy, str(self.trainer.precision)
         if not isinstance(strategy, SingleDeviceStrategy):
             raise ConfigError(
-                f"GameRolesModule multiplies gradients of a whole batch, and with "
-                f"{type(strategy).__name__} processes each have a part of it; set trainer.devices: "
-                "1, or use RolesModule"
+                "GameRolesModule multiplies gradients of a whole batch, but with "
+                f"{type(strategy).__name__} each process holds only a part of it; set "
+                "trainer.devices: 1, or use RolesModule"
             )
         if precision != "32-true":
             raise ConfigError(
-                f"trainer.precision={precision}: GameRolesModule needs float32: it uses finite "
+                f"trainer.precision={precision}: GameRolesModule needs float32: it computes finite "
                 "differences of log probabilities; set trainer.precision: 32-true, or use "
                 "RolesModule"
             )
@@ -132,21 +133,21 @@ class GameRolesModule(RolesModule):
         return super().configure_callbacks()
 
     def _check_parts(self) -> None:
-        """Refuse minibatches of too few groups for the estimates that the update multiplies."""
+        """Refuse minibatches with fewer groups than the estimates that the update multiplies."""
         groups = getattr(datamodule_of(self.trainer), "groups_per_iteration", None)
         parts = self.game_update.parts(self._levels(self._names), len(self._names))
         minibatches = self.policies[self._names[0]].minibatches
         if groups is not None and groups < parts * minibatches:
             raise ConfigError(
                 f"groups_per_iteration={groups} must be >= {parts * minibatches}: "
-                f"{type(self.game_update).__name__} multiplies estimates from {parts} groups or "
-                f"more in each of minibatches={minibatches}; raise it, or lower minibatches"
+                f"{type(self.game_update).__name__} multiplies estimates that need {parts} groups "
+                f"or more in each of minibatches={minibatches}; raise it, or lower minibatches"
             )
 
     # ---------------------------------------------------------------- learning
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """One RL iteration: an update of all policies that are due and have written anything."""
+        """Run one RL iteration: update all policies that are due and have written anything."""
         self.require_packed(batch)
         parts = {}
         for name, group in self.policies.items():
@@ -172,7 +173,7 @@ class GameRolesModule(RolesModule):
         return _Part(group, rows, batch, objective, TokenMetrics())
 
     def _update(self, batch: TensorDict, learning: Mapping[str, _Part]) -> None:
-        """Epochs x minibatches of steps of all players."""
+        """Take ``ppo_epochs`` x ``minibatches`` optimizer steps for all players."""
         first = next(iter(learning.values())).group
         draw = derived_generator(self.seed, self.iteration, first.ppo_epochs)
         with self.clock("train"):
@@ -188,7 +189,7 @@ class GameRolesModule(RolesModule):
     def _step(
         self, learning: Mapping[str, _Part], rows: Mapping[str, Tensor], draw: torch.Generator
     ) -> None:
-        """One optimizer step of all players on some of their own rows (r,)."""
+        """Take one optimizer step for all players, each on some of its own rows (r,)."""
         own = []
         for name, chosen in rows.items():
             part = learning[name]
@@ -209,9 +210,9 @@ class GameRolesModule(RolesModule):
     def _parts(
         self, learning: Mapping[str, _Part], rows: Mapping[str, Tensor], draw: torch.Generator
     ) -> tuple[GameUpdate, list[dict[str, Tensor]]]:
-        """What is made of all players' rows (r,), and those rows in parts, a group in one of them.
+        """Return the update to apply, and all players' rows (r,) cut into parts by whole groups.
 
-        With fewer groups than parts nothing can be multiplied, and all have their own gradients.
+        With fewer groups than parts nothing can be multiplied: the update is then ``Simultaneous``.
         """
         group_of = {name: learning[name].batch["rollouts", "group"] for name in rows}
         groups = torch.cat([group_of[name][chosen] for name, chosen in rows.items()]).unique().cpu()
@@ -224,7 +225,7 @@ class GameRolesModule(RolesModule):
         ]
 
     def _game(self, learning: Mapping[str, _Part], rows: Mapping[str, Tensor]) -> ScoreGame:
-        """The game as it is estimated from some of all players' rows (r,)."""
+        """Return the game as estimated from some of all players' rows (r,)."""
         players, said, logprobs = [], [], []
         for name, chosen in rows.items():
             part = learning[name]
@@ -245,34 +246,34 @@ class GameRolesModule(RolesModule):
 
 
 def _check_policies(policies: Mapping[str, SharedModelGroup]) -> None:
-    """Refuse settings of policies that a game has no use for.
+    """Refuse settings of policies that games cannot use.
 
     Raises:
-        ConfigError: naming policy and key.
+        ConfigError: naming the policy and the key.
     """
     first, *_ = policies
     for name, group in policies.items():
         where = f"policies.{name}"
         if not isinstance(group.advantage, GroupAdvantage):
             raise ConfigError(
-                f"{where}.advantage={type(group.advantage).__name__}: what others said counts in a "
-                "game as the whole rollout does, so GameRolesModule takes advantages that are one "
-                "number for it; use GRPO, DrGRPO, RLOO, MaxRL or OPMD"
+                f"{where}.advantage={type(group.advantage).__name__} may differ within a rollout, "
+                "but GameRolesModule needs one advantage per rollout, because other players' "
+                "tokens are credited by it; use GRPO, DrGRPO, RLOO, MaxRL or OPMD"
             )
         if group.objective.loss != PPOClip():
             raise ConfigError(
-                f"{where}.loss={type(group.objective.loss).__name__}: in a game the update has the "
-                "loss; leave it out, or give it to the update: PSPG(loss=...)"
+                f"{where}.loss={type(group.objective.loss).__name__}: in a game the update defines "
+                "the loss; leave it out, or give it to the update: PSPG(loss=...)"
             )
         if group.target_kl is not None:
             raise ConfigError(
-                f"{where}.target_kl={group.target_kl}: players take their steps together, in all "
-                "passes; leave it out"
+                f"{where}.target_kl={group.target_kl}: players take their steps together, so no "
+                "pass can be skipped for one of them; leave it out"
             )
         for key in ("ppo_epochs", "minibatches"):
             given, others = getattr(group, key), getattr(policies[first], key)
             if given != others:
                 raise ConfigError(
-                    f"{where}.{key}={given}, and policies.{first}.{key}={others}: players take "
-                    "their steps together; give all policies the same"
+                    f"{where}.{key}={given}, but policies.{first}.{key}={others}: players take "
+                    "their steps together; set the same value for all policies"
                 )

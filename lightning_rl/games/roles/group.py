@@ -1,4 +1,4 @@
-"""SharedModelGroup: roles that are one policy, and all that this one learns by."""
+"""SharedModelGroup: the roles that one policy plays, and its learning settings."""
 
 from collections.abc import Iterable
 from itertools import compress
@@ -24,16 +24,16 @@ from lightning_rl.run.metrics import named
 
 @configurable(model=model_of, lora=as_lora)
 class SharedModelGroup(PolicyModule):
-    """One of the policies of a :class:`RolesModule`: it plays some roles, and learns from these.
+    """One of the policies of a :class:`RolesModule`: it plays some roles, and learns from their
+    rows.
 
-    It learns as a :class:`PolicyModule` does that gets the rows of its roles and no others; its
-    further settings are that module's. What it records has its name in it:
-    ``policy/prover/loss``.
+    It learns like a :class:`PolicyModule` that gets only the rows of its roles; its further
+    settings are that module's. Its metrics have its name in theirs: ``policy/prover/loss``.
 
     Args:
-        roles: that it plays; None: the one of its own name.
+        roles: the roles that it plays; None: the one of its own name.
         model: directory or hub name of the causal LM to train; None: that of the ``RolesModule``.
-        schedule: in which iterations it learns. In the others it plays, and keeps its version.
+        schedule: the iterations in which it learns; in others it plays and keeps its version.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class SharedModelGroup(PolicyModule):
         """Become a policy of a run.
 
         Args:
-            run: whose clock runs for all of them.
-            name: of this one.
-            model: of those that name none.
-            places: of its optimizer and its learning-rate schedule among the run's.
+            run: the module of the run, whose clock all policies use.
+            name: the name of this policy.
+            model: the model to use if this policy does not name one.
+            places: indices of its optimizer and its learning-rate schedule among the run's.
         """
         self.name, self._places, self.clock = name, places, run.clock
         self.model = self.model or model
 
     @property
     def plays(self) -> list[str]:
-        """Its roles."""
+        """The roles that it plays."""
         return [self.name] if self._roles is None else self._roles
 
     # ---------------------------------------------------------------- what it shares
 
     @property
     def shares_base(self) -> bool:
-        """Whether its base never changes, so that others may have the very same."""
+        """Whether its base weights never change, so that others can share them."""
         return self.lora is not None and not self.lora.trains_base
 
     def starts_as(self, other: "SharedModelGroup") -> bool:
-        """Whether both read the same weights."""
+        """Return whether both start from the same weights."""
         own, others = (
             (group.model, group.random_init, group.loading, group.quantization)
             for group in (self, other)
@@ -83,11 +83,11 @@ class SharedModelGroup(PolicyModule):
 
     @property
     def quantization(self) -> Quantization | None:
-        """The form of its base."""
+        """The quantization of its base weights; None if they are not quantized."""
         return None if self.lora is None else self.lora.quantization
 
     def start_from(self, lm: PreTrainedModel) -> None:
-        """Take a causal LM that was read already, before ``configure_model``."""
+        """Use a causal LM that was loaded already; call it before ``configure_model``."""
         self._base = (lm,)
 
     def own_lm(self) -> PreTrainedModel | None:
@@ -97,7 +97,7 @@ class SharedModelGroup(PolicyModule):
 
     def configure_callbacks(self) -> list[Callback]:
         raise ConfigError(
-            "SharedModelGroup is one of several policies: give it to RolesModule.policies, or use "
+            "SharedModelGroup cannot train alone; add it to RolesModule.policies, or use "
             "PolicyModule"
         )
 
@@ -117,7 +117,7 @@ class SharedModelGroup(PolicyModule):
 
     @property
     def recorded(self) -> dict[str, float]:
-        """The run's, and its own without the name in it."""
+        """The run's metrics, and its own without the policy's name in theirs."""
         everything, mine = self._run.recorded, f"/{self.name}/"
         own = {n.replace(mine, "/", 1): v for n, v in everything.items() if mine in n}
         return everything | own
@@ -133,7 +133,7 @@ class SharedModelGroup(PolicyModule):
 
 
 def _average_over_ranks(parameters: Iterable[Parameter]) -> None:
-    """Average gradients; one that a rank lacks is zero there, and one that all lack stays so."""
+    """Average gradients over ranks; a missing one counts as zero, unless all ranks lack it."""
     if world_size() == 1:
         return
     trained = [p for p in parameters if p.requires_grad]

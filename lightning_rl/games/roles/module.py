@@ -1,4 +1,4 @@
-"""RolesModule: several policies, each of which plays some roles, learn in one run."""
+"""RolesModule: several policies that play different roles learn in one run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,18 +24,18 @@ from lightning_rl.run.dist import any_rank
 
 @configurable(model=model_of)
 class RolesModule(RolloutModule, LanguageModule):
-    """Trains several policies on the rollouts that they write together, each on its own part.
+    """Trains several policies on the rollouts that they write together, each on its own rows.
 
-    In an iteration every policy whose schedule is due learns from the rows of its roles, as a
+    In an iteration, every policy whose schedule is due learns from the rows of its roles, as a
     :class:`PolicyModule` by itself would: with its own advantage, loss, optimizer and minibatches.
-    LoRA policies of one model have one base in memory, and in checkpoints.
+    LoRA policies of the same model share one base in memory and in checkpoints.
 
     Args:
-        model: directory or hub name of the causal LM that all start from which name none.
+        model: directory or hub name of the causal LM for policies that do not name one.
         policies: by name.
 
     Raises:
-        ConfigError: for no policy, or a role that two of them play.
+        ConfigError: if there is no policy, or if two of them play the same role.
     """
 
     def __init__(self, model: str, policies: dict[str, SharedModelGroup]) -> None:
@@ -46,13 +46,13 @@ class RolesModule(RolloutModule, LanguageModule):
         self._names = list(policies)
         self._learning = ""  # the name of the policy that is
         if not policies:
-            raise ConfigError("RolesModule(policies={}) trains nothing; name a policy")
+            raise ConfigError("RolesModule(policies={}) trains nothing; add at least one policy")
         schedulers = 0
         for place, (name, group) in enumerate(policies.items()):
             if not name.isidentifier() or hasattr(self, name):
                 raise ConfigError(
-                    f"RolesModule.policies: {name!r} cannot be a policy's name; take another word, "
-                    "of letters, digits and _"
+                    f"RolesModule.policies: {name!r} cannot be a policy's name; use an identifier "
+                    "that is not an attribute of RolesModule, of letters, digits and _"
                 )
             group.join(self, name, model, (place, schedulers))
             schedulers += group.lr_scheduler is not None
@@ -62,7 +62,7 @@ class RolesModule(RolloutModule, LanguageModule):
 
     @property
     def described_as(self) -> str:
-        """Directory or hub name of the model."""
+        """The directory or hub name of the model."""
         return str(self.model)
 
     @property
@@ -76,7 +76,7 @@ class RolesModule(RolloutModule, LanguageModule):
             for role in group.plays:
                 if role in roles:
                     raise ConfigError(
-                        f"RolesModule.policies: role {role!r} is played by {roles[role]} and by "
+                        f"RolesModule.policies: role {role!r} is played by both {roles[role]} and "
                         f"{name}; leave it to one of them"
                     )
                 roles[role] = name
@@ -92,13 +92,13 @@ class RolesModule(RolloutModule, LanguageModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise ConfigError(
-                f"RolesModule trains on one process, or on several that hold all weights each, not "
+                f"RolesModule trains on one process, or on several that each hold all weights, not "
                 f"with {type(strategy).__name__}; set trainer.strategy: ddp"
             )
         return super().configure_callbacks()
 
     def configure_model(self) -> None:
-        """Load all policies (once), and what several of them start from once."""
+        """Load all policies, once; policies that start from the same weights share one load."""
         read: list[tuple[SharedModelGroup, PreTrainedModel]] = []
         for group in self.policies.values():
             if group.policy is None and group.shares_base:
@@ -124,7 +124,9 @@ class RolesModule(RolloutModule, LanguageModule):
     # ---------------------------------------------------------------- learning
 
     def rows_of(self, name: str, batch: TensorDict) -> Tensor:
-        """The rows, (r,), of a policy's roles in a batch whose roles are numbered as ``roles``."""
+        """Return the rows, (r,), of a policy's roles in a batch with roles numbered as in
+        ``roles``.
+        """
         own = [n for n, policy in enumerate(self.roles.values()) if policy == name]
         role = batch["rollouts", "role"].cpu()
         return torch.isin(role, torch.tensor(own, device="cpu")).nonzero().squeeze(1)
@@ -134,7 +136,7 @@ class RolesModule(RolloutModule, LanguageModule):
         return select(batch, rows) if len(rows) else empty_like(batch)
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """One RL iteration: an update of every policy that is due and has written anything."""
+        """Run one RL iteration: update every policy that is due and has written anything."""
         self.require_packed(batch)
         for name, group in self.policies.items():
             rows = self.rows_of(name, batch)

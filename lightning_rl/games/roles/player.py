@@ -1,4 +1,4 @@
-"""PolicyPlayer: a policy as a player in a game, known by the log probabilities of its tokens."""
+"""PolicyPlayer: a policy as a player in a game, seen through its tokens' log probabilities."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ class PolicyPlayer(GamePlayer):
         self.rates = torch.cat([p.new_full((p.numel(),), lr) for p, lr in moving])
 
     def logprobs(self) -> Tensor:
-        """Log probabilities l, (M,), at the current weights."""
+        """Return the log probabilities l, (M,), at the current weights."""
         batch = self.group.loaded_policy.score(
             self.minibatch.copy(), "logprobs", self.group.max_tokens_per_pack
         )
@@ -63,7 +63,7 @@ class PolicyPlayer(GamePlayer):
         return found
 
     def own(self) -> Tensor:
-        """Gradient (D,) of the objective."""
+        """Return the gradient (D,) of the objective."""
         self.group.accumulate(self.minibatch.copy(), self.objective, TokenMetrics())
         return self.taken()
 
@@ -79,7 +79,7 @@ class PolicyPlayer(GamePlayer):
             p.grad = part.clone()
 
     def gradient(self, weights: Tensor) -> Tensor:
-        """J^T w, (D,), over packs; rollouts whose weights are all zero are not computed."""
+        """Return J^T w, (D,), summed over packs; rollouts with only zero weights are skipped."""
         batch = self.minibatch.copy()
         weights_T = torch.zeros_like(batch["tokens", "loss_weights"])
         weights_T[self._live] = weights.to(weights_T.dtype)
@@ -90,7 +90,7 @@ class PolicyPlayer(GamePlayer):
         return self.taken()
 
     def along(self, vector: Tensor) -> Tensor:
-        """J v, (M,)."""
+        """Return J v, (M,), by a central difference."""
         if not bool(vector.any()):
             return torch.zeros_like(self.minibatch["tokens", "rollout_logprobs"][self._live])
         distance = self._distance(vector)
@@ -101,7 +101,7 @@ class PolicyPlayer(GamePlayer):
         return (ahead - behind) / (2 * distance)
 
     def bend(self, weights: Tensor, change: Tensor, vector: Tensor) -> Tensor:
-        """J^T c + sum_t w_t nabla^2 l_t v, (D,)."""
+        """Return J^T c + sum_t w_t nabla^2 l_t v, (D,), by a central difference."""
         if not bool(vector.any()):
             return self.gradient(change)
         distance = self._distance(vector)
@@ -113,11 +113,11 @@ class PolicyPlayer(GamePlayer):
 
     @cached_property
     def _here(self) -> Tensor:
-        """Log probabilities (M,) at the weights that all differences are taken around."""
+        """Log probabilities (M,) at the unmoved weights, which all differences are taken around."""
         return self.logprobs()
 
     def _distance(self, vector: Tensor) -> float:
-        """Return how many times ``vector`` the weights are moved for a central difference.
+        """Return the multiple of ``vector`` by which a central difference moves the weights.
 
         A difference over a distance d has an error of about eps / d from rounding and of d^2 / 6
         times the third derivative from curvature; d = (eps / third derivative)^(1/3) balances them.

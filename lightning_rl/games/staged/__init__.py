@@ -1,1 +1,1 @@
-"""Training in stages, by fine-tune jobs: for models that only an API reaches, or as if so."""
+"""Training in stages, by fine-tuning jobs: for models behind an API, or on this machine."""

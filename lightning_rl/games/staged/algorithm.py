@@ -8,10 +8,10 @@ from lightning_rl.games.staged.training_sets import TrainingSet
 
 
 class StagedAlgorithm(ABC):
-    """Turns interactions into what fine-tune jobs learn from.
+    """Turns interactions into training sets for fine-tuning jobs.
 
-    Of each row of data ``samples`` trees of interactions are sampled, in which each step is
-    answered ``width`` times; with 1 a tree is a single interaction.
+    For each row of data ``samples`` trees of interactions are sampled, in which each step is
+    answered ``width`` times; with a width of 1 a tree is a single interaction.
     """
 
     samples: int = 1
@@ -25,11 +25,11 @@ class StagedAlgorithm(ABC):
         iteration: int,
         seed: int,
     ) -> TrainingSet:
-        """What the model that some agents share is to learn.
+        """Return the training set of the model that some agents share.
 
         Args:
             trees: the leaves of each tree, in the order of their paths.
-            agents: that share the model.
+            agents: the agents that share the model.
             iteration: counted from 0.
-            seed: of what chance decides.
+            seed: determines all random choices.
         """

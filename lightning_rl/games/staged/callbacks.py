@@ -29,41 +29,44 @@ class StagedRun(Protocol):
 
 
 class StagedCallback:
-    """Hooks of a :class:`StagedTrainer`; here they do nothing."""
+    """Hooks of a :class:`StagedTrainer`; the default ones do nothing."""
 
     def statistics(
         self, trainer: StagedRun, of: str, iteration: int, trees: Sequence[Tree]
     ) -> dict[str, float]:
-        """Further metrics of interactions, by names without the part before the slash.
+        """Return further metrics of interactions; the part before the slash is added to their
+        names.
 
         Args:
             trainer: the run.
-            of: ``train`` or ``eval``, which is put before the names.
-            iteration: of the models that had the interactions.
+            of: ``train`` or ``eval``, which is prepended to the names.
+            iteration: the iteration of the models that had the interactions.
             trees: the interactions; ``leaf.conversation`` of each tree's ``leaves`` has turns,
                 rewards and decisions.
         """
         return {}
 
     def on_metrics(self, trainer: StagedRun, iteration: int, metrics: dict[str, float]) -> None:
-        """Metrics of the models after so many iterations are known, and in ``metrics.jsonl``."""
+        """Called once metrics of the models after ``iteration`` iterations are in
+        ``metrics.jsonl``.
+        """
 
     def on_stage_end(self, trainer: StagedRun, stage: str) -> None:
-        """A stage is over; ``trainer.state``, which was saved, names the next."""
+        """Called after a stage; ``trainer.state``, which was saved, names the next one."""
 
     def on_run_end(self, trainer: StagedRun, error: BaseException | None) -> None:
-        """The run is done, or ``error`` ends it here."""
+        """Called when the run is done, or when ``error`` ends it."""
 
 
 @configurable
 class StagedLoggers(StagedCallback):
-    """Tells Lightning's loggers the metrics, by iteration, and gives them files to keep.
+    """Sends metrics by iteration to Lightning's loggers, and files to those that store them.
 
-    Those that keep files (W&B, MLflow) get the state after each iteration and in the end, then with
-    the results. A logger that cannot be reached is a warning, not the end of the run.
+    Loggers that store files (W&B, MLflow) get the state after each iteration, and at the end with
+    the results. A logger that cannot be reached causes a warning, and does not end the run.
 
     Args:
-        loggers: any of Lightning's.
+        loggers: any of Lightning's loggers.
     """
 
     def __init__(self, loggers: list[Logger]) -> None:
@@ -102,6 +105,6 @@ class StagedLoggers(StagedCallback):
 
 def _warn(logger: Logger, what: str, trainer: StagedRun, error: Exception) -> None:
     rank_zero_warn(
-        f"{type(logger).__name__} did not take {what} ({type(error).__name__}: {one_line(error)}); "
-        f"see {trainer.run_dir}"
+        f"{type(logger).__name__} failed to record {what} ({type(error).__name__}: "
+        f"{one_line(error)}); the run's own files are in {trainer.run_dir}"
     )

@@ -1,4 +1,4 @@
-"""ChatModel: answers chats, with one model now and another after it was fine-tuned."""
+"""ChatModel: answers chats, with one model at first and with others after fine-tuning."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from lightning_rl.rollout import Message
 
 
 class ChatAnswer(NamedTuple):
-    """What a model answered; ``cut``: it would have gone on, but for its limit of tokens."""
+    """A model's answer; ``cut``: it was cut off by its limit of tokens."""
 
     text: str
     cut: bool
 
 
 class ChatModel(ABC):
-    """Answers chats."""
+    """Answers chats with the model that it was last told to use."""
 
     @abstractmethod
     def use(self, model: str) -> None:
@@ -29,31 +29,31 @@ class ChatModel(ABC):
 
     @abstractmethod
     async def ask(self, messages: Sequence[Message], seed: int) -> ChatAnswer:
-        """The answer to a chat.
+        """Return the answer to a chat.
 
         Raises:
-            LightningRLError: if there is none; the run ends, and goes on here another time.
+            LightningRLError: if there is no answer; the run ends, and can be resumed from here.
         """
 
     def close(self) -> None:
-        """Give back what ``use`` took."""
+        """Release what ``use`` acquired."""
 
 
 @configurable
 class OpenAIChat(ChatModel):
-    """A server that speaks OpenAI's chat completions.
+    """Answers by a server with OpenAI's chat-completions API.
 
     Args:
-        base_url: up to and with ``/v1``.
-        api_key_env: name of the environment variable that holds the key, which is read when asking
-            and stored nowhere; None: no key.
+        base_url: the address up to and including ``/v1``.
+        api_key_env: name of the environment variable that holds the key, which is read for each
+            request and stored nowhere; None: no key.
         options: further fields of each request, such as ``temperature`` and ``max_tokens``.
-        retries: attempts after the first, of each question.
+        retries: attempts after the first, for each question.
         timeout_s: seconds per attempt.
-        first_wait_s: seconds before the first retry, at most; each next wait is twice as long.
+        first_wait_s: seconds before the first retry, at most; each further wait is twice as long.
 
     Raises:
-        ConfigError: for values out of range, or an address that is not http(s).
+        ConfigError: if a value is out of range, or the address is not http(s).
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class OpenAIChat(ChatModel):
 
 @configurable
 class EngineChat(ChatModel):
-    """A model's directory in an engine of this library: what local jobs make is answered with.
+    """Answers by an engine of this library, from a model's directory, such as a local job's result.
 
     Args:
-        engine: None: ``TransformersEngine``. vLLM in this process is for one group of agents only;
-            ``VLLMServer`` has processes of its own.
-        sampling: of its answers.
+        engine: the engine; None: ``TransformersEngine``. vLLM in this process is for one group of
+            agents only; ``VLLMServer`` has its own processes.
+        sampling: the sampling settings of answers.
     """
 
     def __init__(

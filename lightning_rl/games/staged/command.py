@@ -1,4 +1,4 @@
-"""``lightning-rl staged``: training by fine-tune jobs, stage by stage."""
+"""``lightning-rl staged``: training by fine-tuning jobs, stage by stage."""
 
 import json
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ usage: lightning-rl staged --config FILE [--config FILE ...] [--key value ...]
                            [--retest [--retest_dir DIR]] [--allow_changes]
        lightning-rl staged --name RUN [--key value ...]
 
-Trains models by fine-tune jobs: of an API, or on this machine. The same command goes on with a run
-that ended in any way; no interaction is sampled twice, and no job is created twice.
+Trains models by fine-tuning jobs, of an API or on this machine. The same command resumes a run,
+however it ended; no interaction is sampled twice, and no job is created twice.
 
   --config FILE    YAML with arguments of StagedTrainer; later files and options win
-  --run_dir DIR    where the run's state, interactions, metrics and local jobs are
-  --name RUN       go on with the run of this name (its directory's, or its id), found in the
+  --run_dir DIR    the directory of the run's state, interactions, metrics and local jobs
+  --name RUN       resume the run with this name (its directory's, or its id), found in the
                    working directory or up to three folders below it, as it was configured
-  --retest         test the models of every iteration so far again, and do nothing else
-  --retest_dir DIR where that goes (default: beside the run, RUN_retest); the run stays as it is
-  --allow_changes  go on with a run that was configured otherwise
-  --print_config   print the whole configuration, defaults included, and stop
-  --trusted_only   name no code but the library's own; --trust MODULE allows another
+  --retest         test the models of all iterations so far again, and do nothing else
+  --retest_dir DIR where the results go (default: beside the run, RUN_retest); the run is unchanged
+  --allow_changes  resume a run that was started with other settings
+  --print_config   print the whole configuration, including defaults, and stop
+  --trusted_only   allow no code but the library's own; --trust MODULE allows another module
 """
 
 OPTIONS = ("--retest", "--allow_changes")
@@ -44,18 +44,18 @@ HARMLESS = {
     "max_concurrency", "retries", "timeout_s", "first_wait_s", "threads", "run_dir",
     "test_every_n_iterations", "base_url", "api_key_env",
 }  # fmt: skip
-"""Last parts of keys that a run may go on with another value of."""
+"""The last parts of keys whose values may change when a run is resumed."""
 BESIDE = ("logger", "callbacks")
-"""First parts of those that hear of a run, and do not decide what it does."""
+"""The first parts of keys that observe a run, and do not affect what it does."""
 TESTED = ("test", "test_limit")
-"""Those that only tests depend on."""
+"""The first parts of keys that only affect tests."""
 
 # Short class names work in YAML for what has been imported: all that is public.
 names.load_all()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, or test again."""
+    """Train, or test models again; returns the exit status."""
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     config = parse([*(named_run(name) if name is not None else ()), *rest], parser)
     retest = "--retest" in arguments
     if retest_dir is not None and not retest:
-        raise ConfigError(f"--retest_dir {retest_dir} is of --retest alone; add that")
+        raise ConfigError(f"--retest_dir {retest_dir} works only with --retest; add it")
     directory = Path(config.run_dir)
     text = parser.dump(config, skip_unset=False)
     if "--allow_changes" not in arguments:
@@ -80,14 +80,14 @@ def main(arguments: Sequence[str]) -> int:
         trainer.fit()
     except KeyboardInterrupt as error:
         what = f"stopped in stage {trainer.state.stage} of iteration {trainer.state.iteration}"
-        raise RunInterrupted(f"{what}; the same command goes on from there", 130) from error
+        raise RunInterrupted(f"{what}; run the same command to resume", 130) from error
     files = sorted(path.name for path in directory.glob("[!.]*"))
     print(f"Results are in {directory}: {', '.join(files)}")
     return 0
 
 
 def make_parser() -> RLArgumentParser:
-    """The parser of what ``StagedTrainer`` takes."""
+    """Return the parser of ``StagedTrainer``'s arguments."""
     parser = RLArgumentParser(description="")
     parser.add_argument("-c", "--config", action=ActionConfigFile)
     parser.add_class_arguments(StagedTrainer, None)
@@ -95,7 +95,7 @@ def make_parser() -> RLArgumentParser:
 
 
 def parse(arguments: Sequence[str], parser: LightningArgumentParser) -> Any:
-    """The configuration that files and options make.
+    """Return the configuration from files and options.
 
     Raises:
         ConfigError: naming the first mistake, and where it was made.
@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str], parser: LightningArgumentParser) -> Any:
 
 
 def build(config: Any, parser: LightningArgumentParser) -> StagedTrainer:
-    """Make what a configuration says."""
+    """Build the trainer that a configuration describes."""
     try:
         parts = vars(parser.instantiate(config))
         return StagedTrainer(**{name: part for name, part in parts.items() if name != "config"})
@@ -118,10 +118,10 @@ def build(config: Any, parser: LightningArgumentParser) -> StagedTrainer:
 
 
 def without_option(arguments: Sequence[str], option: str) -> tuple[list[str], str | None]:
-    """The other arguments, and an option's value; None if it is not there.
+    """Return the other arguments, and an option's value; None if it is not there.
 
     Raises:
-        ConfigError: if it has no value.
+        ConfigError: if the option has no value.
     """
     rest, found = list(arguments), None
     for place, argument in enumerate(rest):
@@ -129,17 +129,17 @@ def without_option(arguments: Sequence[str], option: str) -> tuple[list[str], st
         if name == option:
             found = value if equals else "".join(rest[place + 1 : place + 2])
             if not found or found.startswith("--"):
-                raise ConfigError(f"{option} needs a value")
+                raise ConfigError(f"{option} needs a value after it")
             del rest[place : place + (1 if equals else 2)]
             break
     return rest, found
 
 
 def named_run(name: str) -> list[str]:
-    """The options that go on with a run of this name, wherever it lies below the working directory.
+    """Return the options that resume the run of this name, from up to three folders below.
 
     Raises:
-        ConfigError: if there is none, or several; names those that there are.
+        ConfigError: if there is no such run, or several; the message names the runs found.
     """
     states = [path for depth in range(4) for path in Path().glob("*/" * depth + STATE)]
     files = [path for path in states if path.is_file()]
@@ -147,11 +147,11 @@ def named_run(name: str) -> list[str]:
     called = [run for run in runs if name in (run.resolve().name, _id_of(run))]
     if len(called) != 1:
         there = ", ".join(map(str, called or runs)) or "none"
-        what = f"{len(called)} runs have this name" if called else "there is no such run"
+        what = f"{len(called)} runs have this name" if called else "no run has this name"
         raise ConfigError(
             f"--name {name}: {what} in {Path.cwd()} or up to three folders below (runs: {there}); "
-            "stand where the run was begun, or name its files: --config RUN/config.yaml --run_dir "
-            "RUN"
+            "run this where the run was started, or give its files: --config RUN/config.yaml "
+            "--run_dir RUN"
         )
     return ["--config", str(called[0] / "config.yaml"), "--run_dir", str(called[0])]
 
@@ -165,15 +165,15 @@ def _id_of(run: Path) -> str | None:
 
 
 def require_same(directory: Path, text: str, besides: Sequence[str]) -> None:
-    """Check that a run goes on as it was configured.
+    """Check that a run is resumed with the configuration it was started with.
 
     Args:
-        directory: the run's.
-        text: what it is configured with now.
-        besides: further keys that may be others.
+        directory: the run's directory.
+        text: the present configuration, as YAML.
+        besides: further keys that may differ.
 
     Raises:
-        ConfigError: naming what would alter it.
+        ConfigError: naming the differing keys.
     """
     path = directory / "config.yaml"
     if not path.exists():
@@ -183,8 +183,8 @@ def require_same(directory: Path, text: str, besides: Sequence[str]) -> None:
     changes = [c for c in differences(then, now) if not _harmless(c, besides)]
     if changes:
         raise ConfigError(
-            f"{directory} holds a run that was configured otherwise: "
-            f"{'; '.join(map(str, changes[:6]))}: set it back, name another --run_dir, or go on "
+            f"{directory} holds a run that was started with other settings: "
+            f"{'; '.join(map(str, changes[:6]))}: restore them, use another --run_dir, or continue "
             "with the new values from here: --allow_changes"
         )
 

@@ -1,4 +1,4 @@
-"""ExpertIteration: imitate the interactions that paid; and how they are chosen."""
+"""ExpertIteration: imitate the interactions with high rewards; and rules that select them."""
 
 import random
 from abc import ABC, abstractmethod
@@ -15,24 +15,24 @@ from lightning_rl.games.staged.training_sets import Demonstrations, Example
 
 
 class Selection(ABC):
-    """Chooses the interactions that an agent is to imitate."""
+    """Selects the interactions that an agent is to imitate."""
 
     @abstractmethod
     def choose(self, rewards: Sequence[float], rng: random.Random) -> list[int]:
-        """Places of the chosen, some perhaps more than once.
+        """Return the indices of the selected interactions; one may occur more than once.
 
         Args:
-            rewards: what each interaction paid the agent.
-            rng: for what chance decides.
+            rewards: the agent's reward in each interaction.
+            rng: for random choices.
         """
 
 
 @configurable
 class RewardThreshold(Selection):
-    """All that paid at least so much.
+    """Selects all interactions whose reward is at least a threshold.
 
     Args:
-        least: the bound, included.
+        least: the threshold, inclusive.
     """
 
     def __init__(self, least: float = 0.9) -> None:
@@ -45,12 +45,12 @@ class RewardThreshold(Selection):
 
 @configurable
 class RewardWeighted(Selection):
-    """As many as there are, drawn with replacement, each with a chance in proportion to r - lowest.
+    """Draws as many as there are, with replacement, with probability proportional to r - lowest.
 
-    Where all are the lowest, none is chosen.
+    If no reward is above the lowest, none is selected.
 
     Args:
-        lowest: the reward that is never chosen; None: the lowest of those there are.
+        lowest: the reward that is never selected; None: the lowest of the given rewards.
     """
 
     def __init__(self, lowest: float | None = None) -> None:
@@ -67,17 +67,16 @@ class RewardWeighted(Selection):
 
 @configurable
 class ExpertIteration(StagedAlgorithm):
-    """Agents imitate what they said in interactions that paid them (Anthony et al. 2017).
+    """Agents imitate their answers in interactions with high rewards (Anthony et al. 2017).
 
     Args:
         selection: which interactions an agent imitates.
         samples: interactions per row of data.
-        truth_share: in so large a share of the interactions the verifier (or whoever decides)
-            learns the right decision in place of what it answered in the end; a number, or a
-            schedule over iterations.
+        truth_share: the share of interactions in which a decider learns the right decision in
+            place of its own last answer; a number, or a schedule over iterations.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: if a value is out of range.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class ExpertIteration(StagedAlgorithm):
 
 
 def turns_of(interaction: Interaction, agent: str) -> Iterator[Example]:
-    """What an agent answered, turn by turn, but for answers that could not be read."""
+    """Yield what an agent answered, turn by turn, without answers that could not be read."""
     for turn in interaction.conversation.turns:
         could_be_read = turn.said or turn.decision in (REJECT, ACCEPT)
         if turn.agent == agent and could_be_read:
@@ -129,7 +128,7 @@ def _deciders(interactions: Sequence[Interaction]) -> Sequence[str]:
 
 
 def true_decision(interaction: Interaction, agent: str) -> Iterator[Example]:
-    """The last turn of an agent that decides, with the right decision."""
+    """Yield the last turn of a decider, with the right decision."""
     conversation = interaction.conversation
     turns = [turn for turn in conversation.turns if turn.agent == agent]
     for turn in turns[-1:]:

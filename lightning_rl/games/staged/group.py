@@ -1,4 +1,4 @@
-"""ChatGroup: agents that share one model, and what it takes to ask and to train it."""
+"""ChatGroup: agents that share one model, how it is asked, and how it is trained."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 @configurable
 class ChatGroup:
-    """Agents with one model, which their prompts tell who they are.
+    """Agents that share one model; their prompts tell it which agent it is.
 
     Args:
         agents: names of the protocol's agents.
-        model: what they begin with: a name that the server knows, or a directory.
-        chat: who answers; None: ``OpenAIChat``.
-        jobs: who trains it; None: it is never trained.
+        model: the initial model: a name that the server knows, or a directory.
+        chat: answers for the agents; None: ``OpenAIChat``.
+        jobs: trains the model; None: it is never trained.
 
     Raises:
-        ConfigError: without agents.
+        ConfigError: if there are no agents.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class ChatGroup:
         jobs: FineTuneJobs | None = None,
     ) -> None:
         if not agents:
-            raise ConfigError(f"agents={agents} names nobody who shares model={model!r}")
+            raise ConfigError(
+                f"agents={agents} names no agent for model={model!r}; name at least one"
+            )
         self.agents = agents
         self.model = model
         self.chat = OpenAIChat() if chat is None else chat
@@ -41,10 +43,11 @@ class ChatGroup:
 
 
 def require_groups(groups: Mapping[str, ChatGroup], agents: Sequence[str]) -> None:
-    """Check that each of a protocol's agents is in one group.
+    """Check that each of a protocol's agents is in exactly one group.
 
     Raises:
-        ConfigError: naming who is in none, in two, or unknown; or a name that no job could bear.
+        ConfigError: naming an agent that is unknown, in no group or in two; or a group whose name
+            cannot be part of a job's name.
     """
     for name in groups:
         if not _NAME.fullmatch(name):
@@ -55,10 +58,11 @@ def require_groups(groups: Mapping[str, ChatGroup], agents: Sequence[str]) -> No
     named = [agent for group in groups.values() for agent in group.agents]
     if strange := set(named) - set(agents):
         raise ConfigError(
-            f"groups: {min(strange)!r} is no agent of the protocol; it has {', '.join(agents)}"
+            f"groups: {min(strange)!r} is not an agent of the protocol; its agents are "
+            f"{', '.join(agents)}"
         )
     for agent in agents:
         if named.count(agent) != 1:
             raise ConfigError(
-                f"groups: {agent!r} is in {named.count(agent)} of them; it must be in one"
+                f"groups: {agent!r} is in {named.count(agent)} of them; name it in exactly one"
             )

@@ -1,4 +1,4 @@
-"""Interaction: a conversation with the answers that led to it; and trees of such."""
+"""Interaction: a conversation with the answers that led to it; and trees of interactions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from lightning_rl.games.protocols.conversation import Conversation, Turn
 from lightning_rl.games.staged.chat import ChatAnswer
 
 Answers = Mapping[str, ChatAnswer]
-"""By agent, of those that were asked at the same time."""
+"""Answers by agent, of those that were asked at the same time."""
 
 
 @dataclass(frozen=True)
 class Interaction:
-    """Where a conversation stands, step by step; a step is one or more answers at once.
+    """The state of a conversation, and how it was reached; a step is one or more answers at once.
 
-    ``path[i]`` numbers step i among those that were sampled in its place, ``answers[i]`` is what
-    was answered, and ``taken[i]`` are the turns that came of it: none of an answer that could not
-    be read, and whose agent is asked again. ``paid[i]`` is what agents had been paid before it.
-    From ``seed`` those of its questions are derived.
+    ``path[i]`` numbers step i among those sampled in its place, and ``answers[i]`` are its answers.
+    ``taken[i]`` are the resulting turns: none for an answer that could not be read, whose agent is
+    asked again. ``paid[i]`` is what agents had been paid before the step. The seeds of its
+    questions are derived from ``seed``.
     """
 
     conversation: Conversation
@@ -28,7 +28,7 @@ class Interaction:
     paid: tuple[Mapping[str, float], ...] = ()
 
     def after(self, answers: Answers, number: int) -> "Interaction":
-        """The interaction one step on, the ``number``-th of those sampled here."""
+        """Return the interaction one step on, the ``number``-th of those sampled here."""
         before = self.conversation
         now = before.after({agent: answer.text for agent, answer in answers.items()})
         new = {turn.agent: turn for turn in now.turns if turn not in before.turns}
@@ -37,7 +37,7 @@ class Interaction:
         return Interaction(now, self.seed, path, told, taken, paid)
 
     def replayed(self, path: Sequence[int], answers: Sequence[Answers]) -> "Interaction":
-        """The interaction that such answers lead to."""
+        """Return the interaction that these answers lead to."""
         now = self
         for number, step in zip(path, answers, strict=True):
             now = now.after(step, number)
@@ -45,11 +45,11 @@ class Interaction:
 
 
 def subtrees(leaves: Sequence[Interaction], depth: int) -> list[list[Interaction]]:
-    """Leaves of one node, by the child of it that they descend from; [] if it is a leaf itself.
+    """Return the leaves below a node, grouped by the node's child; [] if the node is a leaf.
 
     Args:
-        leaves: with equal beginnings of their paths.
-        depth: steps to the node.
+        leaves: leaves whose paths begin alike.
+        depth: steps from the root to the node.
     """
     children: dict[int, list[Interaction]] = {}
     for leaf in leaves:
@@ -59,7 +59,7 @@ def subtrees(leaves: Sequence[Interaction], depth: int) -> list[list[Interaction
 
 
 def expected_reward(leaves: Sequence[Interaction], agent: str, depth: int) -> float:
-    """What a node pays an agent on average, if each answer is as likely as those beside it."""
+    """Return an agent's expected reward below a node; answers in one place are equally likely."""
     children = subtrees(leaves, depth)
     if not children:
         return leaves[0].conversation.rewards[agent]
@@ -67,11 +67,11 @@ def expected_reward(leaves: Sequence[Interaction], agent: str, depth: int) -> fl
 
 
 def value_from(leaves: Sequence[Interaction], agent: str, depth: int) -> float:
-    """What an answer leads to for an agent on average, without what was paid before it was given.
+    """Return an agent's expected reward after an answer, without what was paid before it.
 
     Args:
-        leaves: that descend from the answer.
-        agent: who is paid.
-        depth: of the answer, in steps from the root; that of the first is 0.
+        leaves: the leaves that descend from the answer.
+        agent: the agent that is paid.
+        depth: steps from the root to the answer; 0 for the first.
     """
     return expected_reward(leaves, agent, depth + 1) - leaves[0].paid[depth][agent]

@@ -1,10 +1,10 @@
-"""The process of a local fine-tune job: runs a command, and keeps what came of it.
+"""The process of a local fine-tuning job: it runs a command and stores its result.
 
-    python job_process.py DIRECTORY COMMAND...
+  python job_process.py DIRECTORY COMMAND...
 
-It outlives whoever started it. The lock that it was started with is held by the command too, until
-both have ended. ``result.json`` appears last, when all else is in its place. Only the standard
-library is imported, so that it starts at once.
+It outlives the process that started it. The command holds the lock that this process was started
+with, too, until both have ended. ``result.json`` is written last, once everything else is in place.
+Only the standard library is imported, so that it starts at once.
 """
 
 import json
@@ -42,7 +42,7 @@ def run(directory: Path, command: list[str]) -> None:
 
 
 def _keeper() -> Any:
-    """The keepers' module, by its path: the package would import much more."""
+    """Load the keeper module by its path, because importing the package would take much longer."""
     path = Path(__file__).parents[2] / "run" / "keeper.py"
     spec = spec_from_file_location("keeper", path)
     assert spec is not None
@@ -53,7 +53,7 @@ def _keeper() -> Any:
 
 
 def write_result(directory: Path, status: str, error: str = "") -> None:
-    """Write the result, at once and for good."""
+    """Write the result atomically and durably."""
     partial = directory / f"{RESULT}.partial"
     with partial.open("w") as file:
         json.dump({"status": status, "error": error}, file)
@@ -63,7 +63,7 @@ def write_result(directory: Path, status: str, error: str = "") -> None:
 
 
 def _why(status: int, log: Path) -> str:
-    """The last lines that it printed, and how it ended."""
+    """Return how the command ended, and the last lines that it printed."""
     ended = f"signal {-status}" if status < 0 else f"status {status}"
     lines = log.read_text(errors="replace").splitlines()
     said = [line.strip() for line in lines if line.strip()]

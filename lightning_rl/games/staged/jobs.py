@@ -1,4 +1,4 @@
-"""FineTuneJobs: where fine-tune jobs are bought, and what becomes of one."""
+"""FineTuneJobs: creates fine-tuning jobs, and reports how they are doing."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lightning_rl.games.staged.training_sets import TrainingSet
 
 
 class JobStatus(StrEnum):
-    """The stage of a job's life; the last three are ends."""
+    """The status of a job; the last three are final."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -19,16 +19,16 @@ class JobStatus(StrEnum):
 
     @property
     def over(self) -> bool:
-        """Nothing will change any more."""
+        """Whether the status is final."""
         return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """What a job is to do.
+    """The specification of a job.
 
-    ``key`` is its name for us, unlike that of any other job of any run: by it a job is found again
-    whose id was lost. ``model`` is what it starts from.
+    ``key`` is the job's unique name over all runs: a job whose id was lost is found by it.
+    ``model`` is what training starts from.
     """
 
     key: str
@@ -39,7 +39,7 @@ class JobRequest:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """How a job is doing: ``model`` is what it made, ``error`` why it made none."""
+    """How a job is doing: ``model`` is the model that it made, ``error`` why it made none."""
 
     status: JobStatus
     model: str | None = None
@@ -47,25 +47,25 @@ class JobReport:
 
 
 class FineTuneJobs(ABC):
-    """Creates fine-tune jobs, and tells what becomes of them."""
+    """Creates fine-tuning jobs, and reports how they are doing."""
 
     def open(self, directory: Path) -> None:
-        """Called before anything else, with the run's directory; here: nothing."""
+        """Called before anything else, with the run's directory; does nothing here."""
 
     @abstractmethod
     async def create(self, request: JobRequest) -> str:
-        """The id of the job with this request's key; it is created unless there is one already.
+        """Return the id of the job with this request's key; create the job if there is none.
 
-        A job is bought once, wherever an earlier call was cut off.
+        No job is created twice, wherever an earlier call was interrupted.
 
         Raises:
-            LightningRLError: if there can be none.
+            LightningRLError: if the job cannot be created.
         """
 
     @abstractmethod
     async def report(self, job: str) -> JobReport:
-        """How the job of this id is doing."""
+        """Return how the job with this id is doing."""
 
     @abstractmethod
     async def cancel(self, job: str) -> None:
-        """End it; one that is over stays as it is."""
+        """Cancel a job; one that is over is left as it is."""

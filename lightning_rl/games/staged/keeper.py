@@ -1,4 +1,4 @@
-"""JobKeeper: buys fine-tune jobs once, and waits for their ends, but not for ever."""
+"""JobKeeper: creates each fine-tuning job once, and waits for its end within a time limit."""
 
 import asyncio
 import time
@@ -13,12 +13,12 @@ from lightning_rl.games.staged.training_sets import TrainingSet
 
 
 class JobKeeper:
-    """Keeps note of jobs before and after all that happens to them.
+    """Records jobs before and after each change of theirs.
 
     Args:
-        save: puts the notes on the disk.
-        job_timeout_s: a job is cancelled so many seconds after its creation.
-        poll_s: seconds between looks at a job.
+        save: writes the records to disk.
+        job_timeout_s: a job is cancelled this many seconds after its creation.
+        poll_s: seconds between requests for a job's status.
     """
 
     def __init__(self, save: Callable[[], None], job_timeout_s: float, poll_s: float) -> None:
@@ -35,15 +35,15 @@ class JobKeeper:
         seed: int,
         jobs: FineTuneJobs,
     ) -> None:
-        """See to it that a group has a job in an iteration that did not fail.
+        """Make sure that a group has a job in an iteration, creating one if all others have failed.
 
         Args:
-            key: the job's, but for how often it was tried.
-            iteration: that it belongs to.
-            held: the group's notes.
-            training: what it learns from.
-            seed: of what it leaves to chance.
-            jobs: who creates it.
+            key: the job's key, without the number of the attempt.
+            iteration: the iteration that it belongs to.
+            held: the group's record.
+            training: the training set.
+            seed: determines the job's random choices.
+            jobs: creates the job.
         """
         tried = held.jobs_of(iteration)
         if tried and not tried[-1].failed:
@@ -59,7 +59,7 @@ class JobKeeper:
             self.save()
 
     async def end_of(self, job: BoughtJob, jobs: FineTuneJobs) -> str | None:
-        """The model that a job has made; None once it failed or was cancelled.
+        """Return the model that a job has made, once it ends; None if it failed or was cancelled.
 
         Raises:
             FineTuneError: if it succeeded without a model.
@@ -73,13 +73,13 @@ class JobKeeper:
             await asyncio.sleep(self.poll_s)
         if told.status is JobStatus.SUCCEEDED and not told.model:  # else it would be for ever over
             raise FineTuneError(
-                f"job {job.id} succeeded, but {type(jobs).__name__} names no model that it made"
+                f"job {job.id} succeeded, but {type(jobs).__name__} reports no model of it"
             )
         self._note(job, told)
         return told.model if told.status is JobStatus.SUCCEEDED else None
 
     async def _cancelled(self, job: str, jobs: FineTuneJobs) -> JobReport:
-        """How a job is doing that took too long: cancelled, or over at the last moment."""
+        """Cancel a job that took too long, and return how it ended: it may have just finished."""
         await jobs.cancel(job)
         told = await jobs.report(job)
         if told.status in (JobStatus.SUCCEEDED, JobStatus.FAILED):
@@ -97,9 +97,9 @@ class JobKeeper:
 
 
 def ended_by(group: str, job: BoughtJob) -> FineTuneError:
-    """What ends a run whose job made no model."""
+    """Return the error for a run whose job made no model."""
     return FineTuneError(
         f"job {job.id} of group {group!r} in iteration {job.iteration} {job.status}: "
-        f"{job.error or 'no reason was given'}; run again with a larger job_attempts to create "
-        "another, or with keep_model_after_failure to go on without"
+        f"{job.error or 'no reason was given'}; to create another, run again with a larger "
+        "job_attempts; to continue with the old model, set keep_model_after_failure"
     )

@@ -1,4 +1,4 @@
-"""LocalJobs: fine-tune jobs on this machine, each a Lightning fit in a process of its own."""
+"""LocalJobs: fine-tuning jobs on this machine, each a Lightning fit in its own process."""
 
 import fcntl
 import json
@@ -23,22 +23,23 @@ from lightning_rl.games.staged.jobs import FineTuneJobs, JobReport, JobRequest, 
 from lightning_rl.run.rundir import sync_directory, write_whole
 
 _MOST_STARTS = 3
-"""A process that is killed (with its machine, say) is started again, but not without end."""
+"""How often a job's process is started in all, e.g. if its machine restarts."""
 _CONFIG, _ROWS = "config.yaml", "rows.jsonl"
 
 
 @configurable
 class LocalJobs(FineTuneJobs):
-    """``lightning-rl fit`` with ``SFTModule`` or ``DPOModule``; the result is a model's directory.
+    """Trains by ``lightning-rl fit`` with ``SFTModule`` or ``DPOModule``; the result is a
+    directory.
 
-    A job is a directory, ``jobs/<key>`` in that of the run: its configuration, rows, log, and at
-    the end ``model`` and ``result.json``. Its process does not end with the one that asked for it,
-    which finds it running or done when it comes back.
+    A job is a directory, ``jobs/<key>`` in the run's: its configuration, rows, log, and at the end
+    ``model`` and ``result.json``. Its process outlives the run's process; a resumed run finds it
+    running or done.
 
     Args:
-        supervised: what a job from demonstrations does otherwise: keys of ``lightning-rl fit``, as
-            ``{trainer: {max_epochs: 3}, model: {init_args: {...}}}``.
-        preference: the same of a job from pairs (DPO).
+        supervised: changes to jobs that learn from demonstrations: keys of ``lightning-rl fit``,
+            such as ``{trainer: {max_epochs: 3}, model: {init_args: {...}}}``.
+        preference: the same for jobs that learn from pairs (DPO).
         threads: CPU threads of each job.
 
     Raises:
@@ -56,7 +57,7 @@ class LocalJobs(FineTuneJobs):
         for given in self.settings.values():
             if strange := given.keys() - {"model", "data", "trainer"}:
                 raise ConfigError(
-                    f"LocalJobs: {sorted(strange)} are no keys of a fit; it has model, data and "
+                    f"LocalJobs: {sorted(strange)} are not keys of a fit; use model, data and "
                     "trainer"
                 )
         self.threads = threads
@@ -83,12 +84,12 @@ class LocalJobs(FineTuneJobs):
     async def report(self, job: str) -> JobReport:
         directory = self._jobs / job
         if not (directory / _CONFIG).is_file():
-            return JobReport(JobStatus.FAILED, error=f"{directory} is gone, or was emptied")
+            return JobReport(JobStatus.FAILED, error=f"{directory} was removed or emptied")
         if (directory / RESULT).exists():
             result = _result(directory / RESULT)
             made = directory / MODEL if result.status is JobStatus.SUCCEEDED else None
             if made is not None and not made.is_dir():
-                return JobReport(JobStatus.FAILED, error=f"{made} is gone")
+                return JobReport(JobStatus.FAILED, error=f"{made} was removed")
             return JobReport(result.status, None if made is None else str(made), result.error)
         self._start_unless_running(directory)
         begun = (directory / STARTS).exists()
@@ -109,7 +110,7 @@ class LocalJobs(FineTuneJobs):
     # ---------------------------------------------------------------- inside
 
     def _config(self, request: JobRequest, job: Path) -> dict[str, Any]:
-        """The fit, as a configuration file says it."""
+        """Return the fit's configuration."""
         training = request.training
         rows = {"class_path": "JSONLPrompts", "init_args": {"path": str(job / _ROWS)}}
         base: dict[str, Any] = {
@@ -135,7 +136,7 @@ class LocalJobs(FineTuneJobs):
         return config
 
     def _start_unless_running(self, job: Path) -> None:
-        """Start its process, if it is neither running nor done."""
+        """Start the job's process, unless it is running or done."""
         lock = _lock(job)
         if lock is None:
             return
@@ -146,7 +147,7 @@ class LocalJobs(FineTuneJobs):
                 job_process.write_result(job, JobStatus.SUCCEEDED)
                 return
             if (job / STARTS).exists() and (job / STARTS).stat().st_size >= _MOST_STARTS:
-                why = f"its process ended {_MOST_STARTS} times before it was done; see {job / LOG}"
+                why = f"its process ended {_MOST_STARTS} times too early; see {job / LOG}"
                 job_process.write_result(job, JobStatus.FAILED, why)
                 return
             shutil.rmtree(job / PARTIAL, ignore_errors=True)
@@ -155,7 +156,7 @@ class LocalJobs(FineTuneJobs):
             os.close(lock)  # the process has its own by now
 
     def command(self, job: Path) -> list[str]:
-        """What its process runs."""
+        """Return the command that the job's process runs."""
         return [sys.executable, "-m", "lightning_rl", "fit", "--config", str(job / _CONFIG)]
 
     def _launch(self, job: Path, lock: int) -> None:
@@ -183,15 +184,15 @@ def _result(path: Path) -> _Result:
         return parsed(_Result, path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(
-            f"{path} is not what a job came to ({one_line(error)}); remove it, and the job is done "
+            f"{path} does not hold a job's result ({one_line(error)}); remove it, and the job runs "
             "again if its model is not there"
         ) from error
 
 
 def _lock(job: Path) -> int | None:
-    """The job's lock, as a descriptor; None if a process of the job holds it.
+    """Take the job's lock and return its descriptor; None if a process of the job holds it.
 
-    It is a lock of the open file, so who inherits the descriptor holds it too.
+    The lock belongs to the open file, so a process that inherits the descriptor holds it, too.
     """
     descriptor = os.open(job / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -203,7 +204,7 @@ def _lock(job: Path) -> int | None:
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings merged at any depth; else what is in ``over`` holds."""
+    """Merge mappings at any depth; where a value is not a mapping, that of ``over`` wins."""
     merged = dict(base)
     for name, value in over.items():
         own = merged.get(name)

@@ -1,4 +1,4 @@
-"""MALT: of answers given in one place, those that pay in the end over those that do not."""
+"""MALT: preference pairs of an answer that led to high rewards and one that did not."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -14,20 +14,20 @@ from lightning_rl.games.staged.training_sets import Pair, Preferences
 
 @configurable
 class MALT(StagedAlgorithm):
-    """Trees of answers, and pairs of siblings in them for DPO (Motwani et al. 2024, MALT).
+    """Samples trees of answers, and pairs siblings in them for DPO (Motwani et al. 2024, MALT).
 
-    Each step of an interaction is answered ``width`` times, and each answer gone on with. An
-    answer is worth what its agent is paid on average from there on, E[r] over its descendants: it
-    is good from a threshold on, else bad. Of the answers in one place, a good and a bad one make a
-    pair; with several of each, chance takes one.
+    Each step of an interaction is answered ``width`` times, and each answer is continued. An
+    answer's value is its agent's mean reward from there on, E[r] over its descendants: it is good
+    if it reaches a threshold, else bad. Of the answers in one place, a good and a bad one make a
+    pair; if there are several of each, one is drawn at random.
 
     Args:
         width: answers in each place; an interaction of n steps costs width + ... + width^n.
-        thresholds: by agent; those that are not named: who decides 0, provers 0.5, the middle of
-            what a protocol can pay them. With ``shared_reward``, name provers with 0.
+        thresholds: by agent; the default is 0 for deciders and 0.5 for provers, the middle of what
+            a protocol can pay them. With ``shared_reward``, set provers to 0.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: if a value is out of range.
     """
 
     def __init__(self, width: int = 2, thresholds: dict[str, float] | None = None) -> None:
@@ -60,14 +60,15 @@ def sibling_pairs(
     rng: random.Random,
     depth: int = 0,
 ) -> Iterator[Pair]:
-    """A pair of an agent's answers for each node that has a good and a bad one; from the root down.
+    """Yield a pair of an agent's answers for each node with a good and a bad one, from the root
+    down.
 
     Args:
-        leaves: all that descend from a node.
-        agent: whose answers.
-        threshold: an answer is good if its E[r] is at least that, else bad.
-        rng: takes one of several.
-        depth: steps to the node.
+        leaves: all leaves that descend from a node.
+        agent: the agent whose answers are paired.
+        threshold: an answer is good if its E[r] is at least this, else bad.
+        rng: draws one of several.
+        depth: steps from the root to the node.
     """
     children = subtrees(leaves, depth)
     good: list[Turn] = []

@@ -1,4 +1,4 @@
-"""OpenAIFineTuning: jobs of OpenAI's fine-tuning API, or of a server that speaks it."""
+"""OpenAIFineTuning: jobs of OpenAI's fine-tuning API, or of a server with the same API."""
 
 import json
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _STATUSES = {
     "cancelled": JobStatus.CANCELLED,
 }
 _MOST_PAGES = 200
-"""Of a list of jobs; a server that has more of them to show does not come to an end."""
+"""The most pages of a job list that are read, in case a server's list never ends."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class _Job:
     error: _Fault | None = None
     user_provided_suffix: str | None = None
     metadata: dict[str, Any] | None = None
-    called: ClassVar[str] = "fine-tune job"
+    called: ClassVar[str] = "fine-tuning job"
 
 
 @dataclass(frozen=True)
 class _Jobs:
     data: list[_Job]
     has_more: bool = False
-    called: ClassVar[str] = "list of fine-tune jobs"
+    called: ClassVar[str] = "list of fine-tuning jobs"
 
 
 @dataclass(frozen=True)
@@ -62,23 +62,23 @@ class _Events:
 
 @configurable
 class OpenAIFineTuning(FineTuneJobs):
-    """Uploads rows and creates jobs, each with a suffix of its own, by which it is found again.
+    """Uploads rows and creates jobs, each with a unique suffix, by which it is found again.
 
-    Requests that fail in a way that may pass (too many, a server's error, a broken connection) are
-    made again, after the wait that the server asks for. Before a job is asked for again, it is
-    looked for: the connection may have broken after it was created.
+    Requests that fail for a passing reason (too many requests, a server's error, a broken
+    connection) are repeated after the wait that the server asks for. Before a creation is repeated,
+    the job is looked for, as the connection may have broken after it was created.
 
     Args:
-        base_url: up to and with ``/v1``.
-        api_key_env: name of the environment variable that holds the key, which is read when asking
-            and stored nowhere; None: no key.
+        base_url: the address up to and including ``/v1``.
+        api_key_env: name of the environment variable that holds the key, which is read for each
+            request and stored nowhere; None: no key.
         hyperparameters: of every job, such as ``n_epochs``; None: the server's choice.
-        retries: attempts after the first, of each request.
+        retries: attempts after the first, for each request.
         timeout_s: seconds per attempt.
-        first_wait_s: seconds before the first retry, at most; each next wait is twice as long.
+        first_wait_s: seconds before the first retry, at most; each further wait is twice as long.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: if a value is out of range.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class OpenAIFineTuning(FineTuneJobs):
         status = _STATUSES.get(told.status)
         if status is None:
             raise APIRefusal(
-                f"fine-tune job {job} is {one_line(told.status, 60)!r}, none of "
-                f"{', '.join(_STATUSES)}; look at it where it was made"
+                f"fine-tuning job {job} has the unknown status {one_line(told.status, 60)!r}, none "
+                f"of {', '.join(_STATUSES)}; check it on the server"
             )
         error = ""
         if status is JobStatus.FAILED:
@@ -141,8 +141,8 @@ class OpenAIFineTuning(FineTuneJobs):
         told = await self.api.get(f"/fine_tuning/jobs/{job}", _Job)
         if told.status == "succeeded" and not told.fine_tuned_model:
             raise ServerError(
-                f"{self.api.base_url}: fine-tune job {job} succeeded, but names no model "
-                "(fine_tuned_model)"
+                f"{self.api.base_url}: fine-tuning job {job} succeeded, but the server reports no "
+                "model (fine_tuned_model)"
             )
         return told
 
@@ -171,7 +171,7 @@ class OpenAIFineTuning(FineTuneJobs):
         return (await self.api.call("POST", "/files", _File, data=form)).id
 
     async def _find(self, key: str) -> str | None:
-        """The id of the job that was created with this key."""
+        """Return the id of the job that was created with this key; None if there is none."""
         query = {"limit": "100", f"metadata[{_TAG}]": key}
         for _ in range(_MOST_PAGES):
             page = await self.api.get("/fine_tuning/jobs", _Jobs, **query)
@@ -185,13 +185,13 @@ class OpenAIFineTuning(FineTuneJobs):
                 break
             query["after"] = last
         raise APIRefusal(
-            f"{self.api.base_url} lists fine-tune jobs without end (has_more, page after page), so "
-            f"nobody can tell whether {key} was created already; no job was created"
+            f"{self.api.base_url} returns an endless list of fine-tuning jobs (has_more on every "
+            f"page), so it is unknown whether {key} was created already; no job was created"
         )
 
     async def _last_event(self, job: str) -> str:
-        """The newest of what a job had to say of itself."""
+        """Return the message of a job's latest event."""
         told = await self.api.retried(
             lambda: self.api.get(f"/fine_tuning/jobs/{job}/events", _Events, limit="1")
         )
-        return (told.data[0].message if told.data else None) or "it does not say why"
+        return (told.data[0].message if told.data else None) or "the server gave no reason"

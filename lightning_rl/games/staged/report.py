@@ -1,4 +1,4 @@
-"""StagedReport: the metrics of a staged run, and what it came to, in files like other runs'."""
+"""StagedReport: the metrics and results of a staged run, in files like those of other runs."""
 
 import json
 import os
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def verdict_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Accuracy, mean rewards (the verifier's, and by agent), and :func:`protocol_metrics`."""
+    """Return accuracy, mean rewards (the verifier's and each agent's), :func:`protocol_metrics`."""
     logged = [rollout.logged for rollout in rollouts]
     names = dict.fromkeys(name for values in logged for name in values)
     means = {
@@ -33,32 +33,32 @@ def verdict_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 class StagedReport:
-    """``metrics.jsonl`` with a row per iteration; ``summary.json``, ``curves.png`` and ``models``.
+    """Writes ``metrics.jsonl``, ``summary.json``, ``curves.png`` and ``models`` of a run.
 
-    Row i is of the models after i iterations. ``models`` has a link for each group whose last model
-    is a directory.
+    ``metrics.jsonl`` has a row per iteration; row i is about the models after i iterations.
+    ``models`` has a link for each group whose last model is a directory.
 
     Args:
-        run_dir: where they are.
+        run_dir: the run's directory, where they are.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
     def rows(self) -> list[Row]:
-        """The rows so far."""
+        """Return the rows so far."""
         path = self.run_dir / "metrics.jsonl"
         return read_rows(path.read_text("utf-8", "replace")) if path.exists() else []
 
     def note(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Add to an iteration's row; what is noted again takes the place of what was."""
+        """Add metrics to an iteration's row; a metric that is already there is replaced."""
         rows = {row["iteration"]: row for row in self.rows()}
         rows[iteration] = rows.get(iteration, {"iteration": iteration}) | metrics
         ordered = [rows[number] for number in sorted(rows)]
         write_whole(self.run_dir / "metrics.jsonl", as_lines(ordered))
 
     def write_summary(self, state: StagedState) -> None:
-        """Say what the run came to."""
+        """Write ``summary.json``, the curves and the links to the last models."""
         rows = self.rows()
         tested = [row for row in rows if "eval/accuracy" in row]
         models = {name: group.models[-1] for name, group in state.groups.items()}
@@ -82,15 +82,17 @@ class StagedReport:
 
 
 def retest_directory(run_dir: Path, given: str | Path | None) -> Path:
-    """Where a test of a run's models goes: beside the run, or where one says.
+    """Return the directory for a test of a run's models: the given one, or one beside the run's.
 
     Raises:
-        ConfigError: if that is in the run's own directory.
+        ConfigError: if it lies in the run's own directory.
     """
     own = run_dir.resolve()
     where = own.with_name(f"{own.name}_retest") if given is None else Path(given)
     if own in (where.resolve(), *where.resolve().parents):
-        raise ConfigError(f"retest_dir={str(given)!r} lies in the run that is tested; name another")
+        raise ConfigError(
+            f"retest_dir={str(given)!r} lies in the tested run's directory; use another"
+        )
     return where
 
 

@@ -1,4 +1,4 @@
-"""Sampler: plays interactions with the agents' models, and keeps each as soon as it is over."""
+"""Sampler: plays interactions with the agents' models, and stores each as soon as it is over."""
 
 import asyncio
 import shutil
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What was sampled of a unit: the leaves, in the order of their paths."""
+    """The tree that was sampled for a unit: its leaves, in the order of their paths."""
 
     unit: Unit
     leaves: list[Interaction]
 
     def rollouts(self, iteration: int) -> list[Rollout]:
-        """A rollout for each leaf; ``extra`` holds all that it takes to come to it again."""
+        """Return a rollout for each leaf; ``extra`` holds all that is needed to rebuild it."""
         unit = self.unit
         return [
             _as_rollout(leaf, unit, f"{iteration}/{unit.draw}", unit.sample + number)
@@ -40,16 +40,16 @@ class Tree:
 
 
 class InteractionSampler:
-    """Samples trees of interactions, some at a time.
+    """Samples trees of interactions concurrently.
 
-    They are kept in a rollout file, from which they can be had again.
+    They are stored in a rollout file, from which they can be read back.
 
     Args:
         protocol: who speaks when.
         scenario: what the agents are told.
-        chats: who answers for each agent.
-        max_concurrency: trees, and questions, at the same time.
-        seed: of all.
+        chats: by agent, the model that answers.
+        max_concurrency: the most trees, and the most questions, at the same time.
+        seed: determines all random choices.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class InteractionSampler:
         self.seed = seed
 
     def held(self, path: Path, iteration: int) -> dict[str, Tree]:
-        """The trees of an iteration that a rollout file holds, by their units' names."""
+        """Return the trees of an iteration that a rollout file holds, by their units' names."""
         file = open_rollouts(path)
         file.recover()  # what a kill cut off is sampled again
         file.close()
@@ -82,13 +82,13 @@ class InteractionSampler:
     async def sample(
         self, path: Path, units: Sequence[Unit], width: int, iteration: int
     ) -> dict[str, Tree]:
-        """The trees of these units, by their names; each is written as soon as it is over.
+        """Sample the trees of these units, by name; each is written as soon as it is complete.
 
         Args:
             path: a rollout file.
             units: what to sample.
             width: answers in each place.
-            iteration: noted with each rollout, and a part of its seed.
+            iteration: recorded with each rollout, and part of its seed.
         """
         file = open_rollouts(path)
         file.recover()
@@ -120,7 +120,7 @@ class InteractionSampler:
     async def _grow(
         self, node: Interaction, width: int, questions: asyncio.Semaphore
     ) -> list[Interaction]:
-        """All leaves below a node."""
+        """Return all leaves below a node."""
         if node.conversation.done:
             return [node]
         # Whose answer could not be read is asked again, in the same place.
@@ -144,7 +144,7 @@ class InteractionSampler:
         return await self._grow(node.after(told, number), width, questions)
 
     def _replayed(self, recorded: Recorded, iteration: int) -> tuple[Unit, Interaction]:
-        """A recorded leaf, and what it is a leaf of."""
+        """Return the unit of a recorded leaf, and the leaf."""
         told, prompt = recorded.rollout.extra, recorded.rollout.prompt
         try:
             place = (int(told["draw"]), int(told["sample"]), int(prompt.id))
@@ -156,26 +156,26 @@ class InteractionSampler:
             return unit, self._start(unit, iteration).replayed(told["path"], steps)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise DataError(
-                f"{recorded.where}: no interaction of this protocol and scenario "
-                f"({type(error).__name__}: {one_line(error)}); restore the file, or name another "
+                f"{recorded.where} holds no interaction of this protocol and scenario "
+                f"({type(error).__name__}: {one_line(error)}); restore the file, or use another "
                 "run_dir"
             ) from error
 
 
 def cut_answers(rollout: Rollout) -> list[bool]:
-    """Of each answer that led to a leaf, whether its limit of tokens cut it."""
+    """Return for each answer that led to a leaf whether its limit of tokens cut it off."""
     return [cut for step in rollout.extra["answers"] for _, cut in step.values()]
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all come to; if one fails, the others are cancelled."""
+    """Run all concurrently and return their results; if one fails, the others are cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one) for one in work]
     return [task.result() for task in tasks]
 
 
 def remove_rollouts(path: Path) -> None:
-    """Remove a rollout file, which may be a folder."""
+    """Remove a rollout file, which may be a directory."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""StagedState: where a staged run stands, as one JSON file that is whole or as it was."""
+"""StagedState: the state of a staged run, as one JSON file that is written atomically."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ FIRST_STAGE, LAST_STAGE = "sample_rollouts", "done"
 
 @dataclass(slots=True)
 class BoughtJob:
-    """A fine-tune job, from before it is created.
+    """The record of a fine-tuning job, written before the job is created.
 
-    ``id`` is None until its creation was noted: the job may be there nevertheless, and is then
+    ``id`` is None until the creation was recorded: the job may exist nevertheless, and is then
     found by its ``key``. ``created`` is in seconds since 1970.
     """
 
@@ -36,13 +36,13 @@ class BoughtJob:
 
     @property
     def failed(self) -> bool:
-        """It is over, and made no model."""
+        """Whether the job is over and made no model."""
         return self.status in (JobStatus.FAILED, JobStatus.CANCELLED)
 
 
 @dataclass(slots=True)
 class GroupState:
-    """The models of a group, ``models[i]`` that after i iterations, and all its jobs."""
+    """The models of a group, ``models[i]`` after i iterations, and all its jobs."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
@@ -50,13 +50,13 @@ class GroupState:
     jobs: list[BoughtJob] = field(default_factory=list)
 
     def jobs_of(self, iteration: int) -> list[BoughtJob]:
-        """The jobs of an iteration: one, or none, or as many as were tried."""
+        """Return all jobs of an iteration, one per attempt."""
         return [job for job in self.jobs if job.iteration == iteration]
 
 
 @dataclass(slots=True)
 class StagedState:
-    """A run's name, iteration, stage, and groups.
+    """A run's id, iteration, stage, and groups.
 
     The ``iteration`` is the one that ``stage`` belongs to, counted from 0.
     """
@@ -70,21 +70,21 @@ class StagedState:
 
     @property
     def done(self) -> bool:
-        """Nothing is left to do."""
+        """Whether the run is complete."""
         return self.stage == LAST_STAGE
 
     @classmethod
     def at(cls, path: Path, models: Mapping[str, str], iterations: int) -> "StagedState":
-        """The state that a file holds; if there is none, that of a new run, which is saved.
+        """Return the state that a file holds; without a file, that of a new run, which is saved.
 
         Args:
             path: the file.
-            models: of each group, what it begins with.
-            iterations: a run that is done goes on if it has had fewer.
+            models: the initial model of each group.
+            iterations: a completed run continues if it has had fewer.
 
         Raises:
             ConfigError: if the run has other groups.
-            DataError: if the file holds something else.
+            DataError: if the file does not hold a valid state.
         """
         if not path.exists():
             groups = {name: GroupState([model]) for name, model in models.items()}
@@ -97,10 +97,10 @@ class StagedState:
         return state
 
     def save(self, path: Path) -> None:
-        """Write it, all or nothing.
+        """Write the state atomically.
 
         Raises:
-            DiskError: if it cannot be written; the file is as it was.
+            DiskError: if it cannot be written; the file is unchanged.
         """
         write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
@@ -110,43 +110,43 @@ class StagedState:
 
         Args:
             path: the file.
-            groups: that the run has to have.
+            groups: the groups that the run must have.
 
         Raises:
             ConfigError: if the run has other groups.
-            DataError: if the file holds something else.
+            DataError: if the file does not hold a valid state.
         """
         if path.exists() and not path.is_file():
-            raise DataError(f"{path} is no file; name another run_dir")
+            raise DataError(f"{path} is not a file; use another run_dir")
         try:
             state = parsed(cls, path.read_text(encoding="utf-8"))
             state.check()
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{path} does not hold the state of a staged run ({one_line(error)}); restore it, "
-                "or name another run_dir"
+                "or use another run_dir"
             ) from error
         if state.groups.keys() != set(groups):
             raise ConfigError(
-                f"{path} is of a run with groups {', '.join(state.groups)}, not "
-                f"{', '.join(groups)}; set them back, or name another run_dir"
+                f"{path} belongs to a run with groups {', '.join(state.groups)}, not "
+                f"{', '.join(groups)}; restore them, or use another run_dir"
             )
         return state
 
     def check(self) -> None:
-        """Hold the numbers against each other.
+        """Check that the numbers are consistent.
 
         Raises:
-            ValueError: if they are of no run.
+            ValueError: if no run can have them.
         """
         if not self.run or self.iteration < 0:
             raise ValueError(f"run={self.run!r}, iteration={self.iteration}")
         for name, group in self.groups.items():
             if len(group.models) != self.iteration + 1:
                 raise ValueError(
-                    f"groups.{name}.models has {len(group.models)} of them after "
+                    f"groups.{name}.models has {len(group.models)} models after "
                     f"{self.iteration} iterations, not {self.iteration + 1}"
                 )
             for job in group.jobs:
                 if not 0 <= job.iteration <= self.iteration:
-                    raise ValueError(f"job {job.key} is of iteration {job.iteration}")
+                    raise ValueError(f"job {job.key} belongs to iteration {job.iteration}")

@@ -1,4 +1,4 @@
-"""StagedTrainer: iterations of stages, each of which is done once, wherever the process ends."""
+"""StagedTrainer: iterations of stages, each done exactly once, even if the run is interrupted."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -37,41 +37,41 @@ ROLLOUTS, TESTS, RETESTS = "rollouts", "tests", "retests"
 
 @configurable(train=prompts_of, test=prompts_of)
 class StagedTrainer:
-    """Trains models by fine-tune jobs, in stages: for models that only an API reaches.
+    """Trains models by fine-tuning jobs, in stages: for models that only an API reaches.
 
     An iteration is ``sample_rollouts``, ``log_stats``, ``test_during_training``,
     ``create_fine_tune_jobs`` and ``await_fine_tune_jobs``; after the last one come ``test`` and
-    ``done``. Each stage is a method that returns the next. The state is saved after each stage and
-    around each job's creation, and every interaction as soon as it is over: a run that ended in any
-    way goes on where it was when :meth:`fit` is called again, and no job is created twice.
+    ``done``. Each stage is a method that returns the name of the next. The state is saved after
+    each stage and around each job's creation, and every interaction as soon as it is over: calling
+    :meth:`fit` again resumes a run however it ended, and no job is created twice.
 
     Args:
         run_dir: the run's directory: its state, rollouts, metrics, and local jobs.
-        protocol: who speaks when, and what it pays.
-        scenario: what the agents are told, and how they are read.
+        protocol: who speaks when, and the rewards.
+        scenario: what the agents are told, and how their answers are read.
         train: rows of data to sample interactions about.
         groups: the agents by the models that they share.
         algorithm: what is sampled, and what is learned from it.
         test: held-out rows; None: nothing is tested.
-        iterations: how many.
-        rows_per_iteration: rows drawn in each, in an order drawn anew for each pass; None: all.
-        test_limit: the first so many rows of ``test``; None: all.
-        test_every_n_iterations: test before every n-th iteration, too; None: only in the end.
-        min_rows: a job with fewer rows is not created; the model is kept.
-        job_attempts: jobs that are created for the same rows, if one fails or is cancelled.
-        keep_model_after_failure: then go on with the model as it was; false: the run ends with a
-            ``FineTuneError``, and goes on when there is something else to do.
-        job_timeout_s: a job is cancelled so many seconds after its creation.
-        poll_s: seconds between looks at a job.
-        max_concurrency: interactions (and questions) at the same time.
-        rollout_format: of the files that keep interactions: ``jsonl``, ``parquet`` or ``sqlite``.
-        seed: of all; None: ``seed_everything``'s.
-        logger: any of Lightning's loggers, or several, that get the metrics; W&B and MLflow keep
+        iterations: number of iterations.
+        rows_per_iteration: rows drawn in each, reshuffled for each pass over the data; None: all.
+        test_limit: use only the first ``test_limit`` rows of ``test``; None: all.
+        test_every_n_iterations: also test before every n-th iteration; None: only at the end.
+        min_rows: no job is created for fewer rows; the model is kept.
+        job_attempts: jobs created for the same rows, if they fail or are cancelled.
+        keep_model_after_failure: then keep the previous model; false: the run ends with a
+            ``FineTuneError``, and can be resumed with other settings.
+        job_timeout_s: a job is cancelled this many seconds after its creation.
+        poll_s: seconds between requests for a job's status.
+        max_concurrency: the most interactions, and the most questions, at the same time.
+        rollout_format: format of the files of interactions: ``jsonl``, ``parquet`` or ``sqlite``.
+        seed: determines all random choices; None: the seed of ``seed_everything``.
+        logger: one or several of Lightning's loggers, which get the metrics; W&B and MLflow store
             the state, too.
-        callbacks: what else happens, such as statistics of your own.
+        callbacks: further hooks, such as your own statistics.
 
     Raises:
-        ConfigError: for values out of range, or agents that are not each in one group.
+        ConfigError: if a value is out of range, or an agent is not in exactly one group.
     """
 
     def __init__(
@@ -135,13 +135,14 @@ class StagedTrainer:
     # ---------------------------------------------------------------- from outside
 
     def fit(self) -> StagedState:
-        """Do what is left to do, stage by stage; the state at the end.
+        """Run the remaining stages, and return the state at the end.
 
         Raises:
             ConfigError: if another process runs in the directory.
             DataError: if the directory's files are damaged.
-            FineTuneError: if a job fails, and neither another try nor the old model is to do; or if
-                a server is out of reach. The state is kept: ``fit`` goes on from there.
+            FineTuneError: if a job fails and ``job_attempts`` and ``keep_model_after_failure``
+                allow no other way; or if a server cannot be reached. The state is kept: ``fit``
+                resumes from it.
         """
         models = {name: group.model for name, group in self.groups.items()}
         with self._entered(self.run_dir), self._told(), self._outages_told():
@@ -154,22 +155,24 @@ class StagedTrainer:
         return self.state
 
     def retest(self, directory: str | Path | None = None) -> list[dict[str, Any]]:
-        """Test the models of each iteration again; a row of metrics for each.
+        """Test the models of each iteration again; returns a row of metrics for each.
 
-        Nothing is written into the run's own directory, and a run that goes on is left alone.
+        Nothing is written into the run's own directory, and a run in progress is not disturbed.
 
         Args:
             directory: where ``retests.json`` and the interactions go; None: beside the run's, with
-                ``_retest`` at its name's end.
+                ``_retest`` appended to its name.
 
         Raises:
             ConfigError: if there is no run, nothing to test on, or the directory is the run's.
-            FineTuneError: if a server is out of reach.
+            FineTuneError: if a server cannot be reached.
         """
         if not (self.run_dir / STATE).exists():
-            raise ConfigError(f"run_dir={str(self.run_dir)!r} holds no staged run to test")
+            raise ConfigError(
+                f"run_dir={str(self.run_dir)!r} holds no staged run to test; give one that does"
+            )
         if self.test_rows is None:
-            raise ConfigError("test=null: there is nothing to test on; name rows of data")
+            raise ConfigError("test=null: there is nothing to test on; set test to rows of data")
         where = retest_directory(self.run_dir, directory)
         self.state = StagedState.load(self.run_dir / STATE, list(self.groups))
         with self._entered(where), self._outages_told():
@@ -183,27 +186,27 @@ class StagedTrainer:
     # ---------------------------------------------------------------- stages
 
     def sample_rollouts(self) -> str:
-        """Interactions about the iteration's rows."""
+        """Sample interactions about the iteration's rows."""
         if self.state.iteration >= self.iterations:
             return "test"
         self._sampled()
         return "log_stats"
 
     def log_stats(self) -> str:
-        """What they paid."""
+        """Log the metrics of the sampled interactions."""
         metrics = self._metrics("train", self._sampled(), self.state.iteration)
         self._note({"reward/mean": metrics["train/reward_mean"]} | metrics)
         return "test_during_training"
 
     def test_during_training(self) -> str:
-        """The same models on held-out rows."""
+        """Test the same models on held-out rows."""
         every = self.test_every_n_iterations
         if self.test_rows is not None and every is not None and self.state.iteration % every == 0:
             self._note(self._tested(self.state.iteration, TESTS))
         return "create_fine_tune_jobs"
 
     def create_fine_tune_jobs(self) -> str:
-        """A job for each group that has enough to learn."""
+        """Create a job for each group that has enough rows to learn from."""
         trees, iteration = [tree.leaves for tree in self._sampled()], self.state.iteration
         for name, group in self.groups.items():
             if group.jobs is None:
@@ -212,8 +215,8 @@ class StagedTrainer:
             training = self.algorithm.training_set(trees, group.agents, iteration, seed)
             if len(training) < self.min_rows:
                 rank_zero_info(
-                    f"iteration {iteration}: {name} keeps its model, with {len(training)} rows to "
-                    f"learn from, of min_rows={self.min_rows}"
+                    f"iteration {iteration}: {name} keeps its model: it has {len(training)} rows "
+                    f"to learn from, fewer than min_rows={self.min_rows}"
                 )
                 continue
             key = f"{self.state.run}-{iteration}-{name}"
@@ -222,7 +225,7 @@ class StagedTrainer:
         return "await_fine_tune_jobs"
 
     def await_fine_tune_jobs(self) -> str:
-        """The end of all jobs; then the models that they made take their places."""
+        """Wait for all jobs; then replace the models by those that they made."""
         iteration, made = self.state.iteration, {}
         for name, group in self.groups.items():
             held = self.state.groups[name]
@@ -241,7 +244,7 @@ class StagedTrainer:
         return FIRST_STAGE
 
     def test(self) -> str:
-        """The last models on held-out rows; after it there is nothing left to do."""
+        """Test the last models on held-out rows, and write the summary."""
         if self.test_rows is not None:
             self._note(self._tested(self.state.iteration, TESTS))
         self.report.write_summary(self.state)
@@ -251,7 +254,7 @@ class StagedTrainer:
 
     @contextmanager
     def _entered(self, directory: Path) -> Iterator[None]:
-        """While it lasts a directory is ours, and models may answer."""
+        """Hold the directory's lock inside the block, and close the chat models after it."""
         with holding(directory):
             try:
                 yield
@@ -261,18 +264,18 @@ class StagedTrainer:
 
     @contextmanager
     def _outages_told(self) -> Iterator[None]:
-        """A server that is out of reach is one error, that says where it goes on."""
+        """Raise one error that says where to resume if a server cannot be reached."""
         try:
             yield
         except (ServerError, APIRefusal) as outage:
             raise FineTuneError(
-                f"{outage}; it stopped in stage {self.state.stage} of iteration "
-                f"{self.state.iteration}, nothing is lost, and the same command goes on from there"
+                f"{outage}; the run stopped in stage {self.state.stage} of iteration "
+                f"{self.state.iteration}, nothing is lost; run the same command to resume"
             ) from outage
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """After it callbacks hear how the run ended."""
+        """Tell the callbacks how the run ended, after the block."""
         error: BaseException | None = None
         try:
             yield
@@ -284,13 +287,13 @@ class StagedTrainer:
                 callback.on_run_end(self, error)
 
     def _do(self, stage: str) -> None:
-        """Go through a stage, and note which is next."""
+        """Run a stage, and record which is next."""
         public = not stage.startswith("_") and stage not in ("fit", "retest")
         method = getattr(type(self), stage, None) if public else None
         if not callable(method):
             raise DataError(
-                f"{self.run_dir / STATE}: stage {stage!r} is none of {type(self).__name__}'s; "
-                "restore the file, or name another run_dir"
+                f"{self.run_dir / STATE}: {type(self).__name__} has no stage {stage!r}; "
+                "restore the file, or use another run_dir"
             )
         self.state.stage = method(self)
         self._save()
@@ -301,7 +304,7 @@ class StagedTrainer:
         self.state.save(self.run_dir / STATE)
 
     def _note(self, metrics: dict[str, float]) -> None:
-        """Keep metrics of the models after so many iterations, and say them."""
+        """Record and print metrics of the models after ``iteration`` iterations."""
         self.report.note(self.state.iteration, metrics)
         shown = {n: v for n, v in metrics.items() if n in LABELS}
         told = ", ".join(f"{LABELS[name]} {value:.4g}" for name, value in shown.items())
@@ -310,14 +313,14 @@ class StagedTrainer:
             callback.on_metrics(self, self.state.iteration, metrics)
 
     def _sampled(self) -> list[Tree]:
-        """The iteration's interactions."""
+        """Return the iteration's interactions, sampling those that are missing."""
         iteration, algorithm = self.state.iteration, self.algorithm
         rows, count = rows_of(self.train), self.rows_per_iteration
         units = train_units(rows, iteration, count, algorithm.samples, self.seed)
         return self._sample(self._file(ROLLOUTS), units, algorithm.width, iteration)
 
     def _tested(self, iteration: int, name: str, directory: Path | None = None) -> dict[str, float]:
-        """Metrics of the models after so many iterations, on held-out rows."""
+        """Return metrics of the models after ``iteration`` iterations, on held-out rows."""
         assert self.test_rows is not None
         units = all_units(rows_of(self.test_rows)[: self.test_limit])
         trees = self._sample(self._file(name, directory), units, 1, iteration)
@@ -330,7 +333,9 @@ class StagedTrainer:
         return {f"{of}/{name}": value for name, value in metrics.items()}
 
     def _sample(self, path: Path, units: Sequence[Unit], width: int, iteration: int) -> list[Tree]:
-        """Interactions with the models after so many iterations; none twice that the file holds."""
+        """Return interactions with the models after ``iteration`` iterations; sample only missing
+        ones.
+        """
         trees = self.sampler.held(path, iteration)
         missing = [unit for unit in units if unit.name not in trees]
         if missing:

@@ -1,4 +1,4 @@
-"""What a fine-tune job learns from: answers to imitate, or pairs of a better and a worse one."""
+"""Training sets of fine-tuning jobs: answers to imitate, or pairs of a better and a worse one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class Pair:
 
 
 class TrainingSet(ABC):
-    """Rows of one kind, in the form of each back end."""
+    """Rows of one kind, in the form that each back end needs."""
 
     method: ClassVar[str]
-    """OpenAI's word for how to learn from it."""
+    """OpenAI's name of the method that learns from these rows."""
     module: ClassVar[str]
-    """Our ``LightningModule`` that does so, and ``data`` what feeds it."""
+    """The ``LightningModule`` of this library for that method; ``data`` is its data module."""
     data: ClassVar[str]
 
     @abstractmethod
@@ -41,16 +41,16 @@ class TrainingSet(ABC):
 
     @abstractmethod
     def openai_rows(self) -> list[Record]:
-        """Rows of the file that OpenAI's fine-tuning API takes."""
+        """Return the rows for a file of OpenAI's fine-tuning API."""
 
     @abstractmethod
     def local_rows(self) -> list[Record]:
-        """Rows of a prompt file for our own data modules."""
+        """Return the rows for a prompt file of this library's data modules."""
 
 
 @dataclass(frozen=True)
 class Demonstrations(TrainingSet):
-    """For supervised fine-tuning: each example's answer is made more likely."""
+    """Rows for supervised fine-tuning, which makes each example's answer more likely."""
 
     examples: Sequence[Example]
     method = "supervised"
@@ -68,7 +68,7 @@ class Demonstrations(TrainingSet):
 
 @dataclass(frozen=True)
 class Preferences(TrainingSet):
-    """For DPO: the chosen answer of each pair is raised over the rejected one."""
+    """Rows for DPO, which prefers each pair's chosen answer over the rejected one."""
 
     pairs: Sequence[Pair]
     method = "dpo"

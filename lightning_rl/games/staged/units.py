@@ -1,4 +1,4 @@
-"""Units: what is sampled as a whole, out of rows of data."""
+"""Units: the rows of data of an iteration, each sampled as a whole."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Tells it from the others of the iteration."""
+        """The unit's name, unique within the iteration."""
         return f"{self.draw}/{self.sample}"
 
 
 def rows_of(dataset: PromptDataset) -> list[Row]:
-    """The rows of a dataset as they are, without a tokenizer.
+    """Return the rows of a dataset as they are, without a tokenizer.
 
     Raises:
-        DataError: if it holds none.
+        DataError: if there are none.
     """
     rows: list[Row] = [dict(row) for row in dataset.shaped().unchecked()]
     if not rows:
@@ -43,21 +43,21 @@ def rows_of(dataset: PromptDataset) -> list[Row]:
 
 
 def all_units(rows: Sequence[Row]) -> list[Unit]:
-    """One for each row, in their order."""
+    """Return one unit for each row, in order."""
     return [Unit(place, 0, place, row) for place, row in enumerate(rows)]
 
 
 def train_units(
     rows: Sequence[Row], iteration: int, count: int | None, samples: int, seed: int
 ) -> list[Unit]:
-    """Those of an iteration: rows are drawn without end, pass after pass.
+    """Return the units of an iteration; rows are drawn pass after pass, without end.
 
     Args:
-        rows: that are drawn.
+        rows: the rows to draw from.
         iteration: counted from 0.
-        count: draws in each iteration; None: as many as there are rows.
-        samples: trees of each draw.
-        seed: of the order, which is new in each pass.
+        count: draws per iteration; None: as many as there are rows.
+        samples: trees per draw.
+        seed: determines the order, which is new in each pass.
     """
     count = len(rows) if count is None else count
     first = iteration * count

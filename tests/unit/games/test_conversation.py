@@ -250,10 +250,10 @@ def test_what_cannot_be_is_refused():
         scenario(retries=-1)
     with pytest.raises(ConfigError, match="prompts="):
         TextScenario({})
-    with pytest.raises(ConfigError, match=r"form='\[' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"form='\[' is not a regular expression"):
         Instructions(form="[")
     alone = TextScenario({"verifier": {"user": "Is it?"}})  # as YAML says it
-    with pytest.raises(ConfigError, match="tells verifier what to do, and not 'prover'; add it"):
+    with pytest.raises(ConfigError, match="has prompts for verifier, but none for 'prover'"):
         Conversation.begin(Nip(), alone, ROW)
     missing = TextScenario({"verifier": {"user": "Is {m} even?"}})
     with pytest.raises(

@@ -350,15 +350,15 @@ def test_a_paused_policy_is_no_player(tiny_model, train_on, conversations):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"update": SPG(), "order": None}, r"update=SPG has to know who leads first, second"),
+        ({"update": SPG(), "order": None}, r"update=SPG needs an order of first, second"),
         ({"order": [["first"]]}, r"must name each policy once: first, second"),
         ({"update": PSOS(loss=GSPO())}, "update=PSOS reads the column 'row'"),
-        ({"first": {"loss": GSPO()}}, "policies.first.loss=GSPO: in a game the update has"),
+        ({"first": {"loss": GSPO()}}, "policies.first.loss=GSPO: in a game the update defines"),
         (
             {"second": {"advantage": GAE(), "value_head": SharedValueHead()}},
-            "policies.second.advantage=GAE: .* one number for it; use GRPO",
+            "policies.second.advantage=GAE .* one advantage per rollout.*; use GRPO",
         ),
-        ({"second": {"minibatches": 2}}, "policies.second.minibatches=2, and policies.first"),
+        ({"second": {"minibatches": 2}}, "policies.second.minibatches=2, but policies.first"),
         (
             {"first": {"ppo_epochs": 2, "target_kl": 0.1}},
             "policies.first.target_kl=0.1: players take",

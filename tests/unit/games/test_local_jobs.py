@@ -165,7 +165,7 @@ def test_but_not_without_end(tmp_path):
     create(jobs)
     told = end_of(jobs)
     assert told.status is JobStatus.FAILED
-    assert told.error.startswith("its process ended 3 times before it was done")
+    assert told.error.startswith("its process ended 3 times too early; see")
     assert (tmp_path / "jobs/k/starts").read_text() == "..."
 
 
@@ -205,7 +205,7 @@ def test_a_job_that_is_cancelled_as_it_starts_leaves_nothing_behind(tmp_path):
 
 
 def test_settings_are_keys_of_a_fit():
-    with pytest.raises(ConfigError, match=r"\['optimizer'\] are no keys of a fit"):
+    with pytest.raises(ConfigError, match=r"\['optimizer'\] are not keys of a fit"):
         LocalJobs(supervised={"optimizer": {}})
 
 
@@ -216,10 +216,10 @@ def test_what_a_job_left_may_be_damaged(tmp_path):
     result = tmp_path / "jobs/k/result.json"
     for text in ("", "{", "[]", '{"status": "odd"}', '{"error": ""}'):
         result.write_text(text)
-        with pytest.raises(DataError, match=r"result\.json is not what a job came to"):
+        with pytest.raises(DataError, match=r"result\.json does not hold a job's result"):
             report(jobs)
     (tmp_path / "jobs/k/model").rmdir()
     result.write_text('{"status": "succeeded", "error": ""}')
-    assert report(jobs).error == f"{tmp_path}/jobs/k/model is gone"
-    assert report(jobs, "never").error == f"{tmp_path}/jobs/never is gone, or was emptied"
+    assert report(jobs).error == f"{tmp_path}/jobs/k/model was removed"
+    assert report(jobs, "never").error == f"{tmp_path}/jobs/never was removed or emptied"
     asyncio.run(jobs.cancel("never"))

@@ -208,9 +208,9 @@ FAULTS = {
         raw(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe"),
         "sent no JSON",
     ),
-    "null": (said("null"), "sent no list of fine-tune jobs: the whole text: "),
-    "a list": (said("[]"), "sent no list of fine-tune jobs: the whole text: "),
-    "no data": (said("{}"), "sent no list of fine-tune jobs: data: field required"),
+    "null": (said("null"), "sent no list of fine-tuning jobs: the whole text: "),
+    "a list": (said("[]"), "sent no list of fine-tuning jobs: the whole text: "),
+    "no data": (said("{}"), "sent no list of fine-tuning jobs: data: field required"),
     "data that is a text": (said('{"data": "x"}'), "data: input should be a valid list"),
     "a job without an id": (said('{"data": [{}]}'), r"data.0.id: field required"),
     "a job's id that is a list": (said('{"data": [{"id": []}]}'), r"data.0.id: input should be"),
@@ -250,7 +250,7 @@ def test_a_list_without_end_buys_nothing(server, moves):
             yield said(json.dumps({"data": [job], "has_more": True}))
 
     server.faults["GET /v1/fine_tuning/jobs"] = page()
-    with pytest.raises(APIRefusal, match="lists fine-tune jobs without end"):
+    with pytest.raises(APIRefusal, match="returns an endless list of fine-tuning jobs"):
         create(jobs_of(server))
     assert not server.jobs
     assert not server.files
@@ -264,7 +264,7 @@ def test_a_job_that_succeeded_without_a_model_is_looked_at_again(server):
     server.jobs["ftjob-1"]["to_come"] = ["succeeded"]
     assert reports(jobs, "ftjob-1", 1) == [JobReport(JobStatus.SUCCEEDED, "ft:gpt+")]
     server.fail("GET /v1/fine_tuning/jobs/ftjob-1", *[done] * 4)
-    with pytest.raises(ServerError, match="ftjob-1 succeeded, but names no model"):
+    with pytest.raises(ServerError, match="ftjob-1 succeeded, but the server reports no model"):
         reports(jobs, "ftjob-1", 1)
 
 

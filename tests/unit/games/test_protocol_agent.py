@@ -166,7 +166,7 @@ def test_who_is_not_trained_has_no_loss(run):
         )
     assert made.calls == plain.calls
     with pytest.raises(
-        ConfigError, match=r"trained=\['judge'\]: Nip has no such agent; it has prover, v"
+        ConfigError, match=r"trained=\['judge'\]: Nip has no such agent; choose from prover, v"
     ):
         ProtocolAgent(Nip(), Bytes(), trained=["judge", "prover"])
 

@@ -302,7 +302,7 @@ def test_a_simulator_is_paid_for_likeness():
 def test_words_have_no_logits():
     words = TextScenario({"verifier": {"user": "Is it?"}})
     with pytest.raises(
-        ConfigError, match=r"ZeroKnowledge pays for agents' logits, which .* have not"
+        ConfigError, match=r"ZeroKnowledge pays for agents' logits, which are not known for .*"
     ):
         Conversation.begin(ZeroKnowledge(SoloVerifier()), words, {"label": 1})
 
@@ -343,7 +343,7 @@ def test_zero_knowledge_is_over_after_the_last_round():
 
 
 def test_an_adversary_plays_one_that_decides_alone():
-    with pytest.raises(ConfigError, match="who decides there is first, second, and an adversary"):
+    with pytest.raises(ConfigError, match="is decided by first, second, but the adversary"):
         ZeroKnowledge(Panel())
 
 
@@ -453,7 +453,7 @@ def test_who_decides_is_one_of_the_agents():
         deciders = ("verifier",)
 
     with pytest.raises(
-        ConfigError, match=r"Nobody\.deciders names 'verifier', and its agents are ann"
+        ConfigError, match=r"Nobody\.deciders names 'verifier', but its agents are ann"
     ):
         Nobody()
 

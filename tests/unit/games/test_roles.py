@@ -217,7 +217,7 @@ def test_roles_are_numbered_as_the_module_has_them(two_roles):
 
 
 def test_what_cannot_be_is_refused(tiny_model):
-    with pytest.raises(ConfigError, match=r"role 'a' is played by first and by second"):
+    with pytest.raises(ConfigError, match=r"role 'a' is played by both first and second"):
         roles_module(tiny_model, first={"roles": ["a"]}, second={"roles": ["b", "a"]})
     with pytest.raises(ConfigError, match="trains nothing"):
         RolesModule(str(tiny_model), {})

@@ -159,7 +159,7 @@ def test_there_must_be_something_to_test(server, tmp_path):
     [
         ({"all": ["prover"]}, "'verifier' is in 0 of them"),
         ({"one": ["prover", "verifier"], "two": ["prover"]}, "'prover' is in 2 of them"),
-        ({"all": ["prover", "verifier", "judge"]}, "'judge' is no agent of the protocol"),
+        ({"all": ["prover", "verifier", "judge"]}, "'judge' is not an agent of the protocol"),
         ({"a b": ["prover", "verifier"]}, "'a b' becomes a part of its jobs' names"),
     ],
 )
@@ -173,5 +173,5 @@ def test_each_agent_is_in_one_group(tmp_path, groups, message):
 def test_the_directory_is_of_one_run_with_these_groups(server, tmp_path):
     staged(tmp_path, server.url, iterations=0).fit()
     groups = {"others": group_of(server.url, "prover", "verifier")}
-    with pytest.raises(ConfigError, match="of a run with groups all, not others"):
+    with pytest.raises(ConfigError, match="belongs to a run with groups all, not others"):
         staged(tmp_path, server.url, groups=groups).fit()

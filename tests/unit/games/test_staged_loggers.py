@@ -91,7 +91,7 @@ def test_a_run_goes_on_from_what_a_logger_kept(server, tmp_path):
 
 def test_a_logger_that_is_out_of_reach_is_a_warning(server, tmp_path):
     with pytest.warns(
-        UserWarning, match=r"Unreachable did not take the metrics .*no route to host"
+        UserWarning, match=r"Unreachable failed to record the metrics .*no route to host"
     ):
         state = staged(tmp_path, server.url, logger=Unreachable(), iterations=1).fit()
     assert state.done
@@ -202,7 +202,7 @@ def test_the_short_form_of_the_docs_goes_on_and_is_found_by_name(
 def test_a_name_that_no_run_or_two_have_is_told(server, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["staged", "--name", "parity"]) == 2
-    assert "--name parity: there is no such run" in capsys.readouterr().err
+    assert "--name parity: no run has this name" in capsys.readouterr().err
     for place in ("a/parity", "b/parity"):
         Path(place).mkdir(parents=True)
         for name in ("state.json", "config.yaml"):

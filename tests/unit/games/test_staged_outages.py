@@ -78,7 +78,7 @@ class Forgetful(FineTuneJobs):
 def test_a_job_of_ones_own_that_names_no_model_ends_the_run(server, tmp_path):
     groups = {"all": group_of(server.url, "prover", "verifier", jobs=Forgetful())}
     for _ in range(2):  # it stays undecided
-        with pytest.raises(FineTuneError, match="job one succeeded, but Forgetful names no model"):
+        with pytest.raises(FineTuneError, match="one succeeded, but Forgetful reports no model"):
             staged(tmp_path, server.url, groups=groups, job_attempts=2).fit()
 
 
@@ -133,7 +133,7 @@ def test_a_damaged_state_is_told_and_left_as_it_is(whole, tmp_path, name):
 
 def test_a_state_that_is_no_file_is_told(server, tmp_path):
     os.mkfifo(tmp_path / "state.json")  # to read it would be to wait for ever
-    with pytest.raises(DataError, match=r"state\.json is no file"):
+    with pytest.raises(DataError, match=r"state\.json is not a file"):
         staged(tmp_path, server.url).fit()
 
 
@@ -157,7 +157,7 @@ def test_an_interaction_that_cannot_be_is_told_with_its_line(server, tmp_path, o
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(DataError, match=r"rollouts\.jsonl:1: no interaction of this protocol"):
+    with pytest.raises(DataError, match=r"rollouts\.jsonl:1 holds no interaction of this protocol"):
         staged(tmp_path, server.url).sampler.held(path, 0)
 
 
@@ -197,7 +197,7 @@ def test_a_retest_leaves_the_run_as_it_is(server, tmp_path):
     assert contents(run) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "run", "run_retest"]
     for inside in (run, run / "deep", run / ".." / "run"):
-        with pytest.raises(ConfigError, match="lies in the run that is tested"):
+        with pytest.raises(ConfigError, match="lies in the tested run's directory"):
             staged(run, server.url).retest(inside)
 
 
