@@ -129,7 +129,7 @@ FOUND: dict[Callable[[Path], None], str] = {
     added_file: "CHANGED: rerun/ extends to iteration 9, but the ledger ends with 4",
     cut_ledger: "CHANGED: rerun/ extends to iteration 4, but the ledger ends with 2",
     rechained_ledger: "does not contain --head",
-    malformed_ledger: "is no entry that a run writes: version of 'end' is '3'",
+    malformed_ledger: "is not an entry that a run writes: version of 'end' is '3'",
     escapes: "CHANGED: ␛[2K␍nothing was changed␛[8m, a file, was added after the end of the run",
     clock: _NOT_WRITTEN.format("metrics.jsonl"),
 }

@@ -1,4 +1,4 @@
-"""Prompts: rows from files or code, tokenised once, drawn in an order that a checkpoint holds."""
+"""Prompts: rows from files or code, tokenised once, drawn in an order that checkpoints hold."""
 
 import hashlib
 import json
@@ -27,40 +27,41 @@ from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
 from lightning_rl.vision.reader import encode
 
 _BATCH = 1000
-"""Prompts that are measured at a time."""
+"""Number of prompts that are measured at a time."""
 _TOLD = 10
-"""Rows that lack a picture of which each is told."""
+"""Number of rows without their pictures that are reported individually."""
 
 
 @configurable
 class PromptDataset(ABC):
-    """Rows with a prompt each, drawn without end in a seeded order, epoch after epoch.
+    """Rows with one prompt each, drawn endlessly in a seeded order, epoch after epoch.
 
     A prompt is a string, tokenised as it is, or a list of chat messages, rendered by the
-    tokenizer's own chat template with its generation prompt. All other columns reach the rewards by
+    tokenizer's own chat template with its generation prompt. Rewards receive all other columns by
     name. Rows of the data become such rows by ``filter``, ``map``, ``columns``, ``template`` and
-    ``system``, in this order. The first two are called for all rows whenever they are loaded.
+    ``system``, in this order. The first two are called for all rows each time they are loaded.
 
     Args:
-        prompt_column: where the prompt is.
-        id_column: a unique name per row; None: the row's number.
+        prompt_column: the column with the prompt.
+        id_column: the column with a unique name per row; None: the row's number.
         max_prompt_tokens: longer prompts are dropped and counted (``dropped``); never truncated.
         shuffle: draw each epoch in a new order, fixed by ``seed``; False keeps the rows' order.
-        seed: of the orders; None: ``seed_everything``'s.
+        seed: seeds the orders; None: the seed of ``seed_everything``.
         columns: new names of columns, each with its name in the data: ``{"solution": "answer"}``.
         template: the prompt, as a Jinja template of the row's columns: ``"{{ question }} Think."``
         system: a system message before the prompt, which makes it a chat.
-        chat: make a prompt that is text the user's message of a chat.
-        filter: a function of a row that tells if it is kept; in YAML its import path.
-        map: a function from a row to the one to take in its place; in YAML its import path.
+        chat: turn a text prompt into the user's message of a chat.
+        filter: a function of a row that returns whether it is kept; in YAML its import path.
+        map: a function that returns the row to use in place of a row; in YAML its import path.
         images_column: pictures of the row, a list or one: paths (relative to the file), URLs, or
-            what 🤗 datasets' Image column holds. They take the places ``{"type": "image"}`` of a
-            chat, or else precede its text; content parts may name pictures themselves. They are
-            read when the row is drawn. A row of which one cannot be had is left out and counted.
-        picture_limits: bounds of the pictures.
+            the values of 🤗 datasets' Image column. They replace the ``{"type": "image"}`` parts of
+            a chat, or else precede its text; content parts may name pictures themselves. They are
+            read when the row is drawn. A row with a picture that cannot be read is left out and
+            counted.
+        picture_limits: limits of the pictures' sizes.
 
     Raises:
-        ConfigError: for a template that cannot be read.
+        ConfigError: if the template cannot be parsed.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class PromptDataset(ABC):
         self.seed = run_seed(seed)
         self.dropped = 0
         self.fingerprint: str | None = None
-        """Tells other rows from these, when they are loaded."""
+        """Identifies the rows that were loaded; other rows have another fingerprint."""
         self.columns = columns
         self.template = template
         self.system = system
@@ -110,28 +111,28 @@ class PromptDataset(ABC):
 
     @abstractmethod
     def read(self) -> Iterable[tuple[str, Any]]:
-        """Yield ``(where, row)``: a place that an error message can name, and a mapping.
+        """Yield ``(where, row)``: a location that error messages can name, and a mapping.
 
         Raises:
-            DataError: naming the place and what was expected there.
+            DataError: naming the location and what was expected there.
         """
 
     def table(self) -> Table:
-        """What :meth:`read` yields, by number; here held in memory."""
+        """Return the rows of :meth:`read` by number; by default they are held in memory."""
         return ListTable(self.read())
 
     def shaped(self) -> ShapedRows:
-        """The rows as prompts have them, without a tokenizer."""
+        """Return the rows in the form of prompts, without a tokenizer."""
         return ShapedRows(self.table(), self._shaping, self.filter)
 
     def load(
         self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
     ) -> None:
-        """Read and check all rows; ``tokenizer`` is what turns them into tokens when drawn.
+        """Read and check all rows; ``tokenizer`` turns them into tokens when they are drawn.
 
-        Where there are many rows on the disk, they are checked once, and all prompts measured once
-        for each tokenizer if there is ``max_prompt_tokens``: the results are kept beside the data.
-        ``chat_options`` are further variables for its chat template, such as ``tools``.
+        Many rows on disk are checked once, and with ``max_prompt_tokens`` all prompts are measured
+        once per tokenizer: the results are cached beside the data. ``chat_options`` are further
+        variables of the tokenizer's chat template, such as ``tools``.
         """
         self._tokenizer = tokenizer
         self._chat_options = dict(chat_options or {})
@@ -146,7 +147,7 @@ class PromptDataset(ABC):
             self._lengths = self._measured()
 
     def _measured(self) -> np.ndarray | None:
-        """Tokens of all prompts, where it is kept from one load to the next."""
+        """Return the number of tokens of all prompts, if it is cached between loads."""
         key = _key_of(self._tokenizer, self._chat_options)
         return None if key is None else self._loaded().kept(key, self._measure)
 
@@ -166,7 +167,7 @@ class PromptDataset(ABC):
         return np.concatenate(lengths)
 
     def _counted(self, prompts: list[Any], chat: bool) -> list[int]:
-        """Tokens of each prompt; all are chats, or none is."""
+        """Return the number of tokens of each prompt; all are chats, or none is."""
         assert self._tokenizer is not None
         texts = self._rendered(prompts, lambda: repr(self)) if chat else prompts
         found = self._tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
@@ -178,11 +179,11 @@ class PromptDataset(ABC):
         return len(self._loaded())
 
     def __getitem__(self, index: int) -> Prompt:
-        """Row ``index`` as a prompt, tokenised now."""
+        """Return row ``index`` as a prompt, tokenised now."""
         return self._read_prompt(index)
 
     def _read_prompt(self, index: int, upcoming: Iterable[int] = ()) -> Prompt:
-        """As :meth:`__getitem__`; ``upcoming`` are rows that are probably read next."""
+        """Return row ``index`` as a prompt; ``upcoming`` are the rows probably read next."""
         columns = self._loaded()[index]
         prompt_id = str(columns[self.id_column] if self.id_column else self._number(index))
         rows = (self._loaded()[row] for row in upcoming)
@@ -196,21 +197,23 @@ class PromptDataset(ABC):
         return PictureSource(self.images_column, self.picture_limits, self.pictures_from)
 
     def pictures_from(self) -> tuple[Path | None, PictureAccess]:
-        """The folder of pictures' relative paths, and what rows may name; None: the working one."""
+        """Return the folder of relative picture paths (None: the working directory), and allowed
+        sources.
+        """
         return None, OWN
 
     def _prompt_id(self, index: int) -> str:
         return str(self._loaded()[index][self.id_column] if self.id_column else self._number(index))
 
     def _number(self, index: int) -> int:
-        """What tells a row from all others."""
+        """Return a number that identifies a row."""
         return index
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts that are short enough; goes on into the next epoch.
+        """Return the next ``count`` prompts that are short enough, continuing into the next epoch.
 
         Raises:
-            DataError: if a whole epoch holds no prompt that is short enough, with its pictures.
+            DataError: if a whole epoch has no prompt that is short enough and has its pictures.
         """
         self._loaded()
         prompts: list[Prompt] = []
@@ -230,7 +233,7 @@ class PromptDataset(ABC):
         return prompts
 
     def _next_index(self) -> int:
-        """The row to draw next, however long its prompt is."""
+        """Return the row to draw next, however long its prompt is."""
         if self._cursor == len(self._order):
             self._epoch, self._cursor = self._epoch + 1, 0
             self._order = self._permutation(self._epoch)
@@ -238,13 +241,13 @@ class PromptDataset(ABC):
         return int(self._order[self._cursor - 1])
 
     def _upcoming(self) -> Iterable[int]:
-        """Some of the rows that :meth:`draw` reads next, as far as that is known."""
+        """Return some of the rows that :meth:`draw` reads next, as far as they are known."""
         return map(int, self._order[self._cursor : self._cursor + AT_ONCE])
 
     def _fitting(self, index: int, upcoming: Iterable[int] = ()) -> Prompt | None:
-        """Row ``index`` as a prompt; None if it is too long, or lacks a picture.
+        """Return row ``index`` as a prompt; None if it is too long, or lacks a picture.
 
-        One that is known to be too long, even without its pictures, is not looked at.
+        A prompt known to be too long even without its pictures is not read.
         """
         if self._lengths is not None and not self._within(int(self._lengths[index])):
             return None
@@ -256,7 +259,7 @@ class PromptDataset(ABC):
         return prompt if self.fits(prompt) else None
 
     def _leave_out(self, index: int, error: PictureError) -> None:
-        """Say it once: a row comes again in every epoch."""
+        """Report that a row is left out, once, as a row comes again in every epoch."""
         number = self._number(index)
         if number in self._without:
             return
@@ -264,16 +267,18 @@ class PromptDataset(ABC):
         if len(self._without) <= _TOLD:
             rank_zero_warn(f"{self._where(index)} is left out: {error}")
         if len(self._without) == _TOLD:
-            rank_zero_warn(f"{self!r}: further rows without their pictures are only counted")
+            rank_zero_warn(
+                f"{self!r}: further rows with pictures that cannot be read are only counted"
+            )
 
     def first(self, count: int | None = None) -> list[Prompt]:
-        """The first ``count`` rows (all for None) that are short enough, in file order."""
+        """Return the first ``count`` rows (None: all) that are short enough, in file order."""
         return [prompt for _, prompt in islice(self.numbered(), count)]
 
     def numbered(self) -> Iterator[tuple[int | None, Prompt]]:
-        """Rows that are short enough, one at a time, in file order.
+        """Yield the rows that are short enough, one at a time, in file order.
 
-        With each comes the index by which it can be had again; None: it cannot.
+        Each comes with the index by which it can be read again; None if it cannot.
         """
         for index in range(len(self)):
             upcoming = range(index + 1, min(index + 1 + AT_ONCE, len(self)))
@@ -282,18 +287,18 @@ class PromptDataset(ABC):
                 yield index, prompt
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Hear of every group of these prompts that was graded, kept or not; here: nothing."""
+        """Called with every graded group of these prompts, kept or not; does nothing here."""
 
     def shares(self) -> dict[str, float]:
-        """Expected share of each named set in the groups to come; {} where there are none."""
+        """Return the expected share of each named set in the groups to come; {} without any."""
         return {}
 
     def bound(self, room: int) -> None:
-        """Drop prompts of more than ``room`` tokens too: the engine takes no longer ones."""
+        """Also drop prompts of more than ``room`` tokens, too long for the engine."""
         self._room = room
 
     def fits(self, prompt: Prompt) -> bool:
-        """Tell if the prompt is within ``max_prompt_tokens``, and the engine has room for it."""
+        """Return whether the prompt is within ``max_prompt_tokens`` and the engine's limit."""
         return self._within(len(prompt.token_ids))
 
     def _within(self, tokens: int) -> bool:
@@ -301,7 +306,7 @@ class PromptDataset(ABC):
         return all(limit is None or tokens <= limit for limit in limits)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, as primitives."""
+        """Return the cursor, as primitives."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
@@ -311,25 +316,25 @@ class PromptDataset(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken.
+        """Continue from a state.
 
         Raises:
-            ConfigError: if the order was made with another seed, or of another number of rows.
+            ConfigError: if the order was made with another seed, or for another number of rows.
         """
         if "sets" in state:
             raise ConfigError(
                 f"the checkpoint's prompts were a Mixture of {', '.join(state['sets'])}, now they "
-                f"are {self!r}; give it the same sets to go on where the run stopped"
+                f"are {self!r}; give it the same sets to resume"
             )
         if state["seed"] != self.seed:
             raise ConfigError(
                 f"the checkpoint's prompts were shuffled with seed={state['seed']}, now it is "
-                f"{self.seed}; set it back to go on where the run stopped"
+                f"{self.seed}; restore it to resume"
             )
         if state["rows"] != len(self._loaded()):
             raise ConfigError(
                 f"the checkpoint's prompts were {state['rows']} rows, now {self!r} holds "
-                f"{len(self._loaded())}; give it the same rows to go on where the run stopped"
+                f"{len(self._loaded())}; give it the same rows to resume"
             )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._dropped_rows = set(state["dropped_rows"])
@@ -342,11 +347,11 @@ class PromptDataset(ABC):
         return self._shaped
 
     def _none_fits(self) -> DataError:
-        """Names the bound that the prompts break: the user's own, or what the engine leaves."""
+        """Return an error that names the exceeded limit: the user's own, or the engine's."""
         if self._without:
             return DataError(
                 f"{self!r}: of {len(self)} prompts {len(self._without)} have pictures that cannot "
-                "be had, and the others are too long; the warnings before this say why"
+                "be read, and the others are too long; see the warnings above"
             )
         limit, room = self.max_prompt_tokens, self._room
         if room is not None and (limit is None or room < limit):
@@ -365,7 +370,7 @@ class PromptDataset(ABC):
     def _tokenize(
         self, index: int, prompt: str | list[Message], pictures: Sequence[Picture]
     ) -> tuple[list[int], list[int]]:
-        """Token ids, and where pictures begin among them."""
+        """Return token ids, and the indices at which pictures begin among them."""
         assert self._tokenizer is not None
         text, is_chat = self._text(index, prompt)
         token_ids, places = encode(self._tokenizer, text, pictures, special=not is_chat)
@@ -373,11 +378,15 @@ class PromptDataset(ABC):
             raise DataError(f"{self._where(index)}: the prompt {prompt!r:.80} has no tokens")
         if not self._begin_told and (fault := begin_fault(self._tokenizer, token_ids)):
             self._begin_told = True
-            rank_zero_warn(f"{self._where(index)}: the prompt {fault}; other rows are not named")
+            rank_zero_warn(
+                f"{self._where(index)}: the prompt {fault}; further rows are not reported"
+            )
         return token_ids, places
 
     def _text(self, index: int, prompt: str | list[Message]) -> tuple[str, bool]:
-        """What is tokenised, and whether it is a chat's, which has all special tokens in it."""
+        """Return the text to tokenise, and whether it is a chat's, which includes all special
+        tokens.
+        """
         if isinstance(prompt, str):
             return prompt, False
         return self._rendered([prompt], lambda: self._where(index))[0], True
@@ -394,7 +403,7 @@ class PromptDataset(ABC):
         except Exception as error:  # a template may raise anything
             raise DataError(
                 f"{where()}: the chat template cannot render the prompt: {error}; correct its "
-                "messages, or use a model whose template knows such"
+                "messages, or use a model whose template supports them"
             ) from error
 
     def _where(self, index: int) -> str:
@@ -402,7 +411,9 @@ class PromptDataset(ABC):
 
 
 def _key_of(tokenizer: Any, chat_options: Mapping[str, Any]) -> str | None:
-    """Tells what prompts become tokens by; None of a tokenizer that does not say all of itself."""
+    """Return a key of all that turns prompts into tokens; None for tokenizers that do not expose
+    it.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -412,7 +423,7 @@ def _key_of(tokenizer: Any, chat_options: Mapping[str, Any]) -> str | None:
 
 
 class Prompts(Protocol):
-    """Draws prompts without end; a ``PromptDataset``."""
+    """Draws prompts endlessly, as a ``PromptDataset`` does."""
 
     def draw(self, count: int, /) -> list[Prompt]: ...
 

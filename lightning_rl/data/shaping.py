@@ -1,4 +1,4 @@
-"""How rows of the data become rows with a prompt, and what they must be then."""
+"""Shaping: turns rows of data into rows with a prompt, and checks them."""
 
 import hashlib
 import json
@@ -16,21 +16,22 @@ from lightning_rl.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 Where = Callable[[], str]
-"""Tells the place of a row, for an error message."""
+"""Returns the location of a row, for an error message."""
 KEPT_FROM = 10_000
-"""Rows from which on it is kept beside the data what they are found to be; fewer are soon read."""
+"""Results about rows are cached beside the data from this many rows on; fewer are read quickly."""
 _FORM = 2
-"""Goes up with each change in what rows become: what was kept on the disk is of another form."""
+"""Increased with each change of what rows become, so that results cached before are not used."""
 _JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
 class Shaping:
-    """Makes rows of prompts: ``map``, then ``columns``, ``template`` and ``system``, in this order.
+    """Turns rows of data into rows of prompts by ``map``, ``columns``, ``template``, ``system``, in
+    order.
 
     The arguments are those of ``PromptDataset``.
 
     Raises:
-        ConfigError: for a template that cannot be read, or that names no column.
+        ConfigError: if the template cannot be parsed, or names no column.
     """
 
     def __init__(
@@ -51,13 +52,14 @@ class Shaping:
         self.map = map
         self._template = None if template is None else _JINJA.from_string(_sound(template))
         self.told = [_FORM, prompt_column, id_column, self.columns, template, system, chat]
-        """What the rows are shaped by, but for code; primitives."""
+        """All settings that shape the rows, except code; primitives."""
 
     def __call__(self, where: Where, row: Any) -> Any:
-        """The row as prompts have it; what is no mapping, or lacks a prompt, is left for ``check``.
+        """Return the row in the form of prompts; rows that are malformed or lack a prompt fail
+        ``check``.
 
         Raises:
-            DataError: if it lacks a column, or ``map`` or the template fails on it.
+            DataError: if the row lacks a column, or if ``map`` or the template fails on it.
         """
         if self.map is not None:
             row = self._mapped(where, row)
@@ -107,10 +109,10 @@ class Shaping:
             ) from error
 
     def check(self, where: Where, row: Any) -> None:
-        """Refuse what is no row with a prompt.
+        """Refuse a row without a valid prompt.
 
         Raises:
-            DataError: naming the place and what was expected there.
+            DataError: naming the location and what was expected there.
         """
         if not isinstance(row, Mapping):
             raise DataError(
@@ -129,7 +131,7 @@ class Shaping:
             if (half := _lone_surrogate(value)) is not None:
                 raise DataError(
                     f"{where()}: column {column!r} holds {half!r}, half of a character (a lone "
-                    "surrogate), which is no text; write the whole character, or remove it"
+                    "surrogate), which is not valid text; write the whole character, or remove it"
                 )
         prompt = row[self.prompt_column]
         if isinstance(prompt, str) and prompt:
@@ -143,12 +145,12 @@ class Shaping:
 
 
 class ShapedRows:
-    """The rows of a table that ``filter`` keeps, shaped whenever they are asked for.
+    """The rows of a table that ``filter`` keeps, shaped each time they are read.
 
     Args:
         table: the rows of the data.
-        shaping: makes rows of prompts of them.
-        filter: tells of a row of the data whether it is kept; it is called now.
+        shaping: turns them into rows of prompts.
+        filter: returns whether a row of the data is kept; it is called for all rows at once.
 
     Raises:
         DataError: if ``filter`` fails on a row.
@@ -181,16 +183,16 @@ class ShapedRows:
         return len(self._places)
 
     def __getitem__(self, index: int) -> Row:
-        """A row, checked."""
+        """Return a row, checked."""
         place = self.place(index)
         return self._checked(place, self._table[place])
 
     def __iter__(self) -> Iterator[Row]:
-        """All rows, checked."""
+        """Yield all rows, checked."""
         return (self._checked(place, row) for place, row in self._in_order())
 
     def unchecked(self) -> Iterator[Any]:
-        """All rows, with a prompt or without."""
+        """Yield all rows, with or without a prompt."""
         for place, row in self._in_order():
             yield self._shaping(partial(self._table.where, place), row)
 
@@ -209,17 +211,17 @@ class ShapedRows:
                 wanted = next(places, None)
 
     def place(self, index: int) -> int:
-        """The number of a row in the table."""
+        """Return the number of a row in the table."""
         return int(self._places[index])
 
     def where(self, index: int) -> str:
-        """The place of a row, for an error message."""
+        """Return the location of a row, for an error message."""
         return self._table.where(self.place(index))
 
     def kept(self, key: str, make: Callable[[], np.ndarray]) -> np.ndarray | None:
-        """What is found out about all rows, from the disk if it was once; None if it is not kept.
+        """Return an array of results about all rows, cached on disk; None if it is not cached.
 
-        Of few rows it is not, nor where code shapes them, which may have changed since.
+        It is not cached for few rows, or if code shapes them, which may have changed since.
         """
         cache = self._table.cache()
         if len(self) < KEPT_FROM or self._runs_code or cache is None:
@@ -227,7 +229,7 @@ class ShapedRows:
         return cache.array([self._shaping.told, key], make)
 
     def digest(self) -> str:
-        """Tells these rows from others; all of them are checked for it."""
+        """Return a digest of the rows, as hex; all of them are checked for it."""
         kept = self.kept("digest", self._digest)
         return (self._digest() if kept is None else kept).tobytes().hex()
 
@@ -260,7 +262,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _is_text(row: Mapping[Any, Any]) -> bool:
-    """Whether it is sure to hold no lone surrogate; at once, where the row is JSON."""
+    """Return True if a row surely holds no lone surrogate; fast for rows of JSON values."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError, ValueError):
@@ -269,7 +271,9 @@ def _is_text(row: Mapping[Any, Any]) -> bool:
 
 
 def _lone_surrogate(value: Any) -> str | None:
-    """The first in a string, or in those of a list or mapping; None if there is none."""
+    """Return the first lone surrogate in the strings of a value, at any depth; None if there is
+    none.
+    """
     if isinstance(value, str):
         try:
             value.encode()

@@ -1,4 +1,4 @@
-"""Sources of prompts: files, folders of data sets, Python or reasoning-gym; rows to imitate."""
+"""Sources of prompts: files, folders of datasets, Python or reasoning-gym; and rows to imitate."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +45,9 @@ def _existing_file(path: str | Path, what: str) -> Path:
 
 
 def pictures_beside(path: str) -> tuple[Path | None, PictureAccess]:
-    """Where the pictures of a file or folder are; rows of the hub are somebody else's."""
+    """Return the folder of a file's pictures, and what its rows may name; hub rows are less
+    trusted.
+    """
     place = Path(path).absolute()
     if not place.exists():
         return None, PictureAccess(private_hosts=False)
@@ -53,7 +55,7 @@ def pictures_beside(path: str) -> tuple[Path | None, PictureAccess]:
 
 
 class TablePrompts(PromptDataset):
-    """Rows that stay on the disk: what to implement is ``table``."""
+    """Rows that stay on disk; subclasses implement ``table``."""
 
     path: str
 
@@ -62,7 +64,7 @@ class TablePrompts(PromptDataset):
 
     @abstractmethod
     def table(self) -> Table:
-        """The rows, by number."""
+        """Return the rows, by number."""
 
     def read(self) -> Iterable[tuple[str, Any]]:
         table = self.table()
@@ -73,10 +75,14 @@ class TablePrompts(PromptDataset):
 class JSONLPrompts(TablePrompts):
     """One JSON object per line of the file ``path``; blank lines are skipped.
 
+@@BOTH@@
     Lines are read when they are drawn, as they are: values of one column may be of several kinds.
 
     Args:
         path: the file.
+@@--@@
+    Lines are read when they are drawn, unchanged: values of one column may have several types.
+@@END@@
     """
 
     def __init__(self, path: str, **options: Any) -> None:
@@ -93,11 +99,15 @@ class JSONLPrompts(TablePrompts):
 
 @configurable
 class ParquetPrompts(TablePrompts):
+@@BOTH@@
     """The rows of a Parquet file or of a directory of them; 🤗 ``datasets`` keeps them as Arrow.
 
     Args:
         path: the file or the directory.
     """
+@@--@@
+    """The rows of a Parquet file or of a folder of them; 🤗 ``datasets`` caches them as Arrow."""
+@@END@@
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)
@@ -110,25 +120,25 @@ class ParquetPrompts(TablePrompts):
         found = _existing(self.path, "prompt file")
         files = sorted(map(str, found.rglob("*.parquet"))) if found.is_dir() else [str(found)]
         if not files:
-            raise DataError(f"{self.path}: there is no .parquet file in it; correct path")
+            raise DataError(f"{self.path}: it holds no .parquet file; correct path")
         return DatasetTable(load_files(self.path, files, "parquet"), self.path)
 
 
 @configurable
 class HFDatasetPrompts(TablePrompts):
-    """A dataset of the 🤗 hub, or files on the disk, through ``datasets.load_dataset``.
+    """A dataset of the 🤗 hub, or files on disk, through ``datasets.load_dataset``.
 
-    Rows stay in its cache, as Arrow files that are mapped into memory. For what does not fit there,
-    see :class:`HFStreamingPrompts`.
+    Rows stay in its cache, as Arrow files that are memory-mapped. For datasets that do not fit
+    there, see :class:`HFStreamingPrompts`.
 
     Args:
         path: the dataset's name on the hub (``openai/gsm8k``); a folder that
             ``Dataset.save_to_disk`` wrote; another folder, or a file: Parquet, JSON lines, CSV or
             Arrow.
-        name: of the dataset's configuration (its subset).
+        name: the name of the dataset's configuration (its subset).
         split: such as ``train`` or ``train[:90%]``; None: the only one.
         revision: a branch, tag or commit of the hub; None: the newest.
-        options: of ``PromptDataset``.
+        options: further arguments of ``PromptDataset``.
     """
 
     def __init__(
@@ -192,16 +202,16 @@ class IterablePrompts(PromptDataset):
 
 @configurable
 class ReasoningGymPrompts(PromptDataset):
-    """Procedural questions; grade them with :func:`reasoning_gym_score`.
+    """Procedurally generated questions; grade them with :func:`reasoning_gym_score`.
 
     Args:
         task: a reasoning-gym dataset name, e.g. ``chain_sum``.
-        size: how many questions.
-        task_seed: which questions. Question i is made from ``task_seed + i``, so held-out prompts
-            need one that is at least ``size`` away; short tasks may repeat questions even then.
+        size: number of questions.
+        task_seed: determines the questions. Question i is made from ``task_seed + i``, so held-out
+            prompts need a seed at least ``size`` away; short tasks may repeat questions even then.
         config: the task's own options, e.g. ``{"min_terms": 2}``.
-        chat: the question is the user's message of a chat; False: plain text.
-        options: of ``PromptDataset``.
+        chat: make the question the user's message of a chat; False: plain text.
+        options: further arguments of ``PromptDataset``.
     """
 
     def __init__(
@@ -252,9 +262,9 @@ class PromptPath(str):
 
 
 def _told(path: Any) -> str:
-    """A path as a configuration tells it; the parser asks for whatever the argument may be."""
+    """Return a path as configurations write it; the parser calls this for any argument."""
     if not isinstance(path, PromptPath):
-        raise ValueError(f"{path!r} is no path")
+        raise ValueError(f"{path!r} is not a path")
     return str(path)
 
 
@@ -264,11 +274,11 @@ if TYPE_CHECKING:
     AnyPrompts: TypeAlias = PromptDataset
 else:
     AnyPrompts = PromptPath | PromptDataset
-"""What a constructor takes for prompts, of which :func:`prompts_of` makes a ``PromptDataset``."""
+"""What constructors accept as prompts; :func:`prompts_of` turns it into a ``PromptDataset``."""
 
 
 def prompts_of(value: Any) -> Any:
-    """The dataset that a path or rows in Python stand for; what is neither, as it is.
+    """Return the dataset for a path or for rows in Python; any other value is returned unchanged.
 
     A path is a file (JSON lines, Parquet, CSV or Arrow), a folder of such files, or one that
     ``Dataset.save_to_disk`` wrote. Rows are a list, a 🤗 ``Dataset``, or a table of pandas, Polars
@@ -295,7 +305,7 @@ def prompts_of(value: Any) -> Any:
 
 
 def _rows_of_table(value: Any) -> Any:
-    """A table as a list of its rows; anything else as it is."""
+    """Return a table as a list of its rows; any other value unchanged."""
     if isinstance(value, Mapping | PromptDataset | type):
         return value
     for method in ("to_pylist", "to_dicts"):  # of Arrow and of Polars
@@ -306,7 +316,7 @@ def _rows_of_table(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """With lists where pandas, reading Parquet, has arrays."""
+    """Convert the arrays that pandas returns for lists in Parquet to lists."""
     if isinstance(value, np.ndarray):
         return [_listed(inner) for inner in value.tolist()]
     if isinstance(value, dict):
@@ -324,9 +334,9 @@ _KINDS: dict[str, type[JSONLPrompts | ParquetPrompts | HFDatasetPrompts]] = {
 def expert_rollouts(
     prompts: PromptDataset, count: int, iteration: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[Rollout]:
-    """This rank's share of the next ``count`` rows with a ``completion``, to be imitated.
+    """Return this rank's share of the next ``count`` rows with a ``completion``, to be imitated.
 
-    Each is a group of its own, so that its advantage is zero.
+    Each is a group by itself, so that its advantage is zero.
     """
     rollouts = []
     for number, prompt in dist.shard(list(enumerate(prompts.draw(count)))):
@@ -339,10 +349,10 @@ def expert_rollouts(
 def supervised_rollout(
     prompt: Prompt, completion_column: str, tokenizer: PreTrainedTokenizerBase
 ) -> Rollout:
-    """A given completion as a rollout that the policy is to imitate.
+    """Return a given completion as a rollout that the policy is to imitate.
 
-    A string is tokenised and gets the end token, after a chat that with which its template closes a
-    turn; a list of token ids is taken as it is.
+    A string is tokenised and followed by an end token: after a chat, the one with which the chat
+    template closes a turn. A list of token ids is taken unchanged.
 
     Raises:
         DataError: if the row has no completion.
@@ -383,10 +393,10 @@ def reasoning_gym_score(
     opened_thoughts: list[bool] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """The task's own verifier on each answer, in [0, 1].
+    """Score each answer by the task's own verifier, in [0, 1].
 
-    The answer is what stands between the last ``<answer>`` and ``</answer>``, else the whole text;
-    of a thought only what follows its ``</think>`` counts, and one that did not end scores 0.
+    The answer is the text between the last ``<answer>`` and ``</answer>``, or else the whole text.
+    Of a thought only the text after ``</think>`` counts, and an unfinished one scores 0.
     """
     opened = opened_thoughts or [False] * len(completions)
     scores = []

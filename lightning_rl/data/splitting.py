@@ -1,4 +1,4 @@
-"""Which rows of a packed batch go together: minibatches, a step each, and packs, a pass each."""
+"""Splits a packed batch into minibatches, one per step, and packs, one per forward pass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from lightning_rl.run.dist import gather, rank, world_size
 def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator) -> list[Tensor]:
     """Deal whole groups at random into ``count`` minibatches of rollout indices.
 
-    Several ranks, which call it together with generators in one state, deal the groups of all of
-    them, as one process would: so a rank may have more of its groups in one minibatch than in
-    another, or none.
+    All ranks call this together, with generators in the same state, and deal the groups of all
+    ranks as one process would. A rank may therefore have more of its groups in one minibatch than
+    in another, or none.
 
     Raises:
         ConfigError: if there are fewer groups than minibatches.
@@ -39,7 +39,9 @@ def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator)
 
 
 def deal_groups(places: Tensor, count: int, generator: torch.Generator) -> Sequence[Tensor]:
-    """Deal the places of groups at random into ``count`` minibatches, as evenly as can be."""
+    """Deal groups, given by their places, at random into ``count`` minibatches, as evenly as
+    possible.
+    """
     if count == 1:
         return [places]
     order = places[torch.randperm(len(places), generator=generator, device="cpu")]
@@ -47,24 +49,24 @@ def deal_groups(places: Tensor, count: int, generator: torch.Generator) -> Seque
 
 
 class Filling(ABC):
-    """Which rollouts go into a pack together, and how many tokens a model computes of them."""
+    """Decides which rollouts share a pack, and how many tokens a model computes for them."""
 
     def order(self, rollouts: TensorDict) -> list[int]:
-        """Indices of rollouts so that neighbours fit together; the longest comes first."""
+        """Return indices of rollouts, longest first, so that neighbours fit together."""
         length = rollouts["length"].tolist()
         return sorted(range(len(length)), key=lambda i: -length[i])
 
     @abstractmethod
     def filled(self, rollouts: TensorDict, order: list[int], budget: int) -> list[list[int]]:
-        """One pack after another, each until the next rollout would not fit."""
+        """Fill one pack after another, each until the next rollout would exceed the budget."""
 
     @abstractmethod
     def tokens(self, rollouts: TensorDict) -> int:
-        """What a pack of these rollouts takes of the budget."""
+        """Return how many tokens of the budget a pack of these rollouts takes."""
 
 
 class SharedPrompts(Filling):
-    """Rollouts are packed, and a prompt that they share is computed once."""
+    """Packs rollouts, computing a prompt that they share only once."""
 
     def order(self, rollouts: TensorDict) -> list[int]:
         length, prefix = (rollouts[name].tolist() for name in ("length", "prefix"))
@@ -101,7 +103,7 @@ class SharedPrompts(Filling):
 
 
 class PaddedLines(Filling):
-    """Each rollout is a line with its prompt, padded to the longest of its pack."""
+    """Puts each rollout with its prompt on one line, padded to the longest of its pack."""
 
     def filled(self, rollouts: TensorDict, order: list[int], budget: int) -> list[list[int]]:
         length = rollouts["length"].tolist()
@@ -122,7 +124,7 @@ class PaddedLines(Filling):
 
 SHARED, PADDED = SharedPrompts(), PaddedLines()
 MAX_PADDING = 0.3
-"""Of a pack's tokens, as a share of its rollouts' own; more of it begins another pack."""
+"""The largest share of padding, relative to a pack's own tokens, before another pack begins."""
 
 
 def split_packs(
@@ -131,9 +133,10 @@ def split_packs(
     """Cut a batch into packs of at most ``max_tokens`` forward tokens, as rollout indices.
 
     There are as few packs as filling one after another gives. If ``even``, they are about equally
-    full: the peak is lower, and no small pack leaves a GPU idle. Longer rollouts come first, so
-    that neighbours have like lengths. ``filling`` says how tokens are counted: a shared prompt once
-    per pack. A rollout longer than the budget gets a pack of its own.
+    full, which lowers peak memory and leaves no small pack that keeps a GPU idle. Longer rollouts
+    come first, so that neighbours have similar lengths. ``filling`` decides how tokens are counted:
+    by default a shared prompt counts once per pack. A rollout longer than the budget gets its own
+    pack.
     """
     rollouts = host_of(batch)["rollouts"]
     order = filling.order(rollouts)

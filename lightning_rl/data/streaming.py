@@ -1,4 +1,4 @@
-"""Prompts of a dataset that is read as it is used, and never whole."""
+"""Prompts of a dataset that is streamed, and never held as a whole."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
@@ -21,22 +21,22 @@ from lightning_rl.vision.limits import PictureAccess
 
 @configurable
 class HFStreamingPrompts(PromptDataset):
-    """A dataset of the 🤗 hub, or a folder of files, of which one block of rows is held at a time.
+    """A dataset of the 🤗 hub, or a folder of files, streamed block by block.
 
-    Nothing is downloaded ahead or kept on the disk. With ``shuffle`` the rows of a block are drawn
-    in a random order; blocks follow each other as in the data. A checkpoint holds where the block
-    begins, so a run goes on with the very same prompts.
+    Nothing is downloaded ahead or stored on disk. With ``shuffle`` the rows of a block are drawn in
+    a random order; blocks follow each other as in the data. A checkpoint holds where the block
+    begins, so a resumed run continues with the same prompts.
 
     Args:
         path: the dataset's name on the hub, or a folder or file.
-        name: of the dataset's configuration (its subset).
-        split: its name.
+        name: the name of the dataset's configuration (its subset).
+        split: the name of the split.
         revision: a branch, tag or commit of the hub; None: the newest.
-        buffer_size: rows of a block.
-        options: of ``PromptDataset``.
+        buffer_size: number of rows per block.
+        options: further arguments of ``PromptDataset``.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: if a value is out of range.
     """
 
     def __init__(
@@ -110,7 +110,9 @@ class HFStreamingPrompts(PromptDataset):
                 self._epoch += 1
                 self._stream_from(None, 0)
             else:
-                raise DataError(f"{self!r} holds no rows, or filter keeps none of them")
+                raise DataError(
+                    f"{self!r} holds no rows, or filter keeps none; check path, split and filter"
+                )
         self._cursor += 1
         return int(self._order[self._cursor - 1])
 
@@ -120,7 +122,7 @@ class HFStreamingPrompts(PromptDataset):
         self._read_block(before)
 
     def numbered(self) -> Iterator[tuple[int | None, Prompt]]:
-        """Rows that are short enough, from a fresh stream."""
+        """Yield the rows that are short enough, from a fresh stream."""
         fresh = copy(self)
         fresh.shuffle, fresh._epoch = False, 0
         fresh._open()

@@ -1,4 +1,4 @@
-"""Tables of rows: in memory, or left on the disk and read row by row."""
+"""Tables of rows: in memory, or on disk and read row by row."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from lightning_rl.errors import DataError
 from lightning_rl.rollout import own
 
 _PART = 2**24
-"""Bytes of a file that are looked through at a time."""
+"""Bytes of a file that are scanned at a time."""
 _ROWS = 100
-"""Rows with pictures that are read at a time."""
+"""Number of rows with pictures that are read at a time."""
 
 
 class Table(Protocol):
-    """Rows by number, as the data has them."""
+    """Rows by number, as they are in the data."""
 
     def __len__(self) -> int: ...
 
@@ -33,16 +33,16 @@ class Table(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
     def where(self, index: int, /) -> str:
-        """The place of a row, for an error message."""
+        """Return the location of a row, for an error message."""
         ...
 
     def cache(self) -> "Cache | None":
-        """Where what is found out about the rows may be kept; None: nowhere."""
+        """Return the cache of results about the rows; None if there is none."""
         ...
 
 
 class ListTable:
-    """Rows in memory, each with its place; whoever gets one gets a copy, as from the disk."""
+    """Rows in memory, each with its location; reading one returns a copy."""
 
     def __init__(self, rows: Iterable[tuple[str, Any]]) -> None:
         self._rows = list(rows)
@@ -64,9 +64,9 @@ class ListTable:
 
 
 class JSONLTable:
-    """The lines of a file, one JSON object each, read when they are asked for.
+    """The lines of a file, one JSON object each, read on access.
 
-    In memory is only where each line begins. A file that was changed since is refused.
+    Only the offsets of lines are in memory. A file that changed since it was opened is refused.
     """
 
     def __init__(self, path: str) -> None:
@@ -93,8 +93,8 @@ class JSONLTable:
     def __getitem__(self, index: int) -> Any:
         if _stamp(self._file) != self._stamp:
             raise DataError(
-                f"{self._path} was changed while a run reads it; start again with the file as it "
-                "is, and write a new file beside it next time"
+                f"{self._path} changed while it was being read; start the run again, and write "
+                "new data to a new file"
             )
         start = self._starts[index]
         stop = self._starts[index + 1] if index + 1 < len(self) else self._stamp[0]
@@ -129,7 +129,7 @@ class JSONLTable:
 
 
 class DatasetTable:
-    """A 🤗 ``Dataset``, whose Arrow files are mapped into memory; pictures are not decoded."""
+    """A 🤗 ``Dataset``, whose Arrow files are memory-mapped; pictures are not decoded."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self._dataset = dataset
@@ -165,18 +165,18 @@ class DatasetTable:
 
 
 def _stamp(file: int | Path) -> tuple[int, int]:
-    """Tells a file from what it is after a change: its size, and when it was written."""
+    """Return a file's size and modification time, which change when it does."""
     told = os.stat(file)
     return told.st_size, told.st_mtime_ns
 
 
 class Cache:
-    """Numbers about the rows of a table, in files beside it that are made once.
+    """Arrays of results about the rows of a table, in files beside it that are computed once.
 
     Args:
-        folder: that of the data.
-        name: of the data in it.
-        stamp: primitives that tell these rows from others.
+        folder: the folder of the data.
+        name: the name of the data in it.
+        stamp: primitives that identify these rows.
     """
 
     def __init__(self, folder: Path, name: str, stamp: Any) -> None:
@@ -184,9 +184,9 @@ class Cache:
         self._stamp = stamp
 
     def array(self, key: Any, make: Any) -> np.ndarray:
-        """What ``make`` returned when it was first asked for with a key, mapped into memory.
+        """Return the array that ``make`` returned when this key was first used, memory-mapped.
 
-        Of several processes one makes it, and the others wait.
+        Of several processes one computes it, and the others wait.
         """
         digest = blake2b(json.dumps([self._stamp, key]).encode(), digest_size=8).hexdigest()
         path = self._place.with_name(f"{self._place.name}-{digest}.npy")
@@ -197,8 +197,8 @@ class Cache:
                 lock.acquire()
             except OSError as error:
                 rank_zero_warn(
-                    f"{path.parent} cannot be written ({error.strerror}), so what is found out "
-                    "about the rows is found out anew by each load; make it writable"
+                    f"{path.parent} cannot be written ({error.strerror}), so results about the "
+                    "rows are computed again by each load; make it writable"
                 )
                 return make()
             try:

@@ -160,9 +160,9 @@ def test_every_forgery_is_found(run, capsys, forge):
         ({"version": None}, "version of 'iteration' is None"),
         ({"version": True}, "version of 'iteration' is True"),
         ({"rollouts": ["a"]}, "rollouts of 'iteration' is ['a']"),
-        ({"rollouts": {"a": 1}}, "rollouts of 'iteration' are no digests"),
+        ({"rollouts": {"a": 1}}, "rollouts of 'iteration' are not digests"),
         ({"metrics": {}}, "metrics of 'iteration' is {}"),
-        ({"files": 3}, "files of 'iteration' are no digests"),
+        ({"files": 3}, "files of 'iteration' are not digests"),
         ({"files": {"metrics.jsonl": {"bytes": -1, "sha256": ""}}}, "files of 'iteration' are no"),
     ],
 )
@@ -170,7 +170,7 @@ def test_an_entry_that_no_run_writes_is_named(run, capsys, change, what):
     chain_anew(run, lambda e: e.update(change) if e["kind"] == "iteration" else None)
     status, lines = audit(run, capsys, "--share", "0")
     assert status == 2
-    assert f"is no entry that a run writes: {what}" in lines[-1]
+    assert f"is not an entry that a run writes: {what}" in lines[-1]
 
 
 def test_a_run_that_was_told_to_go_on_where_nothing_was_comes_out_again(
@@ -192,11 +192,11 @@ def test_a_changed_ledger_is_no_chain(run, capsys):
     entry["hash"] = hash_of(entry)
     rehashed = [*lines[:2], json.dumps(entry) + "\n", *lines[3:]]
     for text, words in (
-        (forged, "ledger.jsonl:3 was changed: its hash is another"),
+        (forged, "ledger.jsonl:3 was changed: its hash does not match"),
         (rehashed, "ledger.jsonl:4 does not follow the line before"),
         (lines[:1] + lines[2:], "ledger.jsonl:2 does not follow the line before"),
         ([lines[1], lines[0], *lines[2:]], "ledger.jsonl:1 does not follow the line before"),
-        ([*lines[:3], "no entry\n", *lines[3:]], "ledger.jsonl:4 is no entry"),
+        ([*lines[:3], "no entry\n", *lines[3:]], "ledger.jsonl:4 is not an entry"),
     ):
         file.write_text("".join(text))
         status, told = audit(run, capsys, "--share", "0")

@@ -275,5 +275,5 @@ def test_one_process_says_what_it_needs_to_rerun_two(together, tiny_model, tmp_p
     with pytest.raises(DataError, match=r"version 3 was trained by 2 processes, but this rerun "
                        r"has 1; rerun with as many: start it as the run was started"):  # fmt: skip
         rerun_iteration(RecordedRun(run), 3)
-    with pytest.raises(DataError, match="holds no rollouts of rank 2 of iteration 1, but of iter"):
+    with pytest.raises(DataError, match="holds no rollouts of rank 2 of iteration 1, only of iter"):
         RecordedRun(run).log.rollouts(1, rank=2)

@@ -331,7 +331,7 @@ def test_recording_into_a_file_of_another_run_is_refused(record):
         record("a.jsonl", 2, seed=5)
     assert Path("a.jsonl").read_bytes() == before
     Path("other.jsonl").write_text('{"prompt": "1="}\n')
-    with pytest.raises(DataError, match=r"other\.jsonl:1 is not a line of `lightning-rl rollout`"):
+    with pytest.raises(DataError, match=r"other\.jsonl:1 was not written by `lightning-rl"):
         record("other.jsonl", 1)
     assert Path("other.jsonl").read_text() == '{"prompt": "1="}\n'
 

@@ -1,1 +1,1 @@
-"""Rollouts on disk: one record form in three file formats."""
+"""Rollouts on disk: one form of record in three file formats."""

@@ -1,4 +1,4 @@
-"""Rollout files of any format, told by their ending, and a rollout as a record in them."""
+"""Rollout files of any format, chosen by their ending, and the record form of a rollout."""
 
 import json
 import re
@@ -18,12 +18,12 @@ from lightning_rl.rollout import Call, Group, Rollout, Row
 Record = dict[str, Any]
 
 VIEW = "view.html"
-"""The page that ``lightning-rl view`` writes into a run directory whenever it is asked to."""
+"""The page that ``lightning-rl view`` writes into a run directory."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A rollout, the iteration that collected it, and where it stands (``file.jsonl:12``)."""
+    """A rollout, the iteration that collected it, and its location (``file.jsonl:12``)."""
 
     where: str
     iteration: int
@@ -31,10 +31,10 @@ class Recorded:
 
 
 class RolloutFile(ABC):
-    """Rollouts on disk, written once and never changed; their pictures are in a folder beside it.
+    """Rollouts on disk, written once and never changed; their pictures are in a folder beside them.
 
     Args:
-        path: the file (for Parquet a folder of files); need not exist.
+        path: the file (for Parquet a folder of files); it need not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,36 +45,37 @@ class RolloutFile(ABC):
     def append(
         self, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
     ) -> None:
-        """Add a batch: all of it, or, if the process dies meanwhile, nothing that is kept.
+        """Append a batch atomically: if the process dies meanwhile, none of it is kept.
 
-        ``progress`` (primitives) is what :meth:`recover` gives back.
+        :meth:`recover` returns ``progress`` (primitives).
         """
 
     @abstractmethod
     def recover(self) -> dict[str, Any] | None:
-        """Undo a batch that was cut off; return the last whole batch's ``progress``.
+        """Undo a batch that was cut off; return the last complete batch's ``progress``.
 
-        None: the file holds nothing.
+        It is None if the file is empty.
 
         Raises:
-            DataError: if the file holds rollouts that nobody can continue.
+            DataError: if the file holds rollouts that cannot be resumed from.
         """
 
     @abstractmethod
     def read(self) -> Iterator[Recorded]:
-        """All rollouts in the order of writing, also while another process appends.
+        """Yield all rollouts in the order of writing, also while another process appends.
 
         Raises:
-            DataError: naming file and line, for a file that is missing or damaged.
+            DataError: naming file and line, if the file is missing or damaged.
         """
 
     def tail(self, count: int) -> tuple[list[Record], int]:
-        """The last ``count`` records, with whatever else was told of them, and how many there are.
+        """Return the last ``count`` records, with all that was recorded beside them, and their
+        total.
 
-        Unlike :meth:`read` it takes records that are wrong in themselves: that is to be seen.
+        Unlike :meth:`read` it returns records with invalid content, so that they can be viewed.
 
         Raises:
-            DataError: naming file and line, for what is no record at all.
+            DataError: naming file and line, for a line that is not a record at all.
         """
         last: deque[Recorded] = deque(maxlen=count)
         total = 0
@@ -83,7 +84,7 @@ class RolloutFile(ABC):
         return [{"iteration": r.iteration} | whole(as_record(r.rollout)) for r in last], total
 
     def groups(self) -> list[Group]:
-        """All rollouts by group, in the order of their first members.
+        """Return all rollouts by group, in the order of their first members.
 
         Raises:
             DataError: if a group's rollouts have different prompts, or as :meth:`read`.
@@ -94,27 +95,27 @@ class RolloutFile(ABC):
             group = groups.setdefault(rollout.group_id, [])
             if group and group[0].prompt.token_ids != rollout.prompt.token_ids:
                 raise DataError(
-                    f"{recorded.where}: group {rollout.group_id!r} has another prompt here than "
-                    "before; keep the rollouts of different runs in different files"
+                    f"{recorded.where}: group {rollout.group_id!r} has a different prompt here "
+                    "than before; keep the rollouts of different runs in different files"
                 )
             group.append(rollout)
         return list(groups.values())
 
     def close(self) -> None:
-        """Let go of the file; closing twice is fine."""
+        """Release the file; closing it twice is fine."""
 
     def _continuable(
         self, progress: dict[str, Any] | None, holds_rollouts: bool
     ) -> dict[str, Any] | None:
         if holds_rollouts and progress is None:
             raise DataError(
-                f"{self.path} holds rollouts, but not how far `lightning-rl rollout` came with "
-                "them, so it cannot go on; name another file"
+                f"{self.path} holds rollouts, but no record of the progress of "
+                "`lightning-rl rollout`, so it cannot be resumed; use another file"
             )
         return progress
 
     def require_existing(self) -> None:
-        """Raise a DataError if there is no such file, or something that cannot be read as one."""
+        """Raise a DataError if there is no such file, or if it cannot be read as one."""
         require_plain_file(self.path, folder=True)
         if not self.path.exists():
             raise DataError(
@@ -124,7 +125,7 @@ class RolloutFile(ABC):
 
 
 def require_plain_file(path: Path, folder: bool = False) -> None:
-    """Refuse what is no file: to read a named pipe would wait for ever.
+    """Refuse what is not a file: reading a named pipe would block forever.
 
     Raises:
         DataError: saying what it is.
@@ -136,11 +137,11 @@ def require_plain_file(path: Path, folder: bool = False) -> None:
 
 
 def as_record(rollout: Rollout) -> Record:
-    """The one form in which a rollout is recorded: its ``id``, and its fields as primitives.
+    """Return the record of a rollout: its ``id``, and its fields as primitives.
 
-    It is as ``Rollout.to_dict``, but shares the rollout's lists, which are long. ``prompt_ids`` of
-    rows that go on from the rollout's own prompt are None. Pictures are named, and their bytes left
-    to the :class:`PictureFolder`.
+    It is like ``Rollout.to_dict``, but shares the rollout's lists, which are long. ``prompt_ids``
+    are None in rows that continue the rollout's own prompt. Pictures are referenced by digest; the
+    :class:`PictureFolder` stores their bytes.
     """
     record: Record = {"id": rollout.id} | _shallow(rollout)
     record["prompt"] = _shallow(rollout.prompt)
@@ -157,7 +158,7 @@ def as_record(rollout: Rollout) -> Record:
 
 
 def _shallow(record: Any) -> Record:
-    """A dataclass's fields, its lists shared; pictures are named."""
+    """Return a dataclass's fields, sharing its lists; pictures are referenced by digest."""
     made = {name: getattr(record, name) for name in record.__slots__}
     if made.get("pictures"):
         made["pictures"] = told(made["pictures"])
@@ -165,10 +166,10 @@ def _shallow(record: Any) -> Record:
 
 
 def as_rollout(where: str, record: Any, pictures: PictureFolder | None = None) -> Rollout:
-    """Inverse of :func:`as_record`; ``pictures`` are looked up there, without it they are empty.
+    """Return the rollout of a record; ``pictures`` holds its pictures (None: they are empty).
 
     Raises:
-        DataError: naming the place, if the record is no rollout, or one of its pictures is missing.
+        DataError: naming the location, if the record is not a rollout, or lacks a picture.
     """
     filled = without_data(record) if pictures is None else pictures.fill(where, record)
     rollout = Rollout.from_dict(checked(where, filled))
@@ -195,9 +196,9 @@ def _is_within(call: Call, rows: Sequence[Row]) -> bool:
 
 
 def as_json(record: Record) -> str:
-    """A record as JSON that is text in UTF-8.
+    """Return a record as JSON that can be encoded in UTF-8.
 
-    Of what JSON does not know, dataclasses become objects, arrays lists, and the rest text.
+    Where JSON has no form, dataclasses become objects, arrays lists, and other values text.
     """
     text = json.dumps(record, ensure_ascii=False, default=_plain)
     # Half of a surrogate pair, as a prompt file's "\ud83d" is, has no UTF-8.
@@ -214,15 +215,16 @@ def _plain(value: Any) -> Any:
 
 
 ARRAYS = {"token_ids": "<i4", "loss_mask": "?", "logprobs": "<f8", "versions": "<i4"}
-"""Token arrays, in the width in which they are stored; logprobs are exact."""
+"""Token arrays, with the types in which they are stored; logprobs are exact."""
 
 
 def as_row(rollout: Rollout, iteration: int) -> Record:
-    """The record as columns ``id`` ... ``tokens``, the arrays as lists, ``rest`` as JSON text.
+    """Return the record as columns ``id`` ... ``tokens``, the arrays as lists, ``rest`` as JSON
+    text.
 
-    The arrays of several rows stand one after the other; ``rest`` knows how many ``tokens`` each
-    row has. ``version_min`` and ``version_max`` are over the tokens that are trained on; None
-    without any.
+    The arrays of several rows are concatenated; ``rest`` holds the number of ``tokens`` of each
+    row. ``version_min`` and ``version_max`` are over the tokens that are trained on; None if there
+    are none.
     """
     record = as_record(rollout)
     record["rows"] = [
@@ -239,7 +241,7 @@ def as_row(rollout: Rollout, iteration: int) -> Record:
 
 
 def _told_of(rollout: Rollout) -> Record:
-    """The columns that repeat for whoever asks a database what ``rest`` and the arrays hold."""
+    """Return the columns that repeat, for database queries, values of ``rest`` and the arrays."""
     written = rollout.written_versions()
     return {
         "group_id": rollout.group_id,
@@ -254,7 +256,7 @@ def _told_of(rollout: Rollout) -> Record:
 
 
 def contradiction_in(row: Record, rollout: Rollout) -> str | None:
-    """The first column of a row that says something else than the rollout that it holds."""
+    """Return the first column of a row that contradicts its rollout; None if none does."""
     for name, value in _told_of(rollout).items():
         if name in row and row[name] != value:
             return f"its column {name} says {row[name]!r}, its JSON {value!r}"
@@ -262,10 +264,10 @@ def contradiction_in(row: Record, rollout: Rollout) -> str | None:
 
 
 def from_row(where: str, row: Record, pictures: PictureFolder) -> Rollout:
-    """Inverse of :func:`as_row`; other columns are left out.
+    """Return the rollout of a row that :func:`as_row` made; other columns are ignored.
 
     Raises:
-        DataError: naming the place, if the row is no rollout.
+        DataError: naming the location, if the row is not a rollout.
     """
     try:
         record = whole(json.loads(row["rest"]))
@@ -289,7 +291,7 @@ _KINDS = {
 
 
 RUN_FILES = ("recorded.jsonl", "rollouts.jsonl")
-"""Files of RolloutRecorder and PreviewTable in a run directory; the first tells more."""
+"""The files of RolloutRecorder and PreviewTable in a run directory; the first holds more."""
 
 
 def recorded_files(run: Path) -> list[RolloutFile]:
@@ -298,16 +300,15 @@ def recorded_files(run: Path) -> list[RolloutFile]:
 
 
 def open_rollouts(path: str | Path) -> RolloutFile:
-    """The file's class by its ending: ``.jsonl``, ``.parquet``, or ``.sqlite`` and ``.db``.
+    """Open a file by its ending: ``.jsonl``, ``.parquet``, or ``.sqlite`` and ``.db``.
 
     Raises:
-        ConfigError: for another ending.
+        ConfigError: if the ending is another.
     """
     ending = Path(path).suffix
     if ending not in _KINDS:
         raise ConfigError(
-            f"rollout file {str(path)!r}: the ending tells the format, and must be one of "
-            f"{', '.join(_KINDS)}"
+            f"rollout file {str(path)!r}: its ending must be one of {', '.join(_KINDS)}"
         )
     if Path(path).is_dir() and ending != ".parquet":
         raise ConfigError(f"rollout file {str(path)!r} is a directory; name a file")

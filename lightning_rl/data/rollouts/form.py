@@ -1,4 +1,4 @@
-"""The form of a recorded rollout: what must be a list, a number or a text, and is."""
+"""Checks the form of a recorded rollout: the type of every field."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -13,9 +13,9 @@ from lightning_rl.rollout import Rollout
 Record = dict[str, Any]
 
 WIDTH = 2**31
-"""Integers in lists (tokens, versions) are stored in 32 bits, with sign."""
+"""Integers in lists (tokens, versions) are stored in 32 signed bits."""
 LARGEST = 2**63
-"""Of any other integer: what Parquet and SQLite can hold."""
+"""The bound of other integers, which Parquet and SQLite can hold."""
 _NUMBERS, _TEXTS = list[float] | None, list[str] | None
 TOLD: dict[str, Any] = {
     "trainer_logprobs": _NUMBERS,
@@ -26,7 +26,7 @@ TOLD: dict[str, Any] = {
     "pieces": _TEXTS,
     "prompt_pieces": _TEXTS,
 }
-"""What ``RolloutRecorder`` tells beyond a rollout, of each of its rows."""
+"""Types of what ``RolloutRecorder`` records for each row beyond a rollout's fields."""
 _WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -37,15 +37,16 @@ _WORDS: dict[Any, str] = {
 
 
 def checked(where: str, record: Any) -> Record:
-    """The record with what it leaves out, if everything in it is as a rollout's.
+    """Return the record with defaults for what it leaves out, if all its fields have the right
+    form.
 
-    What it tells beyond a rollout's fields stays as it is.
+    Further fields stay unchanged.
 
     Raises:
-        DataError: naming the place, the field, and what stands there.
+        DataError: naming the location, the field and its value.
     """
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected a rollout, an object, got {shortened(record)}")
+        raise DataError(f"{where}: expected a rollout as a JSON object, got {shortened(record)}")
     try:
         made: Record = {"iteration": 0} | _filled("", whole(record), Rollout)
         for name, hint in (("iteration", int), ("id", str)):
@@ -62,9 +63,9 @@ def checked(where: str, record: Any) -> Record:
 
 
 def whole(record: Record) -> Record:
-    """A rollout's record whose rows hold what they leave to the rollout.
+    """Return a rollout's record with rows that hold what they inherit from the rollout.
 
-    What is malformed stays as it is, to be refused.
+    Malformed values stay unchanged, to be refused later.
     """
     rows = record.get("rows")
     if not isinstance(rows, list):
@@ -75,7 +76,9 @@ def whole(record: Record) -> Record:
 
 
 def _whole_row(row: Record, record: Record) -> Record:
-    """A row with what it leaves to its rollout: the prompt's tokens, and sampling settings."""
+    """Return a row with what it inherits from its rollout: the prompt's tokens and sampling
+    settings.
+    """
     row, prompt, settings = dict(row), record.get("prompt"), record.get("sampling")
     if row.get("prompt_ids", ()) is None and isinstance(prompt, dict):
         row["prompt_ids"] = prompt.get("token_ids")
@@ -85,7 +88,7 @@ def _whole_row(row: Record, record: Record) -> Record:
 
 
 def shortened(value: Any) -> str:
-    """A value as Python writes it, as far as a line of a message has place for it."""
+    """Return a value's ``repr``, shortened to fit into a line of a message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -94,7 +97,7 @@ def shortened(value: Any) -> str:
 
 
 class _WrongFormError(Exception):
-    """What a field holds that it cannot."""
+    """A field has a value of the wrong form."""
 
 
 @cache
@@ -103,9 +106,9 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _filled(where: str, record: Any, kind: type) -> Record:
-    """A dataclass's record; what has a default may be missing."""
+    """Return a dataclass's record; fields with a default may be missing."""
     if not isinstance(record, dict):
-        raise _WrongFormError(f"{where.rstrip('.')} is no object but {shortened(record)}")
+        raise _WrongFormError(f"{where.rstrip('.')} is not an object, but {shortened(record)}")
     hints, made = _hints(kind), dict(record)
     for field in fields(kind):
         name = f"{where}{field.name}"
@@ -121,14 +124,14 @@ def _filled(where: str, record: Any, kind: type) -> Record:
 
 
 def _check(name: str, value: Any, hint: Any) -> Any:
-    """The value if it has the form of its annotation, with what its records leave out."""
+    """Return the value, with defaults filled in, if it matches its annotation."""
     if get_origin(hint) in (Union, UnionType):
         for choice in get_args(hint):
             if _is_of(value, choice):
                 return _check(name, value, choice)
-        raise _WrongFormError(f"{name} is {shortened(value)}, and must be {_said(hint)}")
+        raise _WrongFormError(f"{name} is {shortened(value)}, but must be {_said(hint)}")
     if not _is_of(value, hint):
-        raise _WrongFormError(f"{name} is {shortened(value)}, and must be {_said(hint)}")
+        raise _WrongFormError(f"{name} is {shortened(value)}, but must be {_said(hint)}")
     origin, arguments = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         return _filled(f"{name}.", value, hint)  # type: ignore[arg-type]  # a class, not one made
@@ -137,7 +140,7 @@ def _check(name: str, value: Any, hint: Any) -> Any:
     if origin is dict and arguments[1] is not Any:
         return {key: _check(f"{name}[{key!r}]", item, arguments[1]) for key, item in value.items()}
     if hint is int and not -LARGEST <= value < LARGEST:
-        raise _WrongFormError(f"{name} is {shortened(value)}, and must have 64 bits")
+        raise _WrongFormError(f"{name} is {shortened(value)}, but must fit into 64 bits")
     return value
 
 
@@ -145,7 +148,7 @@ def _check_items(name: str, values: list[Any], item: Any) -> list[Any]:
     if item is int and set(map(type, values)) <= {int}:  # at once: there are many tokens
         if values and not (min(values) >= -WIDTH and max(values) < WIDTH):
             wrong = next(v for v in values if not -WIDTH <= v < WIDTH)
-            raise _WrongFormError(f"{name} holds {shortened(wrong)}, and must have 32 bits")
+            raise _WrongFormError(f"{name} holds {shortened(wrong)}, but must fit into 32 bits")
         return values
     if item in (bool, float) and set(map(type, values)) <= ({bool} if item is bool else {float}):
         return values
@@ -153,7 +156,7 @@ def _check_items(name: str, values: list[Any], item: Any) -> list[Any]:
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Whether JSON that stands for this annotation looks like this, from outside."""
+    """Return whether a JSON value matches an annotation, without looking into containers."""
     origin = get_origin(hint) or hint
     if origin is Any:
         return True

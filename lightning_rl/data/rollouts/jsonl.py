@@ -1,4 +1,4 @@
-"""Rollouts as JSON lines: one object per rollout, readable by everything."""
+"""Rollouts as JSON lines: one object per rollout, which any tool can read."""
 
 import json
 import os
@@ -26,11 +26,11 @@ _START, _LAST = b'{"left": ', b'{"left": 0,'
 
 
 class JSONLRollouts(RolloutFile):
-    """A line holds ``iteration``, ``id`` and the fields of :class:`Rollout`.
+    """A file whose lines hold ``iteration``, ``id`` and the fields of :class:`Rollout`.
 
-    What :meth:`append` writes begins with ``left``, the number of lines that its batch still needs.
-    So what a killed process left behind, half a line or half a batch, is what follows the last
-    ``"left": 0``.
+    Lines that :meth:`append` writes begin with ``left``, the number of lines that follow in the
+    same batch. So what a killed process left behind, half a line or half a batch, is what follows
+    the last ``"left": 0``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -51,8 +51,8 @@ class JSONLRollouts(RolloutFile):
         size = self.path.stat().st_size if self.path.exists() else 0
         if self._end not in (None, size):
             raise DataError(
-                f"{self.path} is {size} bytes long, but we left it at {self._end}: "
-                "another process writes to it; give each run a file of its own"
+                f"{self.path} is {size} bytes long, but this process left it at {self._end}: "
+                "another process writes to it; give each run its own file"
             )
         self._end = self.write(records)
         with self.path.open("rb") as file:
@@ -62,14 +62,14 @@ class JSONLRollouts(RolloutFile):
         """Append a line per record; returns the file's length in bytes.
 
         Raises:
-            DiskError: if they cannot be written; then none of them is.
+            DiskError: if they cannot be written; the file is unchanged then.
         """
         from lightning_rl.run.rundir import append  # with Lightning, which readers do without
 
         return append(self.path, as_lines(records))
 
     def truncate(self, end: int) -> None:
-        """Take back what was written behind ``end``, which a checkpoint knows."""
+        """Remove what was written after ``end``, a position from a checkpoint."""
         if self.path.exists() and self.path.stat().st_size > end:
             os.truncate(self.path, end)
 
@@ -82,8 +82,8 @@ class JSONLRollouts(RolloutFile):
                 position += len(line)
                 if not (line.startswith(_START) or _START.startswith(line)):
                     raise DataError(
-                        f"{self.path}:{number} is not a line of `lightning-rl rollout`, which "
-                        "cannot go on after it; name another file"
+                        f"{self.path}:{number} was not written by `lightning-rl rollout`, which "
+                        "cannot append after it; use another file"
                     )
                 if line.startswith(_LAST) and line.endswith(b"\n"):
                     progress, kept = parsed(f"{self.path}:{number}", line).get("progress"), position
@@ -100,8 +100,8 @@ class JSONLRollouts(RolloutFile):
                     continue
                 if not line.endswith(b"\n") and not _is_json(line):
                     warnings.warn(
-                        f"{where}: the last line is cut off, and left out; run the command that "
-                        "wrote it again, and it goes on where it stopped",
+                        f"{where}: the last line is cut off and ignored; run the command that "
+                        "wrote it again to resume",
                         stacklevel=2,
                     )
                     return
@@ -123,15 +123,15 @@ class JSONLRollouts(RolloutFile):
 
 
 def as_lines(records: Iterable[Record]) -> str:
-    """A line of JSON per record."""
+    """Return a line of JSON per record."""
     return "".join(_one_line(as_json(record)) + "\n" for record in records)
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that hold an object; without reading, by their braces.
+    """Yield the numbered lines that hold an object, found by their braces without parsing.
 
     Raises:
-        DataError: naming a line that holds none, but for a last one that a kill cut off.
+        DataError: naming a line that holds none, except a last one that was cut off.
     """
     require_plain_file(path)
     if not path.exists():
@@ -145,10 +145,10 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(where: str, line: bytes) -> Record:
-    """The object of a line.
+    """Return the object of a line.
 
     Raises:
-        DataError: naming the place, if it holds none.
+        DataError: naming the location, if it holds none.
     """
     try:
         record = json.loads(line.rstrip())
@@ -164,12 +164,12 @@ def parsed(where: str, line: bytes) -> Record:
     except ValueError as error:  # a number of thousands of digits
         raise DataError(f"{where}: damaged ({error})") from error
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected a rollout, an object, got {_beginning(line)}")
+        raise DataError(f"{where}: expected a rollout as a JSON object, got {_beginning(line)}")
     return record
 
 
 def _one_line(text: str) -> str:
-    """Escape what Python, and many an editor, takes for the end of a line too."""
+    """Escape the further characters that Python and many editors take for line ends."""
     for character in ("\x85", "\u2028", "\u2029"):
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

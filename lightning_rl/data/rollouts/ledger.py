@@ -1,4 +1,4 @@
-"""The ledger of a run: what it began with and what each iteration did, chained by hash."""
+"""The ledger of a run: its start and what each iteration did, as a hash chain."""
 
 import hashlib
 import json
@@ -12,18 +12,18 @@ from lightning_rl.run.rundir import append, refused
 Entry = dict[str, Any]
 FILE = "ledger.jsonl"
 _START = "0" * 64
-"""What the first entry says of the one before it."""
+"""The ``previous`` hash of the first entry."""
 
 
 class Ledger:
-    """``ledger.jsonl`` of a run directory. A line is an entry; nothing is ever taken back.
+    """The file ``ledger.jsonl`` of a run directory: one entry per line, append-only.
 
     ``hash`` is the SHA-256 of the entry without it, as JSON with sorted keys and no spaces;
-    ``previous``, the hash of the line before. So whoever knows the last hash, the head, knows
+    ``previous`` is the hash of the line before. So with the last hash, the head, one can tell
     whether any line was changed, removed, added or moved.
 
-    ``kind`` is ``begin`` (a run begins, or goes on from ``version``), ``iteration``, ``metrics``
-    (a further row of an iteration), ``checkpoint`` (one was saved, or is gone) or ``end``.
+    ``kind`` is ``begin`` (a run begins, or is resumed from ``version``), ``iteration``, ``metrics``
+    (a further row of an iteration), ``checkpoint`` (one was saved or removed) or ``end``.
     """
 
     def __init__(self, run: Path) -> None:
@@ -44,10 +44,10 @@ class Ledger:
         return self._head
 
     def append(self, kind: str, **content: Any) -> None:
-        """Add an entry; what a killed process wrote of its last line is removed first.
+        """Append an entry; an incomplete last line of a killed process is removed first.
 
         Raises:
-            DiskError: if it cannot be written; then the file is as it was.
+            DiskError: if it cannot be written; the file is unchanged then.
         """
         if self._head is None:
             self._cut_last_line()
@@ -69,7 +69,7 @@ class Ledger:
                 raise refused(self.path, error) from error
 
     def lines(self) -> Iterator[tuple[int, Entry | None]]:
-        """Each whole line's number and entry; None for a line that holds none."""
+        """Yield each complete line's number and entry; None for a line that is not an entry."""
         if not self.path.exists():
             return
         for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
@@ -82,7 +82,7 @@ class Ledger:
             yield number, entry if isinstance(entry, dict) else None
 
     def entries(self) -> list[Entry]:
-        """All entries, if every hash is right and each follows the one before.
+        """Return all entries, checking that every hash is right and each follows the one before.
 
         Raises:
             DataError: naming the first line that was changed, removed, added or moved.
@@ -91,16 +91,16 @@ class Ledger:
         previous = _START
         for number, entry in self.lines():
             if entry is None:
-                raise DataError(f"{self.path}:{number} is no entry: it was changed or damaged")
+                raise DataError(f"{self.path}:{number} is not an entry: it was changed or damaged")
             if entry.get("hash") != hash_of(entry):
-                raise DataError(f"{self.path}:{number} was changed: its hash is another")
+                raise DataError(f"{self.path}:{number} was changed: its hash does not match")
             if entry.get("previous") != previous:
                 raise DataError(
                     f"{self.path}:{number} does not follow the line before: lines were removed, "
                     "added or moved"
                 )
             if (what := _malformed(entry, bool(found))) is not None:
-                raise DataError(f"{self.path}:{number} is no entry that a run writes: {what}")
+                raise DataError(f"{self.path}:{number} is not an entry that a run writes: {what}")
             previous = entry["hash"]
             found.append(entry)
         return found
@@ -122,23 +122,23 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 
 def _malformed(entry: Entry, begun: bool) -> str | None:
-    """What keeps an entry from being one; releases add fields, so there may be others."""
+    """Return what is wrong with an entry, or None; later releases may add fields."""
     kind = entry.get("kind")
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
         return f"it is of kind {kind!r:.40}"
     if not begun and kind != "begin":
-        return f"the first is of kind {kind!r}; a ledger begins with a start"
+        return f"the first is of kind {kind!r}; a ledger starts with 'begin'"
     for name, types in fields.items():
         value = entry.get(name)
         if not isinstance(value, types) or isinstance(value, bool):
             return f"{name} of {kind!r} is {value!r:.40}"
     for name in ("configuration", "rollouts"):
         if not all(isinstance(digest, str) for digest in entry.get(name, {}).values()):
-            return f"{name} of {kind!r} are no digests"
+            return f"{name} of {kind!r} are not digests"
     files = entry.get("files", {})
     if not isinstance(files, dict) or not all(map(_is_seal, files.values())):
-        return f"files of {kind!r} are no digests"
+        return f"files of {kind!r} are not digests"
     return None
 
 
@@ -152,17 +152,17 @@ def _is_seal(seal: Any) -> bool:
 
 
 def hash_of(entry: Mapping[str, Any]) -> str:
-    """The SHA-256 of an entry, without its ``hash``."""
+    """Return the SHA-256 of an entry, without its ``hash``."""
     return digest_of_json({name: value for name, value in entry.items() if name != "hash"})
 
 
 def digest_of_json(value: Any) -> str:
-    """The SHA-256 of a value as JSON with sorted keys and no spaces."""
+    """Return the SHA-256 of a value as JSON with sorted keys and no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def digest_of_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""The rerun log: every rollout that a run was trained on, and what came of each iteration."""
+"""The rerun log: every rollout that a run was trained on, and the outcome of each iteration."""
 
 import json
 import re
@@ -13,15 +13,15 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.run.rundir import append, write_whole
 
 FILE = "iteration-{:06d}-{:03d}.parquet"
-"""The file of an iteration, and of a rank."""
+"""The name of the file of an iteration and a rank."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A version of the weights, to compare another with.
+    """A version of the weights, in a form that can be compared with another.
 
     ``weights`` holds the digest of each tensor of the policy (:mod:`lightning_rl.run.digest`),
-    ``metrics`` the row of the iteration that made it, ``ranks`` how many processes trained.
+    ``metrics`` the row of the iteration that made it, ``ranks`` the number of training processes.
     """
 
     version: int
@@ -34,7 +34,7 @@ class RerunLog:
     """The folder ``rerun`` of a run directory.
 
     ``iteration-000012-000.parquet`` holds the rollouts that iteration 12 was trained on, by rank
-    and in their order (a rollout file, as ``lightning-rl rollouts`` reads it); ``versions.jsonl``
+    and in order (a rollout file, as ``lightning-rl rollouts`` reads it); ``versions.jsonl`` holds
     an :class:`Outcome` per line.
     """
 
@@ -43,21 +43,21 @@ class RerunLog:
         self._versions = self.path / "versions.jsonl"
 
     def write_rollouts(self, iteration: int, rank: int, rollouts: list[Rollout]) -> None:
-        """Keep an iteration's rollouts; they appear at once, in place of what was there."""
+        """Store an iteration's rollouts atomically, replacing earlier ones."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_part(self._file(iteration, rank), rollouts, iteration)
 
     def write_outcome(self, outcome: Outcome) -> None:
-        """Append a line.
+        """Append an outcome.
 
         Raises:
-            DiskError: if it cannot be written; then the file is as it was.
+            DiskError: if it cannot be written; the file is unchanged then.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         append(self._versions, _line(outcome))
 
     def forget_after(self, version: int) -> None:
-        """Drop what a run, that now goes on from this version, did beyond it."""
+        """Remove what was recorded after a version, from which the run is now resumed."""
         for file in self._files():
             if _iteration_of(file) > version:
                 file.unlink()
@@ -66,50 +66,50 @@ class RerunLog:
             write_whole(self._versions, "".join(map(_line, kept)))
 
     def rollouts(self, iteration: int, rank: int = 0) -> list[Rollout]:
-        """Rollouts that an iteration was trained on, on one rank.
+        """Return the rollouts that an iteration was trained on, on one rank.
 
         Raises:
-            DataError: if it is not there, or damaged.
+            DataError: if they are missing or damaged.
         """
         file = self._file(iteration, rank)
         if not file.exists():
             whose = f" of rank {rank}" if rank else ""
             raise DataError(
-                f"{self.path} holds no rollouts{whose} of iteration {iteration}, but of "
-                f"{self.span()}; RerunRecorder keeps those that are trained on"
+                f"{self.path} holds no rollouts{whose} of iteration {iteration}, only of "
+                f"{self.span()}; RerunRecorder records those that are trained on"
             )
         return [recorded.rollout for recorded in ParquetRollouts(file).read()]
 
     def files_of(self, iteration: int) -> list[Path]:
-        """The files of an iteration's rollouts, one of each rank."""
+        """Return the files of an iteration's rollouts, one per rank."""
         return [file for file in self._files() if _iteration_of(file) == iteration]
 
     def iterations(self) -> set[int]:
-        """Iterations whose rollouts it holds."""
+        """Return the iterations whose rollouts the log holds."""
         return {_iteration_of(file) for file in self._files()}
 
     @property
     def began(self) -> bool:
-        """Whether it recorded the weights that a run begins with."""
+        """Whether the log holds the weights that the run began with."""
         return any(line.version == 0 for line in self.lines())
 
     def span(self) -> str:
-        """Say in words which iterations it holds."""
+        """Return in words which iterations the log holds."""
         held = sorted(self.iterations())
         return f"iterations {held[0]} to {held[-1]}" if held else "no iteration"
 
     def others(self) -> list[Path]:
-        """What is in the folder beside iterations' files and outcomes."""
+        """Return other files in the folder, besides those of rollouts and outcomes."""
         own = {*self._files(), self._versions}
         return sorted(path for path in self.path.glob("*") if path not in own)
 
     def all_rollouts(self) -> Iterator[Rollout]:
-        """Rollouts of all iterations and ranks."""
+        """Yield the rollouts of all iterations and ranks."""
         for file in self._files():
             yield from (recorded.rollout for recorded in ParquetRollouts(file).read())
 
     def outcomes(self) -> dict[int, Outcome]:
-        """Outcomes by version; the metrics of one that has several lines are put together."""
+        """Return outcomes by version; metrics of a version with several lines are merged."""
         found: dict[int, Outcome] = {}
         for new in self.lines():
             known = found.get(new.version, new)
@@ -117,9 +117,9 @@ class RerunLog:
         return found
 
     def lines(self) -> Iterator[Outcome]:
-        """The outcome of each line.
+        """Yield the outcome of each line.
 
-        One that was cut off is left out; so is one that is damaged, with a warning.
+        An incomplete line is skipped, and so is a damaged one, with a warning.
         """
         if not self._versions.exists():
             return
@@ -130,11 +130,11 @@ class RerunLog:
                 outcome = Outcome(**json.loads(line))
                 kinds = (type(outcome.version), type(outcome.weights), type(outcome.metrics))
                 if kinds != (int, dict, dict):
-                    raise TypeError("it is no outcome")
+                    raise TypeError("it is not an outcome")
                 yield outcome
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 warnings.warn(
-                    f"{self._versions}:{number} is damaged, and left out ({error}): "
+                    f"{self._versions}:{number} is damaged and ignored ({error}): "
                     f"{line[:60].decode(errors='replace')!r}",
                     stacklevel=2,
                 )
@@ -161,7 +161,7 @@ def _iteration_of(file: Path) -> int:
 
 
 def first_difference(one: Mapping[str, object], other: Mapping[str, object]) -> str | None:
-    """The first name whose value differs, or that only one of them has."""
+    """Return the first name whose values differ, or that only one has; None if all are equal."""
     for name in [*one, *(n for n in other if n not in one)]:
         if one.get(name) != other.get(name):
             return name

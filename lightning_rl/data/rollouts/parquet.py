@@ -23,10 +23,10 @@ _PROGRESS = b"lightning_rl.progress"
 
 
 class ParquetRollouts(RolloutFile):
-    """A folder of ``part-00000.parquet``, ...: each appears at once, when it is whole.
+    """A folder of ``part-00000.parquet``, ...: each file is written atomically.
 
     A row holds the columns of :func:`~lightning_rl.data.rollouts.files.as_row`. A single Parquet
-    file with these columns can be read too.
+    file with these columns can be read as well.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -46,7 +46,7 @@ class ParquetRollouts(RolloutFile):
 
         if self.path.is_file():
             raise DataError(
-                f"{self.path} is a single Parquet file, to which nothing can be added; name a "
+                f"{self.path} is a single Parquet file, which cannot be appended to; use a "
                 "folder, or a path that does not exist"
             )
         for unfinished in self.path.glob("part-*.unfinished"):
@@ -68,10 +68,10 @@ class ParquetRollouts(RolloutFile):
                 )
 
     def contradictions(self) -> Iterator[str]:
-        """Rows whose columns do not say what their JSON does; a row of ours never is one.
+        """Yield the rows whose columns contradict their JSON; no row that this library writes does.
 
         Raises:
-            DataError: if it is damaged.
+            DataError: if a file is damaged.
         """
         for part in self._parts():
             for number, row in enumerate(self._rows(part)):
@@ -93,7 +93,7 @@ class ParquetRollouts(RolloutFile):
 def write_part(
     path: Path, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
 ) -> None:
-    """Write a single file, which appears at once, in place of what was there."""
+    """Write a single file atomically, replacing an earlier one."""
     import pyarrow
     import pyarrow.parquet
 

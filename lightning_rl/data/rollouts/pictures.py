@@ -1,4 +1,4 @@
-"""Pictures of recorded rollouts: each is a file beside the rollouts, once, by its digest."""
+"""Pictures of recorded rollouts: each is stored once, in a file named by its digest."""
 
 import hashlib
 import os
@@ -18,12 +18,14 @@ _ENDINGS = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF
 
 
 class PictureFolder:
-    """``pictures/`` beside a file of rollouts, with a file per picture, named by its SHA-256.
+    """The folder ``pictures/`` beside a file of rollouts, with a file per picture, named by its
+    SHA-256.
 
-    Rollouts of several files in a folder share it. What is known is not looked at again.
+    Rollout files in one folder share it. A picture that was read or written is not checked again.
 
     Args:
-        file: of the rollouts. Pictures of an SQLite database in memory (``:memory:``) stay there.
+        file: the file of rollouts. Pictures of an SQLite database in memory (``:memory:``) stay
+            there.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -33,7 +35,8 @@ class PictureFolder:
         self._written: set[str] = set()
 
     def write(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep the rollouts' pictures; do it before the rollouts are written, which name them.
+        """Store the rollouts' pictures; call this before the rollouts are written, which refer to
+        them.
 
         Raises:
             DiskError: if one cannot be written.
@@ -65,16 +68,16 @@ class PictureFolder:
             raise refused(file, error) from error
 
     def file_of(self, digest: str) -> Path | None:
-        """Where a picture is; None if it is not there."""
+        """Return the path of a picture; None if it is missing."""
         if not _DIGEST.fullmatch(digest):  # it comes from a file, maybe a stranger's
             return None
         return next((f for f in self.path.glob(f"{digest}.*") if f.suffix != ".partial"), None)
 
     def fill(self, where: str, record: Any) -> Any:
-        """The record of a rollout with the bytes of its pictures.
+        """Return the record of a rollout with the bytes of its pictures.
 
         Raises:
-            DataError: naming the place, if a picture is missing or was changed.
+            DataError: naming the location, if a picture is missing or was changed.
         """
         return _with_data(record, lambda told: self._read(where, str(told.get("digest"))))
 
@@ -92,18 +95,18 @@ class PictureFolder:
         except OSError as error:
             raise DataError(f"{where}: {file} cannot be read: {error.strerror}") from error
         if hashlib.sha256(data).hexdigest() != digest:
-            raise DataError(f"{where}: {file} is not the picture it was; restore it")
+            raise DataError(f"{where}: {file} was changed: its digest does not match; restore it")
         self._known[digest] = data
         return data
 
 
 def without_data(record: Any) -> Any:
-    """The record of a rollout whose pictures are not looked for."""
+    """Return the record of a rollout with empty pictures."""
     return _with_data(record, lambda told: b"")
 
 
 def _with_data(record: Any, data_of: Any) -> Any:
-    """What is malformed stays as it is, to be refused by who checks it."""
+    """Return a record whose pictures have data; malformed values stay, to be refused later."""
     if not isinstance(record, dict):
         return record
     changed, rows = dict(record), record.get("rows")
@@ -125,12 +128,12 @@ def _holder(held: Any, data_of: Any) -> Any:
 
 
 def told(pictures: Sequence[Picture]) -> list[Record]:
-    """Pictures as a record names them."""
+    """Return pictures as records refer to them."""
     return [{"digest": p.digest, "width": p.width, "height": p.height} for p in pictures]
 
 
 def pictures_in(rollouts: Iterable[Rollout]) -> Iterator[Picture]:
-    """The pictures of rollouts, each once."""
+    """Yield the pictures of rollouts, each once."""
     seen: set[str] = set()
     for rollout in rollouts:
         held = chain(rollout.prompt.pictures, *(row.pictures for row in rollout.rows))
@@ -141,5 +144,5 @@ def pictures_in(rollouts: Iterable[Rollout]) -> Iterator[Picture]:
 
 
 def ending_of(data: bytes) -> str:
-    """The usual ending of a file with these bytes."""
+    """Return the usual file ending for these bytes."""
     return next((end for begin, end in _ENDINGS.items() if data.startswith(begin)), ".img")

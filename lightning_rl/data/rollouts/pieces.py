@@ -1,21 +1,22 @@
-"""The text that each token of a rollout stands for."""
+"""The text of each token of a rollout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 UNFINISHED = "\ufffd"
-"""The mark of decoders for bytes that are not (yet) a character."""
+"""The character that decoders write for bytes that are not (yet) a character."""
 
 
 class TokenPieces:
     """Cuts decoded text into one piece per token; each token's piece is decoded once.
 
     Joined, the pieces are the whole text (a decoder that strips the first space of a text keeps it
-    here). The tokens of one character have all of it in the first piece, and empty ones after.
+    here). If several tokens make one character, the first has it as its piece, and the others are
+    empty.
 
     Args:
-        decode: token ids to text, special tokens included.
+        decode: maps token ids to text, including special tokens.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -38,7 +39,9 @@ class TokenPieces:
         return self._known[token]
 
     def _join(self, pieces: list[str], token_ids: Sequence[int], start: int) -> int:
-        """Put characters that several tokens make into the first; returns how many were used."""
+        """Put a character made by several tokens into the first's piece; return how many there
+        were.
+        """
         end = start + 1
         while end < len(pieces) and UNFINISHED in pieces[end]:
             end += 1
@@ -50,16 +53,16 @@ class TokenPieces:
 
 
 Marks = Sequence[tuple[int, str]]
-"""Where pictures begin among a row's tokens, prompt included, and what is shown of each."""
+"""The indices at which pictures begin in a row, prompt included, each with its text."""
 
 
 def mark_of(width: Any, height: Any) -> str:
-    """What stands in a text for a picture."""
+    """Return the text that stands for a picture."""
     return f"[image {width}×{height}]"
 
 
 def marks_of(row: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Of a row's record; a damaged one is to be seen, too."""
+    """Return the marks of a row's record, even of a damaged one, so that it can be viewed."""
     pictures = row.get("pictures") or ()
     return [
         (at, mark_of(one.get("width"), one.get("height")))
@@ -70,13 +73,13 @@ def marks_of(row: Mapping[str, Any]) -> list[tuple[int, str]]:
 def with_marks(
     pieces: Sequence[str], token_ids: Sequence[int], marks: Marks, begin: int = 0
 ) -> list[str]:
-    """Pieces in which a picture is one mark, as a character of several tokens is one piece.
+    """Return pieces in which each picture is one mark, like a character of several tokens.
 
     Args:
-        pieces: a text per token.
-        token_ids: of the same length.
-        marks: of the row.
-        begin: the place of the first of these tokens in the row.
+        pieces: one text per token.
+        token_ids: the tokens, as many as pieces.
+        marks: the row's marks.
+        begin: the index of the first of these tokens in the row.
     """
     shown, end = list(pieces), begin + len(token_ids)
     for (start, mark), (following, _) in pairwise([*marks, (end, "")]):
@@ -93,7 +96,7 @@ def pieces_of(
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],
 ) -> dict[str, list[str]]:
-    """The texts of a row's tokens, for its record: ``prompt_pieces`` and ``pieces``."""
+    """Return the texts of a row's tokens, for its record: ``prompt_pieces`` and ``pieces``."""
     marks = marks_of(row)
     return {
         "prompt_pieces": with_marks(pieces(prompt_ids), prompt_ids, marks),
@@ -104,7 +107,7 @@ def pieces_of(
 def text_with_marks(
     decode: Callable[[list[int]], str], token_ids: Sequence[int], marks: Marks, tail: int
 ) -> str:
-    """The text of the last ``tail`` tokens, in which a picture is a mark; one is never cut."""
+    """Return the text of the last ``tail`` tokens, with a mark per picture; none is cut."""
     begin = max(0, len(token_ids) - tail)
     parts, at = [], begin
     for (start, mark), (following, _) in pairwise([*marks, (len(token_ids), "")]):
@@ -117,7 +120,7 @@ def text_with_marks(
 
 
 def end_of_run(token_ids: Sequence[int], start: int, most: int) -> int:
-    """Where the placeholders that begin at ``start`` end."""
+    """Return the index at which the placeholders that begin at ``start`` end."""
     stop = start
     while stop < min(most, len(token_ids)) and token_ids[stop] == token_ids[start]:
         stop += 1

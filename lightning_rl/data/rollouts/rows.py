@@ -8,11 +8,11 @@ from lightning_rl.rollout import Rollout
 
 Record = dict[str, Any]
 TAIL = 40
-"""Tokens of a call's prompt that a preview shows."""
+"""Number of tokens of a call's prompt that a preview shows."""
 
 
 def rows_of(record: Record) -> list[Record]:
-    """The rows of a recorded rollout; in a branch what was there before its fork has no loss."""
+    """Return the rows of a recorded rollout; tokens before a branch's fork have no loss."""
     expert = {"expert": record.get("expert")}
     rows = [expert | row for row in record["rows"]]
     shared = [0] * len(rows)
@@ -26,7 +26,7 @@ def rows_of(record: Record) -> list[Record]:
 
 
 def calls_as_text(rollout: Rollout, decode: Callable[[list[int]], str], tail: int = TAIL) -> str:
-    """Each call in its order: row, role, reward, the end of its prompt, and what was written."""
+    """Return each call in order: row, role, reward, the end of its prompt, and the completion."""
     rows, lines = rollout.rows, []
     for number, call in enumerate(rollout.calls, 1):
         row = rows[call.row]

@@ -1,4 +1,4 @@
-"""Digests of the results in a run directory: files that no iteration is trained on."""
+"""Digests of the result files in a run directory, which no iteration is trained on."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ _GROWS = ".jsonl"
 _TAIL = 4096
 
 Seal = dict[str, Any]
-"""How many ``bytes`` of a file there were, and their ``sha256``; what follows is of later."""
+"""A file's size in ``bytes`` and ``sha256`` at one time; bytes appended later are not covered."""
 
 
 def result_files(run: Path) -> dict[str, Path]:
-    """The files directly in a run directory that hold results, by name."""
+    """Return the files directly in a run directory that hold results, by name."""
     return {
         file.name: file
         for file in sorted(run.iterdir())
@@ -28,12 +28,12 @@ def result_files(run: Path) -> dict[str, Path]:
 
 
 def folders_in(run: Path) -> list[str]:
-    """Names of the folders directly in a run directory."""
+    """Return the names of the folders directly in a run directory."""
     return sorted(folder.name for folder in run.iterdir() if folder.is_dir())
 
 
 def seal_of(file: Path, size: int | None = None) -> Seal | None:
-    """The seal of a file's first bytes, or of all; None if it has fewer."""
+    """Return the seal of a file's first ``size`` bytes, or of all; None if it has fewer."""
     grown = _Grown()
     grown.read(file, size)
     return grown.seal() if size is None or grown.size == size else None
@@ -41,20 +41,20 @@ def seal_of(file: Path, size: int | None = None) -> Seal | None:
 
 @dataclass
 class _Grown:
-    """What has been read of a file that grows."""
+    """The digest of what has been read of a growing file."""
 
     size: int = 0
     tail: bytes = b""
     digest: Any = field(default_factory=hashlib.sha256)
 
     def follows(self, file: Path) -> bool:
-        """Whether the file still begins with it; what goes on after a resume may not."""
+        """Return whether the file still begins with it; after a resume it may not."""
         with file.open("rb") as stream:
             stream.seek(self.size - len(self.tail))
             return stream.read(len(self.tail)) == self.tail
 
     def read(self, file: Path, size: int | None = None) -> None:
-        """Read on, up to a size."""
+        """Read further, up to ``size`` bytes in all."""
         with file.open("rb") as stream:
             stream.seek(self.size)
             while block := stream.read(1 << 20 if size is None else min(1 << 20, size - self.size)):
@@ -67,7 +67,7 @@ class _Grown:
 
 
 class Seals:
-    """The seals of a run's results as it goes on; each is told once."""
+    """The seals of a run's results as it goes on; each is returned once."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -75,13 +75,13 @@ class Seals:
         self._grown: dict[str, _Grown] = {}
 
     def grown(self) -> dict[str, Seal]:
-        """Seals of the files that grow line by line, of those that did."""
+        """Return new seals of the files that are appended to, for those that have grown."""
         return self._new(
             {n: self._on(n, f) for n, f in result_files(self._run).items() if _grows(n)}
         )
 
     def all(self) -> dict[str, Seal]:
-        """Seals of all files that were not told, or are otherwise now."""
+        """Return new seals of all files, for those that are new or changed."""
         return self._new(
             {
                 name: self._on(name, file) if _grows(name) else seal_of(file) or {}

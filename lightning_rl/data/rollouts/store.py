@@ -1,4 +1,4 @@
-"""RolloutStore: rollouts in one SQLite file that can be searched while it grows."""
+"""RolloutStore: rollouts in one SQLite file, which can be queried while it grows."""
 
 import json
 import sqlite3
@@ -42,14 +42,15 @@ _COLUMNS = (
 
 
 class RolloutStore(RolloutFile):
-    """One row per rollout. A batch is one transaction; readers never wait, nor see half of one.
+    """Stores one row per rollout. A batch is one transaction; readers never wait, nor see half of
+    one.
 
     Rows are never deleted. ``state`` says what became of them: ``kept``; ``expired`` and
     ``archived``, too old and too many for the replay buffer; ``undone``, collected after the
-    checkpoint from which the run was resumed, and so once more since then.
+    checkpoint from which the run was resumed, and therefore collected again since.
 
     Args:
-        path: the file; made when first written to.
+        path: the file; it is created on the first write.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -97,9 +98,9 @@ class RolloutStore(RolloutFile):
         run: int = 0,
         progress: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Write groups in one transaction; returns their places.
+        """Write groups in one transaction; return their places.
 
-        What the run had written under the same ids before becomes ``undone``.
+        Rows that the run wrote under the same ids before become ``undone``.
         """
         self.pictures.write(rollout for group in groups for rollout in group)
         with self._transaction() as database:
@@ -124,7 +125,7 @@ class RolloutStore(RolloutFile):
         return list(range(first, first + len(groups)))
 
     def set_state(self, state: str, places: Sequence[int]) -> int:
-        """Say what became of the groups at these places; returns how many rollouts they are."""
+        """Set the state of the groups at these places; return the number of their rollouts."""
         with self._transaction() as database:
             changed = database.executemany(
                 "UPDATE rollouts SET state = ? WHERE place = ?", [(state, p) for p in places]
@@ -132,13 +133,13 @@ class RolloutStore(RolloutFile):
             return changed.rowcount
 
     def undo_after(self, place: int, run: int) -> None:
-        """Mark all that the run wrote behind a place: it is going to be collected again."""
+        """Mark all that the run wrote after a place as undone, as it will be collected again."""
         with self._transaction() as database:
             query = "UPDATE rollouts SET state = 'undone' WHERE run = ? AND place > ?"
             database.execute(query, (run, place))
 
     def graded(self, run: int, first: int, last: int) -> list[tuple[int, float, int]]:
-        """Place, reward and oldest version of what can be replayed between two places."""
+        """Return place, reward and oldest version of the replayable rollouts between two places."""
         query = """
             SELECT place, reward, version_min FROM rollouts
             WHERE run = ? AND place BETWEEN ? AND ? AND status = 'completed'
@@ -147,15 +148,15 @@ class RolloutStore(RolloutFile):
         return [tuple(row) for row in self.connection.execute(query, (run, first, last))]
 
     def group(self, place: int) -> Group:
-        """The group at a place."""
+        """Return the group at a place."""
         return [recorded.rollout for _, recorded in self._select("place = ?", (place,))]
 
     def last(self) -> int:
-        """The last group's place; 0 for an empty file."""
+        """Return the last group's place; 0 for an empty file."""
         return int(self._one("SELECT max(place) FROM rollouts") or 0)
 
     def next_run(self) -> int:
-        """A number for a run that has not written anything yet."""
+        """Return a number for a run that has not written anything yet."""
         found = self._one("SELECT max(run) FROM rollouts")
         return 0 if found is None else int(found) + 1
 
@@ -163,10 +164,10 @@ class RolloutStore(RolloutFile):
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """The open database, made if need be.
+        """The open database, created if necessary.
 
         Raises:
-            DataError: if the file is no SQLite database, or not one of ours.
+            DataError: if the file is not an SQLite database, or not one of this library.
         """
         if self._connection is None:
             self._connection = self._open()
@@ -186,7 +187,7 @@ class RolloutStore(RolloutFile):
             if tables and found != FORMAT:
                 raise DataError(
                     f"{self.path} is an SQLite file of another kind (format {found}, expected "
-                    f"{FORMAT}); name another file"
+                    f"{FORMAT}); use another file"
                 )
             # WAL: readers go on while one process writes. FULL: a commit survives a power cut.
             database.execute("PRAGMA journal_mode = WAL")

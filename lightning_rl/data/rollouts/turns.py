@@ -8,9 +8,9 @@ DECISIONS = ("rejects", "accepts", "goes on")
 
 
 def turns_of(completion: str | Sequence[Turn]) -> list[Turn]:
-    """The turns of a :class:`ProtocolAgent`'s rollout, each with what its decision means.
+    """Return the turns of a :class:`ProtocolAgent`'s rollout, each with its decision as a word.
 
-    [] of any other rollout, whose messages tell of no channels.
+    Returns [] for any other rollout, whose messages have no channels.
     """
     if isinstance(completion, str) or not all(map(_is_turn, completion)):
         return []
@@ -27,7 +27,7 @@ def turns_of(completion: str | Sequence[Turn]) -> list[Turn]:
 
 
 def _is_turn(message: Turn) -> bool:
-    """Whether a message is one of an interaction; a damaged one is shown as any other."""
+    """Return whether a message is a protocol's turn; damaged ones count as ordinary messages."""
     return (
         {"role", "content", "round", "channels", "decision"} <= message.keys()
         and isinstance(message["channels"], list | tuple)
@@ -37,7 +37,7 @@ def _is_turn(message: Turn) -> bool:
 
 
 def turns_as_text(turns: Sequence[Turn]) -> str:
-    """A line for each turn: round (from 1), agent, channels, what was said, and the decision."""
+    """Return a line for each turn: round (from 1), agent, channels, text, and the decision."""
     lines = []
     for turn in turns:
         place = [f"round {turn['round'] + 1}", turn["agent"], " + ".join(turn["channels"])]

@@ -36,7 +36,7 @@ def test_what_is_good_stays_as_it_is_and_what_is_missing_is_filled_in():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"pieces": [1]}, "rows[0].pieces[0] is 1, and must be a text"),
+        ({"pieces": [1]}, "rows[0].pieces[0] is 1, but must be a text"),
         ({"values": ["x"]}, "rows[0].values[0] is 'x'"),
     ],
 )

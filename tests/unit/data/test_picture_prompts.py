@@ -200,7 +200,7 @@ def test_a_set_of_which_no_picture_can_be_had_is_an_error(folder, tokenizer):
     prompts = loaded(jsonl(folder, *rows), tokenizer)
     with (
         pytest.warns(UserWarning, match="left out"),
-        pytest.raises(DataError, match="of 2 prompts 2 have pictures that cannot be had"),
+        pytest.raises(DataError, match="of 2 prompts 2 have pictures that cannot be read"),
     ):
         prompts.draw(1)
 
@@ -219,7 +219,7 @@ def test_a_picture_for_a_model_that_reads_none_says_so(folder, tiny_model):
     prompts = loaded(jsonl(folder, {"prompt": ask(PLACE), "images": [URI]}), tokenizer)
     with (
         pytest.warns(UserWarning, match=r"the model reads none; use one of Qwen2_5_VL"),
-        pytest.raises(DataError, match="cannot be had"),
+        pytest.raises(DataError, match="cannot be read"),
     ):
         prompts.draw(1)
 

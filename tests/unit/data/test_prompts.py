@@ -399,7 +399,7 @@ def test_going_on_from_a_state_equals_never_having_stopped(tokenizer, drawn):
 
 def test_a_state_of_another_order_is_refused(tokenizer):
     state = loaded(tokenizer, seed=1).state_dict()
-    with pytest.raises(ConfigError, match=r"seed=1, now it is 2; set it back"):
+    with pytest.raises(ConfigError, match=r"seed=1, now it is 2; restore it to resume"):
         loaded(tokenizer, seed=2).load_state_dict(state)
 
 

@@ -87,7 +87,7 @@ def test_a_file_says_how_far_it_came(path, batch):
 def test_rollouts_without_progress_cannot_be_gone_on_with(path, batch):
     file = open_rollouts(path)
     file.append(batch(0), 0)
-    with pytest.raises(DataError, match="cannot go on; name another file"):
+    with pytest.raises(DataError, match="cannot be resumed; use another file"):
         file.recover()
     assert len(read(path)) == 4
 
@@ -108,7 +108,7 @@ def test_the_ending_must_be_known(tmp_path):
 def test_a_group_with_two_prompts_is_refused(tmp_path, make_rollout):
     file = open_rollouts(tmp_path / "a.jsonl")
     file.append([make_rollout([4], [6]), make_rollout([5], [6])], 0)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: group 'g' has another prompt"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: group 'g' has a different prompt"):
         file.groups()
 
 
@@ -238,7 +238,7 @@ def test_nothing_is_removed_from_a_file_that_is_not_ours(tmp_path, batch):
     path = tmp_path / "other.jsonl"
     lines = [json.dumps({"iteration": 0, "id": r.id} | r.to_dict()) for r in batch(0)]
     path.write_text("\n".join(lines))  # as PreviewTable writes them
-    with pytest.raises(DataError, match=r"other\.jsonl:1 is not a line of `lightning-rl rollout`"):
+    with pytest.raises(DataError, match=r"other\.jsonl:1 was not written by `lightning-rl"):
         open_rollouts(path).recover()
     assert path.read_text() == "\n".join(lines)
     assert len(read(path)) == 4  # but it can be read
@@ -263,7 +263,7 @@ def test_a_damaged_line_is_named(tmp_path, batch):
     lines = path.read_text().splitlines()
     for line, message in (
         (lines[1][:50], r"bad\.jsonl:2: damaged, not JSON from column"),
-        ("[1]", r"bad\.jsonl:2: expected a rollout, an object"),
+        ("[1]", r"bad\.jsonl:2: expected a rollout as a JSON object"),
         ('{"prompt": "1="}', r"bad\.jsonl:2: not a rollout as .* prompt is '1='"),
         (lines[1].replace("[6, 7, 1]", "[6, 7]"), r"bad\.jsonl:2: .* differ in length \(\[2, 3\]"),
     ):

@@ -74,7 +74,7 @@ def test_a_picture_that_is_missing_or_changed_is_named(tmp_path, ending):
     file.close()
     [red] = tmp_path.rglob(f"{RED.digest}.png")
     red.write_bytes(BLUE.data)
-    with pytest.raises(DataError, match="is not the picture it was"):
+    with pytest.raises(DataError, match="was changed: its digest does not match"):
         list(open_rollouts(tmp_path / f"a.{ending}").read())
     red.unlink()
     with pytest.raises(DataError, match=rf"{RED.digest[:12]}.*is not in .*pictures; copy"):

@@ -98,7 +98,7 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path, tokenizer):
     prompts = loaded(tokenizer, JSONLPrompts(str(written(tmp_path, "jsonl"))))
     with path.open("a") as file:
         file.write("{}\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl was changed while a run reads it; start"):
+    with pytest.raises(DataError, match=r"rows\.jsonl changed while it was being read; start"):
         prompts.draw(1)
 
 
@@ -212,5 +212,5 @@ def test_a_stream_without_rows_is_refused(tmp_path, tokenizer):
     path = str(written(tmp_path, "jsonl"))
     prompts = HFStreamingPrompts(path, filter=lambda row: False)
     prompts.load(tokenizer)
-    with pytest.raises(DataError, match="holds no rows, or filter keeps none of them"):
+    with pytest.raises(DataError, match="holds no rows, or filter keeps none; check"):
         prompts.draw(1)

@@ -131,7 +131,7 @@ def test_a_damaged_line_of_the_rerun_log_is_named_and_left_out(tmp_path):
     with (tmp_path / "rerun" / "versions.jsonl").open("ab") as file:
         file.write(b'\xff\x00 rubbish\n[1]\n{"version": 2, "nothing": 1}\n')
     log.write_outcome(Outcome(2, {"w": "2"}))
-    with pytest.warns(UserWarning, match=r"versions\.jsonl:[234] is damaged, and left out"):
+    with pytest.warns(UserWarning, match=r"versions\.jsonl:[234] is damaged and ignored"):
         assert [outcome.weights for outcome in log.outcomes().values()] == [{"w": "1"}, {"w": "2"}]
     with pytest.warns(UserWarning, match="is damaged"):
         log.forget_after(1)
