@@ -29,7 +29,7 @@ from benchmarks.hostile.staged_runs import (
     trainer,
 )
 
-KEPT = "nothing is lost; run the same command to resume"
+KEPT = "nothing is lost: run the same command to resume"
 RESTORE = "restore"
 NULL = '{"choices": [{"message": {"content": null}, "finish_reason": "stop"}]}'
 GZIP = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope"

@@ -190,7 +190,9 @@ def _is_of_cache(builder: Any) -> bool:
 
 def _require_no_revision(path: str, revision: str | None) -> None:
     if revision is not None:
-        raise DataError(f"{path!r} is on the disk, which has no revision={revision!r}; remove it")
+        raise DataError(
+            f"{path!r} is on disk, where revision={revision!r} does not apply; remove it"
+        )
 
 
 def _require_commit(commit: str, path: str, revision: str | None) -> None:

@@ -55,7 +55,7 @@ def extended(known: str, longer: str) -> str:
         return known or longer
     (form, data), (other, more) = _split(known), _split(longer)
     if _sizes(form)[:2] != _sizes(other)[:2]:
-        raise DataError(f"routed experts of two models in one row: {form} and {other}")
+        raise DataError(f"routed experts of two models in one row ({form}, {other}); drop them")
     if form != other:  # in one of them all numbers happen to be small
         return to_text(torch.cat([of_text(known), of_text(longer)[len(of_text(known)) :]]))
     return _joined(form, data + more[len(data) :])
@@ -94,9 +94,11 @@ def _split(text: str) -> tuple[str, bytes]:
     try:
         stride, numbers = _stride(form), b64decode(data, validate=True)
     except ValueError as error:
-        raise DataError(f"routed experts {text[:40]!r} are damaged ({error})") from error
+        raise DataError(
+            f"routed experts {text[:40]!r} are damaged ({error}); restore the file"
+        ) from error
     if not stride or len(numbers) % stride:
-        raise DataError(f"routed experts {text[:40]!r} are damaged: not of whole tokens")
+        raise DataError(f"routed experts {text[:40]!r} are damaged: a part of a token is missing")
     return form, numbers
 
 

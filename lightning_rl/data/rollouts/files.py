@@ -184,8 +184,8 @@ def as_rollout(where: str, record: Any, pictures: PictureFolder | None = None) -
             )
     if calls:
         raise DataError(
-            f"{where}: a call is tokens {calls[0].start} to {calls[0].stop} of row {calls[0].row}, "
-            "which are not there; restore the file"
+            f"{where}: a call refers to tokens {calls[0].start} to {calls[0].stop} of row "
+            f"{calls[0].row}, which do not exist; restore the file"
         )
     return rollout
 

@@ -153,16 +153,18 @@ def parsed(where: str, line: bytes) -> Record:
     try:
         record = json.loads(line.rstrip())
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: damaged, not UTF-8 text ({error.reason})") from error
+        raise DataError(
+            f"{where}: damaged, not UTF-8 text ({error.reason}); restore the file"
+        ) from error
     except RecursionError as error:
-        raise DataError(f"{where}: damaged, too many lists within lists") from error
+        raise DataError(f"{where}: damaged, nested too deeply; restore the file") from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: damaged, not JSON from column {error.colno} on: {_beginning(line)}; "
             "remove the line, or restore the file"
         ) from error
     except ValueError as error:  # a number of thousands of digits
-        raise DataError(f"{where}: damaged ({error})") from error
+        raise DataError(f"{where}: damaged ({error}); restore the file") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a rollout as a JSON object, got {_beginning(line)}")
     return record

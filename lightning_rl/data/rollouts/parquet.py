@@ -116,7 +116,7 @@ def _named(part: Path) -> Iterator[None]:
     try:
         yield
     except (pyarrow.lib.ArrowException, OSError) as error:  # OSError: a page that cannot be read
-        raise DataError(f"{part}: not a Parquet file, or damaged ({error})") from error
+        raise DataError(f"{part}: not a Parquet file, or damaged ({error}); restore it") from error
 
 
 def _schema() -> Any:

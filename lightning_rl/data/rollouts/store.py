@@ -196,7 +196,9 @@ class RolloutStore(RolloutFile):
                 database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
         except sqlite3.DatabaseError as error:
             database.close()
-            raise DataError(f"{self.path}: not an SQLite file, or damaged ({error})") from error
+            raise DataError(
+                f"{self.path}: not an SQLite file, or damaged ({error}); restore it"
+            ) from error
         return database
 
     @contextmanager
@@ -219,7 +221,9 @@ class RolloutStore(RolloutFile):
                 rollout = from_row(where, dict(row) | arrays, self.pictures)
                 yield row["place"], Recorded(where, row["iteration"], rollout)
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{where}: damaged at or after this row ({error})") from error
+            raise DataError(
+                f"{where}: damaged at or after this row ({error}); restore the file"
+            ) from error
 
 
 def _pack(name: str, values: Sequence[Any]) -> bytes:

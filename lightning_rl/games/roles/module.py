@@ -51,8 +51,8 @@ class RolesModule(RolloutModule, LanguageModule):
         for place, (name, group) in enumerate(policies.items()):
             if not name.isidentifier() or hasattr(self, name):
                 raise ConfigError(
-                    f"RolesModule.policies: {name!r} cannot be a policy's name; use an identifier "
-                    "that is not an attribute of RolesModule, of letters, digits and _"
+                    f"RolesModule.policies: {name!r} cannot be a policy's name; use letters, "
+                    "digits and _, and no name of an attribute of RolesModule"
                 )
             group.join(self, name, model, (place, schedulers))
             schedulers += group.lr_scheduler is not None

@@ -185,7 +185,7 @@ def _result(path: Path) -> _Result:
     except ValueError as error:
         raise DataError(
             f"{path} does not hold a job's result ({one_line(error)}); remove it, and the job runs "
-            "again if its model is not there"
+            "again if its model is missing"
         ) from error
 
 

@@ -270,7 +270,7 @@ class StagedTrainer:
         except (ServerError, APIRefusal) as outage:
             raise FineTuneError(
                 f"{outage}; the run stopped in stage {self.state.stage} of iteration "
-                f"{self.state.iteration}, nothing is lost; run the same command to resume"
+                f"{self.state.iteration}; nothing is lost: run the same command to resume"
             ) from outage
 
     @contextmanager

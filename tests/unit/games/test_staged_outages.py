@@ -55,7 +55,7 @@ def test_an_outage_is_one_message_and_the_run_goes_on(server, tmp_path, name):
         staged(tmp_path, server.url).fit()
     message = str(caught.value)
     assert message.isprintable()
-    assert f"stopped in stage {stage} of iteration 0, nothing is lost" in message
+    assert f"stopped in stage {stage} of iteration 0; nothing is lost" in message
     server.fail(where)
     state = staged(tmp_path, server.url).fit()
     assert state.groups["all"].models == ["gpt", "ft:gpt+", "ft:gpt++"]
