@@ -172,7 +172,9 @@ CALLS: list[Call] = [
     ),
     *_both("a line that is cut off in the middle of a file", b'{"a": \n' + lines(good()), ":1: "),
     *_both("bytes that are no text", lines(good()) + b'{"\xff\xfe": 1}\n', "damaged, not UTF-8"),
-    *_both("lists within lists", b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b"}\n", "within lists"),
+    *_both(
+        "lists within lists", b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b"}\n", "nested too deeply"
+    ),
     *_both("a number of 5000 digits", b'{"a": ' + b"9" * 5000 + b"}\n", "4300 digits"),
     *_both("a list in place of an object", b"[1, 2]\n", "some.jsonl:1: "),
     Call(
