@@ -23,7 +23,7 @@ from lightning_rl.games.staged.jobs import FineTuneJobs, JobReport, JobRequest, 
 from lightning_rl.run.rundir import sync_directory, write_whole
 
 _MOST_STARTS = 3
-"""How often a job's process is started in all, e.g. if its machine restarts."""
+"""The most times that a job's process is started, e.g. after its machine restarted."""
 _CONFIG, _ROWS = "config.yaml", "rows.jsonl"
 
 

@@ -59,8 +59,8 @@ class StagedTrainer:
         test_every_n_iterations: also test before every n-th iteration; None: only at the end.
         min_rows: no job is created for fewer rows; the model is kept.
         job_attempts: jobs created for the same rows, if they fail or are cancelled.
-        keep_model_after_failure: then keep the previous model; false: the run ends with a
-            ``FineTuneError``, and can be resumed with other settings.
+        keep_model_after_failure: keep the model after the last attempt failed; false: raise a
+            ``FineTuneError``; the run can then be resumed with other settings.
         job_timeout_s: a job is cancelled this many seconds after its creation.
         poll_s: seconds between requests for a job's status.
         max_concurrency: the most interactions, and the most questions, at the same time.
