@@ -75,7 +75,7 @@ def test_a_folder_of_files_and_slices_of_its_splits(tmp_path, tokenizer):
         ]
         with pytest.raises(DataError, match=r"split='dev' is not one of \['test', 'train'\]"):
             HFDatasetPrompts(str(folder), split="dev").load(tokenizer)
-        with pytest.raises(DataError, match=r"no revision='v1'; remove it"):
+        with pytest.raises(DataError, match=r"revision='v1' does not apply; remove it"):
             HFDatasetPrompts(str(folder), revision="v1").load(tokenizer)
 
 
