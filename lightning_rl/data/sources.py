@@ -82,7 +82,9 @@ class JSONLPrompts(TablePrompts):
         path: the file.
 @@--@@
     Lines are read when they are drawn, unchanged: values of one column may have several types.
-@@END@@
+
+    Args:
+        path: the file.
     """
 
     def __init__(self, path: str, **options: Any) -> None:
@@ -99,15 +101,11 @@ class JSONLPrompts(TablePrompts):
 
 @configurable
 class ParquetPrompts(TablePrompts):
-@@BOTH@@
-    """The rows of a Parquet file or of a directory of them; 🤗 ``datasets`` keeps them as Arrow.
+    """The rows of a Parquet file or of a folder of them; 🤗 ``datasets`` caches them as Arrow.
 
     Args:
-        path: the file or the directory.
+        path: the file or the folder.
     """
-@@--@@
-    """The rows of a Parquet file or of a folder of them; 🤗 ``datasets`` caches them as Arrow."""
-@@END@@
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)
