@@ -287,4 +287,4 @@ def test_a_run_without_a_ledger_is_told_so(run, capsys):
     (run / "ledger.jsonl").unlink()
     status, lines = audit(run, capsys)
     assert status == 2
-    assert "has no ledger.jsonl, which RerunRecorder keeps" in lines[-1]
+    assert "has no ledger.jsonl, which RerunRecorder writes" in lines[-1]

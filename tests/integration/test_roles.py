@@ -116,8 +116,8 @@ def test_a_full_model_of_another_kind_learns_beside_an_adapter(tiny_model, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"collector": StreamedCollector()}, "has 2 policies, and data.collector=StreamedColl"),
-        ({"buffer": ReplayBuffer("b.sqlite")}, "has 2 policies, and data.buffer counts"),
+        ({"collector": StreamedCollector()}, "has 2 policies, but data.collector=StreamedColl"),
+        ({"buffer": ReplayBuffer("b.sqlite")}, "has 2 policies, but data.buffer measures"),
         ({"engine": None}, "holds the weights of one policy, but 2 are trained .first, second."),
     ],
 )

@@ -55,7 +55,7 @@ def examine(run: RecordedRun, head: str | None = None) -> Records:
     ledger = Ledger(run.path)
     if not ledger.path.exists():
         raise DataError(
-            f"{run.path} has no {ledger.path.name}, which RerunRecorder writes since this release; "
+            f"{run.path} has no {ledger.path.name}, which RerunRecorder writes; "
             "`lightning-rl rerun --iteration K` works without one"
         )
     entries = ledger.entries()
