@@ -198,7 +198,9 @@ def test_errors_name_the_actor_and_its_node(weights, engine):
 
 def test_resources_that_the_cluster_has_not_are_named(engine, skeleton):
     greedy = RayEngine(replicas=2, bundle={"CPU": 2.0, "GPU": 1.0}, start_timeout_s=1.0)
-    with pytest.raises(ReplicaError, match=r"2 times .*'GPU': 1.0.*the whole cluster has .*'CPU': 4.0"):
+    with pytest.raises(
+        ReplicaError, match=r"2 times .*'GPU': 1.0.*the whole cluster has .*'CPU': 4.0"
+    ):
         greedy.start(skeleton)
     assert not greedy.running
     assert all(replica.alive for replica in engine.replicas)  # Ray itself is still connected
