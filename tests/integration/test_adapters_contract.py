@@ -108,8 +108,8 @@ def test_adapters_that_do_not_fit_are_named_and_the_others_go_on(engine, trainer
     }
     whole = dict(trainers.policies["prover"].named_base_weights())
     for pushed, error, message in (
-        (halves[0], IncompleteWeightsError, rf"left out '{layer}\.lora_A'"),
-        (halves[1], IncompleteWeightsError, rf"left out '{layer}\.lora_B'"),
+        (halves[0], IncompleteWeightsError, rf"lacks '{layer}\.lora_A'"),
+        (halves[1], IncompleteWeightsError, rf"lacks '{layer}\.lora_B'"),
         (good | tower, IncompleteWeightsError, r"adapter of 'visual\.proj', of which"),
         (good | {f"{layer}.lora_A": torch.ones(2, 64)}, IncompleteWeightsError, r"\(2, 64\)"),
         (good | embedding, WeightSyncError, r"cannot adapt 'model\.embed_tokens'"),

@@ -157,7 +157,7 @@ def test_what_goes_wrong_is_named(world, weights, monkeypatch):
         transport.push(left, 1)
     assert engine.version == -1
     last = list(weights)[-1]
-    with pytest.raises(IncompleteWeightsError, match=rf"left out 1 .*'{last}'"):
+    with pytest.raises(IncompleteWeightsError, match=rf"lacks 1 .*'{last}'"):
         transport.push(list(weights.items())[:-1], 1)
     other = dict(reversed(weights.items()))
     with pytest.raises(WeightSyncError, match=r"vLLM's nccl transfer failed: .*same order"):

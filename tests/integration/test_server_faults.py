@@ -79,7 +79,7 @@ def test_a_skipped_layer_is_named(tiny_model, weights, engine, fault):
         "a layer left out of the push",
         "naming it; the engine generates nothing until the next push",
         IncompleteWeightsError,
-        f"left out 1 .* '{layer}'",
+        f"lacks 1 .* '{layer}'",
     ):
         engine.load_weights({n: w for n, w in weights.items() if n != layer}.items(), 1)
     with pytest.raises(EngineError, match="no trained weights"):

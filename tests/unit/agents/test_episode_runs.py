@@ -105,8 +105,8 @@ def test_columns_tell_of_all_rows(talk, tmp_path):
     ("damage", "words"),
     [
         (lambda r: r["rows"][1]["logprobs"].pop(), "differ in length"),
-        (lambda r: r["calls"][3].update(row=3), "0 to 1 of row 3, which are not there"),
-        (lambda r: r["calls"][2].update(stop=3), "0 to 3 of row 1, which are not there"),
+        (lambda r: r["calls"][3].update(row=3), "0 to 1 of row 3, which do not exist"),
+        (lambda r: r["calls"][2].update(stop=3), "0 to 3 of row 1, which do not exist"),
         (lambda r: r["rows"][1].pop("prompt_ids"), "prompt_ids is missing"),
     ],
 )

@@ -48,7 +48,7 @@ def test_every_public_class_has_a_list():
     [
         ("PolicyModul", "'PolicyModul'; did you mean PolicyModule?"),
         ("Frobnicate", "no class of this library is called 'Frobnicate'"),
-        ("pack_rollouts", "pack_rollouts is no class"),
+        ("pack_rollouts", "pack_rollouts is not a class"),
         ("LightningRLError", "LightningRLError is an error"),
     ],
 )

@@ -269,7 +269,7 @@ def test_the_command_writes_the_page_and_says_what_it_left_out(tmp_path, capsys)
         ([], "config error: the following arguments are required: runs"),
         (["{run}", "--rollout", "5"], "config error: unrecognized arguments: --rollout 5"),
         (["{run}", "--rollouts", "0"], "config error: rollouts=0 must be >= 1"),
-        (["{run}", "--out", "{run}"], "is a directory; name a file"),
+        (["{run}", "--out", "{run}"], "is a directory; pass the path of a file"),
         (["{run}/nowhere"], "data error: "),
     ],
 )

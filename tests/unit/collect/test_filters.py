@@ -60,7 +60,7 @@ def test_reward_spread_of_one_part(make_rollout):
     assert not RewardSpread(part="exact").keep(group)
     group[1].reward_parts["exact"] = 1.0
     assert RewardSpread(part="exact").keep(group)
-    with pytest.raises(ConfigError, match="no part 'exakt'; the parts are exact, form"):
+    with pytest.raises(ConfigError, match="no part of that name; use one of exact, form"):
         RewardSpread(part="exakt").keep(group)
 
 

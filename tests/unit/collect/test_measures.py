@@ -187,8 +187,8 @@ def test_metrics_of_ones_own_see_all_rollouts_and_are_recorded_beside_the_others
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ([lambda rollouts: {"accuracy": 1.0}], "eval/accuracy is recorded already"),
-        ([lengths, lengths], "eval/longest is recorded already"),
+        ([lambda rollouts: {"accuracy": 1.0}], "eval/accuracy is already recorded"),
+        ([lengths, lengths], "eval/longest is already recorded"),
         ([lambda rollouts: 0.5], r"returned 0.5; it must return numbers by name"),
         ([lambda rollouts: {"a": "b"}], r"returned \{'a': 'b'\}; it must return numbers"),
         ([lambda rollouts: {"a": 1 / 0}], "raised ZeroDivisionError: division by zero"),

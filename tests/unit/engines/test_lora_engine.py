@@ -108,7 +108,7 @@ def test_a_vllm_that_cannot_keep_adapters_apart_is_named_before_it_starts(
     for engine in (VLLMLocal, VLLMServer):
         caplog.clear()
         assert told(engine(dtype="bfloat16"), 8).takes_adapters == apart
-        assert ("vLLM 0.26.0 takes no new base weights" in caplog.text) != apart
+        assert ("vLLM 0.26.0 cannot take new base weights" in caplog.text) != apart
     if not apart:
         with pytest.raises(ConfigError, match=r"install vLLM >=0\.28; set adapters: merged"):
             told(VLLMLocal(adapters="apart"), 8)

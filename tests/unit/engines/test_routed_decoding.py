@@ -123,9 +123,9 @@ def test_what_cannot_record_them_says_so(tiny_model):
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no routers"):
         TransformersEngine(device="cpu", routed_experts=True).start(tiny_model)
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match=r"VLLMLocal tells .* only on a GPU"):
+        with pytest.raises(ConfigError, match=r"VLLMLocal reports .* only on a GPU"):
             VLLMLocal().follow_routing(True)
     other = VLLMServer()
     other.follow_routing(False)
-    with pytest.raises(ConfigError, match="VLLMServer does not tell"):
+    with pytest.raises(ConfigError, match="VLLMServer does not report"):
         other.follow_routing(True)

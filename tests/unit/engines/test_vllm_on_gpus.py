@@ -361,7 +361,7 @@ def test_batch_invariance_that_comes_too_late_is_refused(cuda, not_yet, monkeypa
         sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
     else:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=f"too late, {used} already; .*VLLM_BATCH_INVARIANT=1"):
+    with pytest.raises(ConfigError, match=f"{used} already; .*VLLM_BATCH_INVARIANT=1"):
         VLLMLocal(batch_invariant=True)
     # A server is another process, so it is in time.
     assert VLLMServer(batch_invariant=True).settings.environment()["VLLM_BATCH_INVARIANT"] == "1"
@@ -468,13 +468,13 @@ def test_what_a_cpu_cannot_do_is_refused_by_name(tmp_path, given, told):
         (
             VLLMLocal,
             {"options": {"tensor_parallel_size": 2}},
-            "one device of its training process; use VLLMServer or RayEngine",
+            "only the device of its training process; use VLLMServer or RayEngine",
         ),
         (VLLMServer, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be >= 1"),
         (
             VLLMServer,
             {"tensor_parallel_size": 2, "devices": ["0"]},
-            "'0' are fewer than tensor_parallel_size=2",
+            "'0' has fewer devices than tensor_parallel_size=2",
         ),
     ],
 )

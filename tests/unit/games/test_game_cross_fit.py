@@ -185,7 +185,7 @@ def test_so_are_three_factors_where_players_are_of_three_levels(form):
         return expectation(found, 3, 3)
 
     torch.testing.assert_close(mean(3), wanted, rtol=0, atol=1e-13)
-    with pytest.raises(ConfigError, match=r"a product of 3 estimates needs as many parts .* in 2"):
+    with pytest.raises(ConfigError, match=r"a product of 3 estimates needs as many parts .* are 2"):
         mean(2)
 
 

@@ -254,7 +254,7 @@ def test_several_policies_need_engines_for_them():
     with pytest.raises(ConfigError, match=r"2 are trained .first, second.; use PolicyEngines"):
         TransformersEngine().serve(roles)
     one = PolicyEngines({"first": TransformersEngine()})
-    with pytest.raises(ConfigError, match="engines are for first, and what is trained is first, s"):
+    with pytest.raises(ConfigError, match="are for first, but the trained policies are first, s"):
         one.serve(roles)
     with pytest.raises(ConfigError, match="what is trained is one policy"):
         one.serve({})

@@ -66,7 +66,7 @@ def test_an_engine_holds_what_was_pushed_and_computes_with_it(mixture):
         bound = scores_rounding(plain.config, torch.tensor(expected))
         assert completion.logprobs == pytest.approx(expected, abs=bound)
     left_out = [(n, w) for n, w in weights.items() if ".experts.1." not in n]
-    with pytest.raises(IncompleteWeightsError, match=r"left out 6 .*experts\.1\."):
+    with pytest.raises(IncompleteWeightsError, match=r"lacks 6 .*experts\.1\."):
         engine.load_weights(left_out, 2)
     engine.close()
 

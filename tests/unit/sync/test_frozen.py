@@ -156,6 +156,6 @@ def test_a_weight_that_is_missing_is_no_frozen_one(link, names):
     link.push(0)
     missing = f"{FROZEN}mlp.up_proj.weight"
     weights = [(n, w) for n, w in link.transport.weights_of(link.policy) if n != missing]
-    with pytest.raises(IncompleteWeightsError, match=rf"left out 1 of .*'{missing}'"):
+    with pytest.raises(IncompleteWeightsError, match=rf"lacks 1 of .*'{missing}'"):
         link.transport.push(weights, 1)
     assert link.push(2) == everything

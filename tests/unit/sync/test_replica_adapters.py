@@ -129,7 +129,7 @@ def test_an_adapter_that_is_left_out_is_named(connect, engine, lora_policy):
     lost = "model.layers.1.self_attn.q_proj.lora_"
     for left_out, message in (
         (lost, f"lacks 2 adapters, the first is '{lost}A"),
-        (f"{lost}A", f"left out '{lost}A', the other half of an adapter"),
+        (f"{lost}A", f"lacks '{lost}A', the other half of an adapter"),
     ):
         weights = [w for w in transport.weights_of(lora_policy) if not w[0].startswith(left_out)]
         with pytest.raises(IncompleteWeightsError, match=message):

@@ -94,7 +94,7 @@ def test_a_transport_of_ones_own_fills_replicas_too(tmp_path, engine, weights, o
     assert holds(other, state)
     wait_for(lambda: doomed.version == 1)
     assert holds(doomed, state)
-    with pytest.raises(IncompleteWeightsError, match=r"left out 1 .*'model\.norm\.weight'"):
+    with pytest.raises(IncompleteWeightsError, match=r"lacks 1 .*'model\.norm\.weight'"):
         transport.push([(n, w) for n, w in weights.items() if n != "model.norm.weight"], 2)
     transport.close()
 
@@ -214,7 +214,7 @@ def test_without_a_copy_a_restarted_replica_waits_for_the_next_push(engine, weig
 def test_weights_left_out_leave_no_engine_to_generate_with(connect, engine, weights):
     transport = connect()
     transport.push(weights.items(), 0)
-    with pytest.raises(IncompleteWeightsError, match=r"left out 1 .*'model\.norm\.weight'"):
+    with pytest.raises(IncompleteWeightsError, match=r"lacks 1 .*'model\.norm\.weight'"):
         transport.push([(n, w) for n, w in weights.items() if n != "model.norm.weight"], 1)
     with pytest.raises(EngineError, match="no trained weights"):
         run_async(engine.generate([3], ONE, 0))

@@ -182,7 +182,7 @@ def test_weights_are_checked_as_they_pass():
     expected = {"a": torch.Size([2]), "b": torch.Size([3])}
     good = {"a": torch.zeros(2), "b": torch.zeros(3)}
     assert list(checked(good.items(), expected)) == list(good.items())
-    with pytest.raises(IncompleteWeightsError, match=r"left out 1 .* 'b'"):
+    with pytest.raises(IncompleteWeightsError, match=r"lacks 1 .* 'b'"):
         list(checked([("a", good["a"])], expected))
     with pytest.raises(IncompleteWeightsError, match=r"'c' of shape \(1,\).* none of that name"):
         list(checked([("c", torch.zeros(1))], expected))
