@@ -256,7 +256,7 @@ def test_several_policies_need_engines_for_them():
     one = PolicyEngines({"first": TransformersEngine()})
     with pytest.raises(ConfigError, match="are for first, but the trained policies are first, s"):
         one.serve(roles)
-    with pytest.raises(ConfigError, match="what is trained is one policy"):
+    with pytest.raises(ConfigError, match="the trained policies are a single one"):
         one.serve({})
     both = PolicyEngines({"first": TransformersEngine(), "second": TransformersEngine()})
     both.serve(roles)
