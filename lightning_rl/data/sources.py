@@ -75,12 +75,6 @@ class TablePrompts(PromptDataset):
 class JSONLPrompts(TablePrompts):
     """One JSON object per line of the file ``path``; blank lines are skipped.
 
-@@BOTH@@
-    Lines are read when they are drawn, as they are: values of one column may be of several kinds.
-
-    Args:
-        path: the file.
-@@--@@
     Lines are read when they are drawn, unchanged: values of one column may have several types.
 
     Args:
