@@ -40,9 +40,9 @@ class Adapters:
             module = lm.get_submodule(name)
             if not isinstance(module, nn.Linear):
                 raise WeightSyncError(
-                    f"the engine cannot adapt layer {name!r}, a {type(module).__name__}; leave it "
-                    "out of lora.target_modules, or merge the adapters: engine adapters: merged, "
-                    "or PolicyEngines"
+                    f"the engine cannot adapt layer {name!r} of type {type(module).__name__}; "
+                    "leave it out of lora.target_modules, or merge the adapters: engine adapters: "
+                    "merged, or PolicyEngines"
                 )
         for name, layer in self._layers.items():
             if name not in names:

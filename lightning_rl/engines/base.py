@@ -66,10 +66,11 @@ def checked(
     seen = set()
     for name, weight in weights:
         if name not in expected or weight.shape != expected[name]:
-            shape = tuple(expected[name]) if name in expected else "none of that name"
+            known = name in expected
+            found = f"'s is {tuple(expected[name])}" if known else " has none of that name"
             raise IncompleteWeightsError(
-                f"the push contains {name!r} of shape {tuple(weight.shape)}, but {engine}'s is "
-                f"{shape}; is its model the trainer's?"
+                f"the push contains {name!r} of shape {tuple(weight.shape)}, but {engine}{found}; "
+                "is its model the trainer's?"
             )
         seen.add(name)
         yield name, weight

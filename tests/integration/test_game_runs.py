@@ -147,7 +147,10 @@ def test_a_player_that_pauses_stays_as_it_is():
         (lambda: made(GameModule, agents=agents(share_body=True)), "agent 'row' shares MLPBody"),
         (lambda: made(GameModule, update=SPG()), "update=SPG needs an order of row, column"),
         (lambda: made(GameModule, order=[["row"]]), "must name each agent once: row, column"),
-        (lambda: made(GameModule, minibatches=129), "minibatches=129 must be <= 128: .* from 2 or"),
+        (
+            lambda: made(GameModule, minibatches=129),
+            "minibatches=129 must be <= 128: .* needs at least 2",
+        ),
         (
             lambda: made(GameModule, update=Simultaneous(), minibatches=257),
             "minibatches=257 must be <= 256",

@@ -49,7 +49,7 @@ MORE = ("--trainer.max_epochs", "2")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model.lora", "LoRA"], ["model.lora: none then, {'rank': 16", "set it back"]),
+        (["--model.lora", "LoRA"], ["model.lora: none then, {'rank': 16", "set them back"]),
         slow(["--model.kl", "K3Penalty"], ["model.kl: none then, K3Penalty now"]),
         (
             ["--model.optimizer.lr", "0.5", "--data.group_size", "4"],

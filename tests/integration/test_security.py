@@ -91,7 +91,7 @@ def test_other_ways_to_run_code_are_refused(workplace):
     for tree, words in (
         ({"options": {"trust_remote_code": True}}, r"options\.trust_remote_code: True runs code"),
         ({"weights_only": False}, "weights_only: false unpickles"),
-        ({"model": "part.yaml"}, "give it with --config"),
+        ({"model": "part.yaml"}, "pass it with --config"),
     ):
         with pytest.raises(ConfigError, match=words):
             require_trusted(tree, TRUSTED)
