@@ -33,12 +33,17 @@ def sync_weights(generation: Any) -> None:
     generation.llm.reset_prefix_cache()
 
 
-def main() -> None:
+def mend() -> None:
+    """Make TRL importable, and able to generate with vLLM on a CPU."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else its CPU seconds are another process's
     sys.path.append(os.environ["TRL_PACKAGES"])
     generation = importlib.import_module("trl.generation.vllm_generation")
     generation.LLM = partial(generation.LLM, **LLM_OPTIONS)  # type: ignore[attr-defined]
     generation.VLLMGeneration.sync_weights = sync_weights
+
+
+def main() -> None:
+    mend()
     importlib.import_module("benchmarks.peers_trl").main()
 
 

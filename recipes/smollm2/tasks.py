@@ -1,4 +1,4 @@
-"""Six tasks of arithmetic and reading that a small chat model gets right now and then.
+"""Seven tasks of arithmetic and reading that a small chat model gets right now and then.
 
 A question is drawn by a seed. Its *facts* (the two factors, the four numbers, the word) decide
 whether it is held out: what a model is examined on, it has met in no other order or words.
@@ -68,6 +68,13 @@ def largest(rng: random.Random) -> Question:
     return Question(text, max(numbers), sorted(numbers))
 
 
+def smallest(rng: random.Random) -> Question:
+    """The smallest of four numbers below 50."""
+    numbers = rng.sample(range(50), 4)
+    text = f"Which is the smallest of these numbers: {', '.join(map(str, numbers))}?"
+    return Question(text, min(numbers), sorted(numbers))
+
+
 def letters(rng: random.Random) -> Question:
     """How often a letter occurs in a word that has it."""
     word = rng.choice(_WORDS.split())
@@ -97,7 +104,8 @@ def differences(rng: random.Random) -> Question:
 
 
 TASKS: dict[str, Callable[[random.Random], Question]] = {
-    task.__name__: task for task in (products, largest, letters, sums, stories, differences)
+    task.__name__: task
+    for task in (products, largest, letters, sums, stories, differences, smallest)
 }
 
 

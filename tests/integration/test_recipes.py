@@ -20,15 +20,15 @@ from lightning_rl.config.layers import load_yaml
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.learn.policies import RolloutModule
 from recipes.openai_agent.prepare import prepare as prepare_openai_agent
-from recipes.reasoning_gym import prepare
+from recipes.smollm2.prepare import prepare as prepare_smollm2
 from recipes.vision import prepare as prepare_vision, warm_start
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = sorted((ROOT / "recipes").glob("*/*.yaml"))
 CONFIGS = [path for path in EVERYTHING if "run_dir" not in load_yaml(str(path))[0]]
-REASONING_GYM = ROOT / "recipes" / "reasoning_gym"
-PRETRAINED = REASONING_GYM / "pretrained.yaml"
+REASONING_GYM = ROOT / "recipes" / "reasoning_gym" / "grpo.yaml"
+SMOLLM2 = ROOT / "recipes" / "smollm2"
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +103,8 @@ def test_one_iteration_of_a_pretrained_model_with_a_stand_in(chat_model, tmp_pat
         "trainer.logger.save_dir": tmp_path,
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    assert main(["fit", "--config", str(PRETRAINED), *arguments]) == 0
-    run = tmp_path / "pretrained" / "version_0"
+    assert main(["fit", "--config", str(REASONING_GYM), *arguments]) == 0
+    run = tmp_path / "grpo" / "version_0"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert summary["iterations"] == 1
@@ -124,31 +124,31 @@ def test_one_iteration_of_a_pretrained_model_with_a_stand_in(chat_model, tmp_pat
 
 
 @pytest.mark.slow
-def test_eight_tasks_are_warm_started_and_trained(tmp_path, monkeypatch):
-    """recipes/reasoning_gym with its own model, shortened: two steps, one iteration."""
-    monkeypatch.setattr(prepare, "DRAWN", 60)
-    monkeypatch.setattr(prepare, "DRAWN_FOR_RL", 0)
-    monkeypatch.setattr(prepare, "NUM_HELDOUT", 2)
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "lora"])
+def test_five_tasks_are_trained_and_evaluated_apart(chat_model, lora, tmp_path, monkeypatch):
+    """recipes/smollm2 with its variants, shortened: one iteration of a random model."""
     monkeypatch.chdir(tmp_path)
-    prepare.prepare(prepare_out := Path("runs/reasoning_gym"))
-    steps = ["--trainer.max_steps=2", "--data.batch_size=4", "--trainer.accelerator=cpu"]
-    assert main(["fit", "--config", str(REASONING_GYM / "sft.yaml"), *steps]) == 0
+    prepare_smollm2(Path("runs/smollm2"))
     options = {
+        "model.model": chat_model,
+        "data.engine": "TransformersEngine",
+        "data.eval_limit": 2,
         "data.sampling.max_tokens": 6,
-        "data.groups_per_iteration": 8,
         "data.group_size": 2,
         "data.iterations_per_epoch": 1,
         "data.train_prompts.mixing": "RoundRobin",
         "trainer.accelerator": "cpu",
     }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    assert main(["fit", "--config", str(REASONING_GYM / "grpo.yaml"), *arguments]) == 0
-    run = prepare_out / "grpo" / "version_0"
+    variants = ["five", "lora"] if lora else ["five"]
+    files = [SMOLLM2 / "grpo.yaml", *(SMOLLM2 / "variants" / f"{name}.yaml" for name in variants)]
+    configs = [word for file in files for word in ("--config", str(file))]
+    assert main(["fit", *configs, *(f"--{name}={value}" for name, value in options.items())]) == 0
+    run = Path("runs/smollm2/five/version_0")
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["iterations"]) == ("completed", 1)
     (row,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines()[-1:])
-    for task in prepare.TASKS:  # each has its share of the groups, and is evaluated by itself
-        assert row[f"rollout/{task}/share"] == 1 / 8
+    for task in ("products", "largest", "letters", "sums", "stories"):
+        assert row[f"rollout/{task}/share"] == 1 / 5
         assert 0.0 <= row[f"eval/{task}/accuracy"] <= 1.0
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 EVERYTHING = sorted((ROOT / "recipes").glob("*/*.yaml"))
 STAGED = [path for path in EVERYTHING if "run_dir" in load_yaml(str(path))[0]]
 CONFIGS = [path for path in EVERYTHING if path not in STAGED]
-PRETRAINED = ROOT / "recipes" / "reasoning_gym" / "pretrained.yaml"
+REASONING_GYM = ROOT / "recipes" / "reasoning_gym" / "grpo.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _in_the_checkout(monkeypatch):
 
 
 def test_there_are_recipes_to_check():
-    assert PRETRAINED in CONFIGS
+    assert REASONING_GYM in CONFIGS
     assert len(CONFIGS) >= 4
 
 
@@ -63,7 +63,7 @@ def test_every_key_of_a_staged_run_exists(path):
 
 
 def test_no_held_out_question_is_trained_on():
-    init_args = load_yaml(str(PRETRAINED))[0]["data"]["init_args"]
+    init_args = load_yaml(str(REASONING_GYM))[0]["data"]["init_args"]
     train, heldout = (
         {
             entry["question"]

@@ -22,6 +22,7 @@ def test_questions_have_the_right_answer(task):
         expected = {
             "products": math.prod(numbers),
             "largest": max(numbers, default=0),
+            "smallest": min(numbers, default=0),
             "letters": word.count(letter),
             "sums": sum(numbers),
             "stories": sum(numbers),

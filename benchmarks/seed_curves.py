@@ -1,4 +1,4 @@
-"""The figure of `benchmarks.reasoning`."""
+"""Figures of several seeds: curves over iterations, and each task before and after."""
 
 from typing import Any
 
@@ -13,12 +13,17 @@ BEFORE, AFTER = "#9aa5b1", "#2f6fb0"
 SEEDS = ("#2f6fb0", "#d9822b", "#3a9474")
 
 
-def draw(runs: list[dict[str, Any]], tasks: dict[str, dict[str, float]], path: str) -> None:
-    """Accuracy over iterations, a line per seed; each task before and after, mean of the seeds."""
+def draw(
+    runs: list[dict[str, Any]], tasks: dict[str, dict[str, float]], path: str, title: str
+) -> None:
+    """Accuracy over iterations, a line per seed; each task before and after, mean of the seeds.
+
+    ``title`` says what the curves show.
+    """
     figure = Figure(figsize=(12, 4.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     FigureCanvasAgg(figure)
     curves, bars = figure.subplots(1, 2)
-    _curves(curves, runs, len(tasks))
+    _curves(curves, runs, title)
     _bars(bars, tasks, len(runs))
     for panel in (curves, bars):
         panel.spines[["top", "right"]].set_visible(False)
@@ -26,7 +31,7 @@ def draw(runs: list[dict[str, Any]], tasks: dict[str, dict[str, float]], path: s
     figure.savefig(path, dpi=130)
 
 
-def _curves(axes: Axes, runs: list[dict[str, Any]], tasks: int) -> None:
+def _curves(axes: Axes, runs: list[dict[str, Any]], title: str) -> None:
     for run, color in zip(runs, SEEDS, strict=False):
         label = f"seed {run['seed']}"
         axes.plot(run["iterations"], run["accuracy"], ".-", color=color, label=label)
@@ -35,7 +40,7 @@ def _curves(axes: Axes, runs: list[dict[str, Any]], tasks: int) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
     axes.set_xlabel("iterations of GRPO")
-    _title(axes, f"Held-out accuracy, all {tasks} tasks")
+    _title(axes, title)
 
 
 def _bars(axes: Axes, tasks: dict[str, dict[str, float]], seeds: int) -> None:
