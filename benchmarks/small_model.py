@@ -82,6 +82,7 @@ def trained(
             ("--trainer.logger.save_dir", OUT),
             ("--trainer.logger.name", name),
             ("--trainer.callbacks", json.dumps([{"class_path": "RunReport"}, export])),
+            *([("--ckpt_path", "last")] if directory.exists() else []),  # it was stopped
         ]
         run([sys.executable, "-m", "lightning_rl", "fit"], options)
     return directory

@@ -22,12 +22,16 @@ QUICKSTART = ("products", "largest")
 
 
 def write(path: Path, asked: Iterable[Question]) -> None:
-    """Write questions as rows of ``prompt`` and ``answer``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for question in asked:
-            message = {"role": "user", "content": f"{question.text} {ASKED}"}
-            print(json.dumps({"prompt": [message], "answer": question.answer}), file=file)
+    """Write questions as rows of ``prompt`` and ``answer``.
+
+    A file that holds them already is left alone: a run may be reading it.
+    """
+    chats = (([{"role": "user", "content": f"{q.text} {ASKED}"}], q.answer) for q in asked)
+    rows = (json.dumps({"prompt": chat, "answer": answer}) for chat, answer in chats)
+    text = "".join(f"{row}\n" for row in rows)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def prepare(out: Path) -> None:
