@@ -20,7 +20,7 @@ from benchmarks.small_model import GROUP_SIZE, GROUPS, MAX_TOKENS, TRAINED
 from recipes.smollm2.tasks import last_number
 
 NEVER = 2.0
-MICRO_BATCH = 40
+MICRO_BATCH = 16
 
 
 def questions(directory: Path, number: int) -> Dataset:

@@ -1,7 +1,5 @@
 """Prompts: rows from files or code, tokenised once, drawn in an order that checkpoints hold."""
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,20 +12,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.chats import render
+from lightning_rl.data.encoding import PromptEncoder
 from lightning_rl.data.pictured import PictureSource
+from lightning_rl.data.row_order import RowOrder
 from lightning_rl.data.shaping import Row, ShapedRows, Shaping
 from lightning_rl.data.tables import ListTable, Table
 from lightning_rl.errors import ConfigError, DataError, PictureError
-from lightning_rl.rollout import Message, Picture, Prompt, Rollout
-from lightning_rl.run.seeding import permutation, run_seed
-from lightning_rl.vision.begins import begin_fault, begun_once
+from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.run.seeding import run_seed
 from lightning_rl.vision.downloads import AT_ONCE
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
-from lightning_rl.vision.reader import encode
 
-_BATCH = 1000
-"""Number of prompts that are measured at a time."""
 _TOLD = 10
 """Number of rows without their pictures that are reported individually."""
 
@@ -101,13 +96,9 @@ class PromptDataset(ABC):
         self._shaped: ShapedRows | None = None
         self._lengths: np.ndarray | None = None  # of all prompts in tokens, where that is kept
         self._room: int | None = None  # tokens that the engine leaves for a prompt
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._chat_options: dict[str, Any] = {}
-        self._epoch = 0
-        self._cursor = 0
-        self._order: Sequence[int] | np.ndarray = []
+        self._encoder: PromptEncoder | None = None
+        self._order = RowOrder()
         self._dropped_rows: set[int] = set()
-        self._begin_told = False
 
     @abstractmethod
     def read(self) -> Iterable[tuple[str, Any]]:
@@ -134,46 +125,23 @@ class PromptDataset(ABC):
         once per tokenizer: the results are cached beside the data. ``chat_options`` are further
         variables of the tokenizer's chat template, such as ``tools``.
         """
-        self._tokenizer = tokenizer
-        self._chat_options = dict(chat_options or {})
+        self._encoder = PromptEncoder(tokenizer, chat_options)
         if self._shaped is None:
             rows = self.shaped()
             if not len(rows):
                 raise DataError(f"{self!r} holds no rows; expected at least one with a prompt")
             self._shaped = rows
             self.fingerprint = f"{len(rows)} rows {rows.digest()}"
-            self._order = self._permutation(self._epoch)
-        if self.max_prompt_tokens is not None:
-            self._lengths = self._measured()
-
-    def _measured(self) -> np.ndarray | None:
-        """Return the number of tokens of all prompts, if it is cached between loads."""
-        key = _key_of(self._tokenizer, self._chat_options)
-        return None if key is None else self._loaded().kept(key, self._measure)
+            self._begin_order()
+        key = self._encoder.key if self.max_prompt_tokens is not None else None
+        self._lengths = None if key is None else self._shaped.kept(key, self._measure)
 
     def _measure(self) -> np.ndarray:
+        """Return the number of tokens of each prompt; all were checked when they were loaded."""
         rank_zero_info(f"{self!r}: measuring {len(self)} prompts, once for this tokenizer")
-        assert self._tokenizer is not None
-        # All were checked when they were loaded.
+        assert self._encoder is not None
         prompts = (row[self.prompt_column] for row in self._loaded().unchecked())
-        lengths: list[np.ndarray] = []
-        while batch := list(islice(prompts, _BATCH)):
-            counts = np.zeros(len(batch), dtype=np.uint32)
-            for chat in (False, True):
-                places = [i for i, prompt in enumerate(batch) if isinstance(prompt, str) != chat]
-                if places:
-                    counts[places] = self._counted([batch[place] for place in places], chat)
-            lengths.append(counts)
-        return np.concatenate(lengths)
-
-    def _counted(self, prompts: list[Any], chat: bool) -> list[int]:
-        """Return the number of tokens of each prompt; all are chats, or none is."""
-        assert self._tokenizer is not None
-        texts = self._rendered(prompts, lambda: repr(self)) if chat else prompts
-        found = self._tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
-        listed = found["input_ids"]
-        listed = listed if chat else [begun_once(self._tokenizer, ids) for ids in listed]
-        return [len(token_ids) for token_ids in listed]
+        return self._encoder.lengths(prompts, repr(self))
 
     def __len__(self) -> int:
         return len(self._loaded())
@@ -189,7 +157,8 @@ class PromptDataset(ABC):
         rows = (self._loaded()[row] for row in upcoming)
         later = ((row[self.prompt_column], row) for row in rows)
         text, pictures = self._pictures.of(columns.pop(self.prompt_column), columns, later)
-        token_ids, places = self._tokenize(index, text, pictures)
+        assert self._encoder is not None
+        token_ids, places = self._encoder.encode(text, pictures, self._loaded().where(index))
         return Prompt(prompt_id, text, token_ids, columns, pictures=pictures, places=places)
 
     @cached_property
@@ -234,15 +203,17 @@ class PromptDataset(ABC):
 
     def _next_index(self) -> int:
         """Return the row to draw next, however long its prompt is."""
-        if self._cursor == len(self._order):
-            self._epoch, self._cursor = self._epoch + 1, 0
-            self._order = self._permutation(self._epoch)
-        self._cursor += 1
-        return int(self._order[self._cursor - 1])
+        if self._order.ended:
+            self._order.epoch += 1
+            self._begin_order()
+        return self._order.next()
+
+    def _begin_order(self, cursor: int = 0) -> None:
+        self._order.begin(len(self), self.seed if self.shuffle else None, cursor=cursor)
 
     def _upcoming(self) -> Iterable[int]:
         """Return some of the rows that :meth:`draw` reads next, as far as they are known."""
-        return map(int, self._order[self._cursor : self._cursor + AT_ONCE])
+        return self._order.upcoming(AT_ONCE)
 
     def _fitting(self, index: int, upcoming: Iterable[int] = ()) -> Prompt | None:
         """Return row ``index`` as a prompt; None if it is too long, or lacks a picture.
@@ -265,7 +236,7 @@ class PromptDataset(ABC):
             return
         self._without.add(number)
         if len(self._without) <= _TOLD:
-            rank_zero_warn(f"{self._where(index)} is left out: {error}")
+            rank_zero_warn(f"{self._loaded().where(index)} is left out: {error}")
         if len(self._without) == _TOLD:
             rank_zero_warn(
                 f"{self!r}: further rows with pictures that cannot be read are only counted"
@@ -308,8 +279,8 @@ class PromptDataset(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor, as primitives."""
         return {
-            "epoch": self._epoch,
-            "cursor": self._cursor,
+            "epoch": self._order.epoch,
+            "cursor": self._order.cursor,
             "seed": self.seed,
             "rows": len(self._loaded()),
             "dropped_rows": sorted(self._dropped_rows),
@@ -336,10 +307,10 @@ class PromptDataset(ABC):
                 f"the checkpoint's prompts were {state['rows']} rows, now {self!r} holds "
                 f"{len(self._loaded())}; give it the same rows to resume"
             )
-        self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._dropped_rows = set(state["dropped_rows"])
         self.dropped = len(self._dropped_rows)
-        self._order = self._permutation(self._epoch)
+        self._order.epoch = state["epoch"]
+        self._begin_order(state["cursor"])
 
     def _loaded(self) -> ShapedRows:
         if self._shaped is None:
@@ -362,64 +333,6 @@ class PromptDataset(ABC):
         else:
             what = f"max_prompt_tokens={limit}; raise it"
         return DataError(f"{self!r}: all {len(self)} prompts are longer than {what}")
-
-    def _permutation(self, epoch: int) -> Sequence[int] | np.ndarray:
-        count = len(self._loaded())
-        return permutation(count, self.seed, epoch).numpy() if self.shuffle else range(count)
-
-    def _tokenize(
-        self, index: int, prompt: str | list[Message], pictures: Sequence[Picture]
-    ) -> tuple[list[int], list[int]]:
-        """Return token ids, and the indices at which pictures begin among them."""
-        assert self._tokenizer is not None
-        text, is_chat = self._text(index, prompt)
-        token_ids, places = encode(self._tokenizer, text, pictures, special=not is_chat)
-        if not token_ids:
-            raise DataError(f"{self._where(index)}: the prompt {prompt!r:.80} has no tokens")
-        if not self._begin_told and (fault := begin_fault(self._tokenizer, token_ids)):
-            self._begin_told = True
-            rank_zero_warn(
-                f"{self._where(index)}: the prompt {fault}; further rows are not reported"
-            )
-        return token_ids, places
-
-    def _text(self, index: int, prompt: str | list[Message]) -> tuple[str, bool]:
-        """Return the text to tokenise, and whether it is a chat's, which includes all special
-        tokens.
-        """
-        if isinstance(prompt, str):
-            return prompt, False
-        return self._rendered([prompt], lambda: self._where(index))[0], True
-
-    def _rendered(self, chats: list[list[Message]], where: Callable[[], str]) -> list[str]:
-        assert self._tokenizer is not None
-        if self._tokenizer.chat_template is None:
-            raise DataError(
-                f"{where()}: the prompt is a chat, but the tokenizer has no chat template; use "
-                "plain text prompts, or set tokenizer.chat_template and save the tokenizer"
-            )
-        try:
-            return render(self._tokenizer, chats, self._chat_options)
-        except Exception as error:  # a template may raise anything
-            raise DataError(
-                f"{where()}: the chat template cannot render the prompt: {error}; correct its "
-                "messages, or use a model whose template supports them"
-            ) from error
-
-    def _where(self, index: int) -> str:
-        return self._loaded().where(index)
-
-
-def _key_of(tokenizer: Any, chat_options: Mapping[str, Any]) -> str | None:
-    """Return a key of all that turns prompts into tokens; None for tokenizers that do not expose
-    it.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    variables = getattr(tokenizer.apply_chat_template, "keywords", {})
-    told = [backend.to_str(), tokenizer.chat_template, variables, chat_options]
-    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 class Prompts(Protocol):

@@ -8,14 +8,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.encoding import PromptEncoder
 from lightning_rl.data.hub import RowStream, open_stream
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.row_order import RowOrder
 from lightning_rl.data.shaping import ShapedRows
 from lightning_rl.data.sources import pictures_beside
 from lightning_rl.data.tables import ListTable
 from lightning_rl.errors import DataError, require_at_least
 from lightning_rl.rollout import Prompt
-from lightning_rl.run.seeding import permutation
 from lightning_rl.vision.limits import PictureAccess
 
 
@@ -74,8 +75,7 @@ class HFStreamingPrompts(PromptDataset):
         self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
     ) -> None:
         """Open the stream, and read its first block."""
-        self._tokenizer = tokenizer
-        self._chat_options = dict(chat_options or {})
+        self._encoder = PromptEncoder(tokenizer, chat_options)
         if self._stream is None:
             self._open()
 
@@ -89,32 +89,30 @@ class HFStreamingPrompts(PromptDataset):
         self._begin = self._stream.state
         found = self._stream.block(self.buffer_size)
         rows = ((f"{self.path}: row {n}", row) for n, row in enumerate(found, before))
-        self._before, self._read, self._cursor = before, len(found), 0
+        self._before, self._read = before, len(found)
         self._shaped = ShapedRows(ListTable(rows), self._shaping, self.filter)
-        self._order = self._permutation(self._epoch)
+        self._begin_order()
 
-    def _permutation(self, epoch: int) -> Any:
-        if not self.shuffle:
-            return range(len(self))
-        return permutation(len(self), self.seed, epoch, self._before).numpy()
+    def _begin_order(self, cursor: int = 0) -> None:
+        seed = self.seed if self.shuffle else None
+        self._order.begin(len(self), seed, self._before, cursor=cursor)
 
     def _number(self, index: int) -> int:
         return self._before + self._loaded().place(index)
 
     def _next_index(self) -> int:
-        first = self._epoch
-        while self._cursor == len(self._order):
+        first = self._order.epoch
+        while self._order.ended:
             if self._read:
                 self._read_block(self._before + self._read)
-            elif self._epoch <= first + 1:
-                self._epoch += 1
+            elif self._order.epoch <= first + 1:
+                self._order.epoch += 1
                 self._stream_from(None, 0)
             else:
                 raise DataError(
                     f"{self!r} holds no rows, or filter keeps none; check path, split and filter"
                 )
-        self._cursor += 1
-        return int(self._order[self._cursor - 1])
+        return self._order.next()
 
     def _stream_from(self, state: Any, before: int) -> None:
         assert self._stream is not None
@@ -124,11 +122,11 @@ class HFStreamingPrompts(PromptDataset):
     def numbered(self) -> Iterator[tuple[int | None, Prompt]]:
         """Yield the rows that are short enough, from a fresh stream."""
         fresh = copy(self)
-        fresh.shuffle, fresh._epoch = False, 0
+        fresh.shuffle, fresh._order = False, RowOrder()
         fresh._open()
         while True:
             index = fresh._next_index()
-            if fresh._epoch:
+            if fresh._order.epoch:
                 return
             prompt = fresh._fitting(index, fresh._upcoming())
             if prompt is not None:
@@ -139,6 +137,6 @@ class HFStreamingPrompts(PromptDataset):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._loaded()
-        self._epoch = state["epoch"]
+        self._order.epoch = state["epoch"]
         self._stream_from(state.get("stream"), state.get("before", 0))
         super().load_state_dict(state)

@@ -7,6 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from lightning_rl.cli.rerun.run import RecordedRun
+from lightning_rl.data.encoding import PromptEncoder
 from lightning_rl.data.sources import (
     HFDatasetPrompts,
     IterablePrompts,
@@ -256,7 +257,7 @@ def test_a_text_begins_once_whether_it_is_rendered_already_or_not(recwarn, text)
     prompts.load(tokenizer)
     [prompt] = prompts.draw(1)
     assert prompt.token_ids == tokenizer.convert_tokens_to_ids(["<|begin|>", "1", "="])
-    assert prompts._counted([text], chat=False) == [3]
+    assert PromptEncoder(tokenizer).lengths([text], "row 0").tolist() == [3]
     assert not recwarn.list
 
 
