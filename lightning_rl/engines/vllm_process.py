@@ -18,6 +18,7 @@ import torch
 
 from lightning_rl.engines.lora import lora_hint
 from lightning_rl.engines.server_process import validation_failure
+from lightning_rl.engines.vllm_classes import transformers_unchanged
 from lightning_rl.engines.vllm_cpu import (
     keep_global_randomness,
     leave_memory_nodes_unsaid,
@@ -160,7 +161,8 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
         # By the context vLLM chooses how many tokens a step takes, where that is not set.
         context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
         try:
-            llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments), context)
+            with transformers_unchanged():
+                llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments), context)
         except (ValueError, RuntimeError, TypeError, AssertionError) as error:
             raise EngineError(f"vLLM did not start: {lora_hint(last_line(error))}") from error
     if on_cpu and arguments["enforce_eager"]:
