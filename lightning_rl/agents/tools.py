@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_rl.agents.base import (
     room,
     within,
 )
+from lightning_rl.agents.mcp import MCPTools
 from lightning_rl.agents.reading import CallReader
 from lightning_rl.agents.templates import (
     HermesParser,
@@ -58,7 +59,8 @@ class ToolAgent(Agent):
     results, or the engine's length), ``max_turns`` or ``max_seconds``.
 
     Args:
-        tools: functions with type hints and a docstring; see :func:`tool_schema`.
+        tools: functions with type hints and a docstring (see :func:`tool_schema`), and
+            ``MCPTools``, which are all tools of a server.
         parser: reads calls in the model family's format; Hermes by default.
         max_turns: maximum number of the model's turns; calls in the last one are not run.
         call_timeout: time limit of one call, in seconds.
@@ -86,11 +88,18 @@ class ToolAgent(Agent):
         self.max_turns = max_turns
         self.max_seconds = max_seconds
         self.allow_rewrites = allow_rewrites
-        self.chat_options = {"tools": self.toolbox.schemas}
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._template: TurnTemplate | None = None
         self._reader: CallReader | None = None
         self._one_call = False  # the chat template has no place for two in a turn
+
+    @property
+    def chat_options(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """Tells the chat template of the tools; the first access connects to their servers."""
+        return {"tools": self.toolbox.schemas}
+
+    def close(self) -> None:
+        self.toolbox.close()
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         template = TurnTemplate(tokenizer, self.chat_options)
@@ -270,7 +279,8 @@ class Toolbox:
     ``arguments``, ``exception`` or ``timeout``.
 
     Args:
-        functions: tools; see :func:`tool_schema`. ``async`` ones run on the event loop, plain ones
+        tools: functions (see :func:`tool_schema`), and servers with tools of their own, which
+            check the arguments themselves. ``async`` functions run on the event loop, plain ones
             each in a thread. A thread cannot be stopped: after a timeout it keeps running unheard,
             so a function that may hang should be ``async``, or limit its own time.
             ``signal.alarm`` works in the main thread only; a tool that uses it fails the rollout.
@@ -283,40 +293,64 @@ class Toolbox:
 
     def __init__(
         self,
-        functions: Sequence[Callable[..., Any]],
+        tools: Sequence[Callable[..., Any]],
         call_timeout: float,
         picture_limits: PictureLimits = PictureLimits(),
     ) -> None:
         try:
-            from pydantic import PydanticUserError, validate_call
+            import pydantic
         except ImportError as error:
             raise ConfigError(
                 "tools need pydantic to check arguments; `pip install 'pydantic>=2.12'`"
             ) from error
         if not call_timeout > 0:
             raise ConfigError(f"call_timeout={call_timeout} must be > 0 seconds")
-        if not functions:
+        if not tools:
             raise ConfigError("tools=[] leaves nothing to call; name at least one function")
-        self.schemas = [tool_schema(function) for function in functions]
         self.call_timeout = call_timeout
         self.picture_limits = picture_limits
+        self._schemas: list[dict[str, Any]] = []
         self._functions: dict[str, Callable[..., Any]] = {}
-        for schema, function in zip(self.schemas, functions, strict=True):
-            name = schema["function"]["name"]
-            if name in self._functions:
-                raise ConfigError(f"two tools share the name {name!r}; rename one")
-            try:
-                self._functions[name] = validate_call(function)
-            except PydanticUserError as error:
-                raise ConfigError(
-                    f"arguments of tool {name!r} cannot be checked: {error}"
-                ) from error
+        self._servers = [tool for tool in tools if isinstance(tool, MCPTools)]
+        self._unknown = [*self._servers]  # those whose tools are not known yet
+        for function in tools:
+            if not isinstance(function, MCPTools):
+                schema = tool_schema(function)
+                try:
+                    self._add(schema, pydantic.validate_call(function))
+                except pydantic.PydanticUserError as error:
+                    raise ConfigError(
+                        f"arguments of tool {schema['function']['name']!r} cannot be checked: "
+                        f"{error}"
+                    ) from error
+
+    def _add(self, schema: dict[str, Any], function: Callable[..., Any]) -> None:
+        name = schema["function"]["name"]
+        if name in self._functions:
+            raise ConfigError(f"two tools share the name {name!r}; rename one")
+        self._schemas.append(schema)
+        self._functions[name] = function
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """OpenAI-style JSON schemas of the tools; the first access connects to their servers."""
+        for server in self._unknown:
+            for schema, function in server.tools():
+                self._add(schema, function)
+        self._unknown = []
+        return self._schemas
+
+    def close(self) -> None:
+        """Disconnect from the servers; the next call of one of their tools connects again."""
+        for server in self._servers:
+            server.close()
 
     async def answer(self, calls: Sequence[Message]) -> list[Message]:
         """Run the calls of one turn concurrently; return their results in the calls' order.
 
         Raises:
-            EpisodeError: if a tool uses signals, which work in the main thread only.
+            EpisodeError: if a server was lost, or a tool uses signals, which work in the main
+                thread only.
         """
         return list(await asyncio.gather(*(self._answer(call) for call in calls)))
 
@@ -338,6 +372,8 @@ class Toolbox:
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return _error(call, "arguments", "; ".join(wrong))
+        except EpisodeError:  # a server was lost
+            raise
         except UsesSignals as error:  # no fault of the model's
             raise EpisodeError(
                 f"tool {name!r}: {error}, but tools run in other threads; remove the alarm, since "

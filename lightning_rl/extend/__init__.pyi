@@ -18,6 +18,9 @@ from lightning_rl.agents.branching import (
 from lightning_rl.agents.episode import (
     Episode as Episode,
 )
+from lightning_rl.agents.mcp import (
+    MCPTools as MCPTools,
+)
 from lightning_rl.agents.templates import (
     HermesParser as HermesParser,
     ParsedCall as ParsedCall,
