@@ -70,7 +70,7 @@ def trained(
 ) -> Path:
     """The run directory of a configuration, trained if it is not there yet."""
     directory = OUT / name / "version_0"
-    if not (directory / "summary.json").exists():
+    if not (directory / "hf" / "config.json").exists():
         files = ["grpo.yaml", "variants/five.yaml", *(["variants/lora.yaml"] if lora else [])]
         # Accuracy is told by the exams, and by the reward of each iteration.
         export = {"class_path": "HFExport", "init_args": {"merge_adapters": lora}}

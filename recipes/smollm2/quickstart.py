@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from lightning_rl.run.machine import driver_gpus
+from lightning_rl.run.machine import driver_gpus, memory_bytes
 from recipes.smollm2.prepare import prepare
 from recipes.smollm2.weights import WeightsUnavailable, fetch
 from recipes.sort_digits import quickstart as sort_digits
@@ -29,6 +29,8 @@ OUT = Path("runs/smollm2")
 CONFIG = Path("recipes/smollm2/grpo.yaml")
 SHOWN = 3
 """Questions whose answers are printed."""
+MEMORY_OF_EACH = 6 << 30
+"""Bytes that a training process may need, with its optimizer and its engine."""
 GAIN = 0.40
 """By how much held-out accuracy should rise."""
 
@@ -74,7 +76,8 @@ def changes(given: argparse.Namespace, model: str) -> list[str]:
         options["--data.train_prompts.path"] = given.out / "train.jsonl"
         options["--data.eval_prompts.path"] = given.out / "heldout.jsonl"
         options["--trainer.logger.save_dir"] = given.out
-    if not driver_gpus() and len(os.sched_getaffinity(0)) > 1:
+    cores, memory = len(os.sched_getaffinity(0)), memory_bytes()
+    if not driver_gpus() and cores > 1 and memory >= 2 * MEMORY_OF_EACH:
         options["--trainer.devices"] = 2  # processes of one thread each
     if find_spec("vllm") is None:
         options["--data.engine"] = "TransformersEngine"
