@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -202,6 +203,16 @@ def shape_of(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+def warn_if_experimental(device: torch.device, **sizes: int) -> None:
+    """Warn of processes that compute packs together on GPUs, which was only tried on CPUs."""
+    shared = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if shared and device.type == "cuda":
+        rank_zero_warn(
+            f"{', '.join(shared)}: this is experimental; it is exact on CPUs, but was not tried on "
+            "several GPUs yet. Compare the first iterations with a run that leaves it out"
+        )
+
+
 @configurable
 class ShardedStrategy(ModelParallelStrategy):
     """Weights, gradients and optimizer state are sharded over all processes (FSDP2).
@@ -266,6 +277,9 @@ class ShardedStrategy(ModelParallelStrategy):
                     "trainer.devices and num_nodes"
                 )
         self._data_parallel_size = world // self.tensor
+        warn_if_experimental(
+            self.root_device, sequence=self.sequence, tensor=self.tensor, expert=self.expert
+        )
         if self.cpu_offload and self.root_device.type == "cuda":
             # Norms and gathered weights of offloaded parameters travel by gloo.
             self._process_group_backend = "cpu:gloo,cuda:nccl"

@@ -19,7 +19,7 @@ from lightning_rl import NF4, LoRA
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.sharding import ShardedStrategy
+from lightning_rl.models.sharding import ShardedStrategy, warn_if_experimental
 from lightning_rl.models.tensor import TensorRanks, split
 from lightning_rl.models.tensor_plan import require_divisible, styles_of
 from recipes.sort_digits.prepare import make_tokenizer
@@ -160,3 +160,12 @@ def test_the_strategy_knows_its_sizes(tmp_path):
     trainer_of(tmp_path, devices=3, strategy=strategy, logger=False)
     with pytest.raises(ConfigError, match="tensor=2 does not divide the run's 3 processes"):
         strategy.setup_environment()
+
+
+def test_what_was_tried_on_cpus_only_is_experimental_on_gpus(recwarn):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    warn_if_experimental(cpu, sequence=2, tensor=2, expert=1)
+    warn_if_experimental(gpu, sequence=1, tensor=1, expert=1)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="^sequence=2, expert=4: this is experimental"):
+        warn_if_experimental(gpu, sequence=2, tensor=1, expert=4)
