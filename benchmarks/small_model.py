@@ -45,13 +45,13 @@ PICTURE = (
 TRAINED = ("products", "largest", "letters", "sums", "stories")
 GROUPS, GROUP_SIZE, MAX_TOKENS = 10, 8, 32
 ITERATIONS, SHORT = 40, 20
-LR, LORA_LR = 4e-5, 4e-4
+LR, LORA_LR = 2e-5, 2e-4
 SEEDS = (0, 1, 2)
 FULL: dict[str, dict[str, Any]] = {f"full-{seed}": {"lr": LR, "seed": seed} for seed in SEEDS}
 LORA: dict[str, dict[str, Any]] = {"lora-0": {"lr": LORA_LR, "lora": True}}
 SWEEP: dict[str, dict[str, Any]] = {
-    **{f"full-{lr:.0e}": {"lr": lr, "iterations": SHORT} for lr in (1e-5, 2e-5, 8e-5)},
-    **{f"lora-{lr:.0e}": {"lr": lr, "iterations": SHORT, "lora": True} for lr in (2e-4, 8e-4)},
+    **{f"full-{lr:.0e}": {"lr": lr, "iterations": SHORT} for lr in (1e-5, 4e-5, 8e-5)},
+    **{f"lora-{lr:.0e}": {"lr": lr, "iterations": SHORT, "lora": True} for lr in (4e-4, 8e-4)},
 }
 RUNS = FULL | LORA | SWEEP
 EXAMS: dict[str, dict[str, object]] = {

@@ -136,7 +136,6 @@ def test_five_tasks_are_trained_and_evaluated_apart(chat_model, lora, tmp_path, 
         "data.sampling.max_tokens": 6,
         "data.group_size": 2,
         "data.iterations_per_epoch": 1,
-        "data.train_prompts.mixing": "RoundRobin",
         "trainer.accelerator": "cpu",
     }
     variants = ["five", "lora"] if lora else ["five"]
