@@ -1,9 +1,7 @@
 """ActorCritic: one agent, or a group of similar agents, made of bodies and heads."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +13,8 @@ from lightning_rl.envs.networks.distributions import ActionDistribution
 from lightning_rl.envs.networks.layers import output
 from lightning_rl.envs.networks.memory import RecurrentBody
 from lightning_rl.envs.networks.policy_heads import PolicyHead, default_head
-from lightning_rl.envs.networks.pretrained import take_body
 from lightning_rl.envs.networks.space import Space, mask_of
-from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.errors import ConfigError
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 
@@ -56,11 +53,9 @@ class ActorCritic(EnvAgent):
         schedule: UpdateSchedule = EveryIteration(),
         pretrained: str | None = None,
     ) -> None:
-        super().__init__()
-        self.body = body if body is not None else MLPBody()
         factors = {"body_lr": body_lr, "actor_lr": actor_lr, "critic_lr": critic_lr}
-        require_at_least(0, **factors)
-        require_finite(**factors)
+        super().__init__(schedule, pretrained, factors)
+        self.body = body if body is not None else MLPBody()
         if share_body and critic_body is not None:
             raise ConfigError(
                 f"share_body=true with critic_body={type(critic_body).__name__}: values come from "
@@ -73,9 +68,6 @@ class ActorCritic(EnvAgent):
         self._policy = (policy,)  # a tuple hides modules until they are built
         self.share_body = share_body
         self._critic_body = (critic_body,)
-        self.factors = factors
-        self.schedule = schedule
-        self.pretrained = pretrained
 
     def build(self, space: Space) -> None:
         self.space = space
@@ -86,8 +78,7 @@ class ActorCritic(EnvAgent):
         self.critic_body = critic
         width = features if critic is None else critic.build(space)
         self.value_layer = output(width, 1)
-        if self.pretrained is not None:
-            take_body(self.body, Path(self.pretrained))
+        self.take_pretrained()
 
     def _built_heads(self, space: Space, features: int) -> dict[str, PolicyHead]:
         given = self._policy[0]
@@ -153,25 +144,18 @@ class ActorCritic(EnvAgent):
 
     def separate_parts(self) -> list[list[nn.Parameter]]:
         """Return the parameters of actor and critic, separately unless they share a body."""
-        actor = [*self.body.parameters(), *self.heads.parameters()]
-        critic = list(self.value_layer.parameters())
-        if self.critic_body is None:
-            return [actor + critic]
-        return [actor, critic + list(self.critic_body.parameters())]
+        body, actor, critic = self.parts().values()
+        return [body + actor + critic] if self.critic_body is None else [body + actor, critic]
 
-    def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
-        parts: dict[str, list[nn.Module]] = {
-            "body": [self.body],
-            "actor": [self.heads],
-            "critic": [self.value_layer],
-        }
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        critic = list(self.value_layer.parameters())
         if self.critic_body is not None:
-            parts["critic"].append(self.critic_body)
-        for part, modules in parts.items():
-            parameters = [p for module in modules for p in module.parameters()]
-            if parameters:
-                factor = self.factors[f"{part}_lr"]
-                yield {"params": parameters, "name": f"{name}/{part}", "lr_factor": factor}
+            critic += self.critic_body.parameters()
+        return {
+            "body": list(self.body.parameters()),
+            "actor": list(self.heads.parameters()),
+            "critic": critic,
+        }
 
 
 def sampled(distributions: Mapping[str, ActionDistribution], greedy: bool) -> dict[str, Tensor]:

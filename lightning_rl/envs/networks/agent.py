@@ -1,7 +1,8 @@
 """EnvAgent: the base class of everything that acts in an environment."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from lightning_rl.envs.networks.bodies import Body
 from lightning_rl.envs.networks.distributions import ActionDistribution
 from lightning_rl.envs.networks.memory import RecurrentBody
+from lightning_rl.envs.networks.pretrained import take_body
 from lightning_rl.envs.networks.space import Space
-from lightning_rl.learn.update_schedules import UpdateSchedule
+from lightning_rl.errors import require_at_least, require_finite
+from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 Observations = Mapping[str, Tensor]
 
@@ -20,21 +23,45 @@ class EnvAgent(nn.Module, ABC):
     """One agent, or a group of similar agents that share it.
 
     It is created without sizes, so that a configuration can hold it; ``build`` creates its layers
-    once the environment is known. ``body`` computes the features of its actions, ``schedule``
-    decides in which iterations it learns.
+    once the environment is known. ``body`` computes the features of its actions.
+
+    Args:
+        schedule: decides in which iterations it learns.
+        pretrained: a checkpoint of a ``SoloModule``, whose body initialises this one.
+        factors: factors on the optimizer's learning rate, as ``<part>_lr`` for any of ``parts``.
+
+    Raises:
+        ConfigError: for a factor below 0.
     """
 
     body: Body
-    schedule: UpdateSchedule
     space: Space | None = None
+
+    def __init__(
+        self,
+        schedule: UpdateSchedule = EveryIteration(),
+        pretrained: str | None = None,
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.pretrained = pretrained
+        self.factors = factors or {}
+        require_at_least(0, **self.factors)
+        require_finite(**self.factors)
 
     @abstractmethod
     def build(self, space: Space) -> None:
-        """Create all layers.
+        """Create all layers; then call ``take_pretrained``.
 
         Raises:
             ConfigError: if a part does not fit the environment.
         """
+
+    def take_pretrained(self) -> None:
+        """Initialise the body from the pretrained one, if there is one."""
+        if self.pretrained is not None:
+            take_body(self.body, Path(self.pretrained))
 
     @abstractmethod
     def act(
@@ -49,8 +76,20 @@ class EnvAgent(nn.Module, ABC):
         """
 
     @abstractmethod
-    def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield parameter groups by purpose, each with a ``name`` and its ``lr_factor``."""
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        """Return all parameters by their purpose, such as ``body``, ``actor`` and ``critic``."""
+
+    def parameter_groups(self, name: str) -> list[dict[str, Any]]:
+        """Return a parameter group for each part, with a ``name`` and its ``lr_factor``."""
+        return [
+            {
+                "params": part,
+                "name": f"{name}/{kind}",
+                "lr_factor": self.factors.get(f"{kind}_lr", 1.0),
+            }
+            for kind, part in self.parts().items()
+            if part
+        ]
 
     def snapshot(self) -> dict[str, Any]:
         """Return all that its actions depend on: copies of tensors, on the CPU, and primitives."""

@@ -1,7 +1,5 @@
 """QAgent: an agent whose head values each action, and that takes the best."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,9 +14,8 @@ from lightning_rl.envs.networks.exploring import (
     single_action,
 )
 from lightning_rl.envs.networks.layers import output
-from lightning_rl.envs.networks.pretrained import take_body
 from lightning_rl.envs.networks.space import Discrete, Space, allowed_only, mask_of
-from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.errors import ConfigError
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 
@@ -74,15 +71,10 @@ class QAgent(ExploringAgent):
         schedule: UpdateSchedule = EveryIteration(),
         pretrained: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(schedule, pretrained, {"body_lr": body_lr, "critic_lr": critic_lr})
         require_no_memory(body=body)
-        self.factors = {"body_lr": body_lr, "critic_lr": critic_lr}
-        require_at_least(0, **self.factors)
-        require_finite(**self.factors)
         self.body = body if body is not None else MLPBody([128, 128], "relu")
         self.head = head if head is not None else QHead()
-        self.schedule = schedule
-        self.pretrained = pretrained
 
     def build(self, space: Space) -> None:
         self.space = space
@@ -94,8 +86,7 @@ class QAgent(ExploringAgent):
             )
         self.one_hot = kind.one_hot
         self.head.build(self.body.build(space), kind.n)
-        if self.pretrained is not None:
-            take_body(self.body, Path(self.pretrained))
+        self.take_pretrained()
 
     def forward(self, observations: Observations) -> Tensor:
         """Return values (*B, n) of all actions; -inf for those that are not allowed."""
@@ -108,11 +99,8 @@ class QAgent(ExploringAgent):
         values = self(observations)
         return {self.action: EpsilonGreedy(values, self.exploration, self.one_hot)}, state
 
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        return {"body": list(self.body.parameters()), "critic": list(self.head.parameters())}
+
     def separate_parts(self) -> list[list[nn.Parameter]]:
         return [list(self.parameters())]
-
-    def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
-        for part, module in (("body", self.body), ("critic", self.head)):
-            if parameters := list(module.parameters()):
-                factor = self.factors[f"{part}_lr"]
-                yield {"params": parameters, "name": f"{name}/{part}", "lr_factor": factor}

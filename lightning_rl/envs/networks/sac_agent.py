@@ -2,8 +2,6 @@
 
 import copy
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from lightning_rl.envs.networks.exploring import (
 )
 from lightning_rl.envs.networks.layers import mlp, output, require_activation
 from lightning_rl.envs.networks.policy_heads import TanhGaussianHead
-from lightning_rl.envs.networks.pretrained import take_body
 from lightning_rl.envs.networks.space import Continuous, Space
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
@@ -113,16 +110,15 @@ class SACAgent(ExploringAgent):
         schedule: UpdateSchedule = EveryIteration(),
         pretrained: str | None = None,
     ) -> None:
-        super().__init__()
-        require_no_memory(body=body)
-        self.factors = {
+        factors = {
             "body_lr": body_lr,
             "actor_lr": actor_lr,
             "critic_lr": critic_lr,
             "temperature_lr": temperature_lr,
         }
-        require_at_least(0, **self.factors)
-        require_finite(temperature=temperature, target_entropy=target_entropy, **self.factors)
+        super().__init__(schedule, pretrained, factors)
+        require_no_memory(body=body)
+        require_finite(temperature=temperature, target_entropy=target_entropy)
         if temperature <= 0:
             raise ConfigError(
                 f"temperature={temperature} must be > 0; use e.g. 0.01 for almost none"
@@ -132,8 +128,6 @@ class SACAgent(ExploringAgent):
         self._critic = (critic if critic is not None else ActionCritic(),)  # hidden until built
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
         self.given_target = target_entropy
-        self.schedule = schedule
-        self.pretrained = pretrained
 
     def build(self, space: Space) -> None:
         self.space = space
@@ -152,8 +146,7 @@ class SACAgent(ExploringAgent):
         wider = float((0.5 * (kind.high - kind.low)).log().sum())
         given = self.given_target
         self.target_entropy = wider - kind.size if given is None else given
-        if self.pretrained is not None:
-            take_body(self.body, Path(self.pretrained))
+        self.take_pretrained()
 
     def forward(self, observations: Observations) -> TanhGaussian:
         """Return the policy's distribution."""
@@ -167,18 +160,14 @@ class SACAgent(ExploringAgent):
         exploring = PartlyUniform(made, self.exploration) if self.exploration else made
         return {self.action: exploring}, state
 
-    def separate_parts(self) -> list[list[nn.Parameter]]:
-        actor = [*self.body.parameters(), *self.policy.parameters()]
-        return [actor, list(self.critics.parameters()), [self.log_temperature]]
-
-    def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
-        parts = {
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        return {
             "body": list(self.body.parameters()),
             "actor": list(self.policy.parameters()),
             "critic": list(self.critics.parameters()),
             "temperature": [self.log_temperature],
         }
-        for part, parameters in parts.items():
-            if parameters:
-                factor = self.factors[f"{part}_lr"]
-                yield {"params": parameters, "name": f"{name}/{part}", "lr_factor": factor}
+
+    def separate_parts(self) -> list[list[nn.Parameter]]:
+        body, actor, critic, temperature = self.parts().values()
+        return [body + actor, critic, temperature]
