@@ -16,7 +16,8 @@ def td_target(rewards: Tensor, following: Tensor, terminated: Tensor, gamma: flo
 
     If it was truncated, at a time limit, s' has a value (Pardo et al. 2018).
     """
-    # Not a product: what follows an end may be -inf, where no action is allowed.
+    # Not a product: what follows an end may be -inf, where no action is allowed, and torchrl's
+    # DQNLoss, which multiplies, is NaN there.
     return rewards + gamma * torch.where(terminated, torch.zeros_like(following), following)
 
 

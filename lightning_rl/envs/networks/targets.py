@@ -10,6 +10,8 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
 
 
+# torchrl's updaters need its loss modules; SoftUpdate leaves a network's buffers as they were, and
+# HardUpdate(n) copies after every n + 1 updates.
 class TargetUpdate(ABC):
     """Moves a target network towards the learning one, after each of its updates."""
 
