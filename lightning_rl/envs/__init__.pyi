@@ -34,9 +34,6 @@ from lightning_rl.envs.episode_preview import (
 from lightning_rl.envs.gym import (
     Gym as Gym,
 )
-from lightning_rl.envs.joint_loss import (
-    JointLoss as JointLoss,
-)
 from lightning_rl.envs.maker import (
     EnvMaker as EnvMaker,
     TorchRLEnv as TorchRLEnv,
@@ -104,6 +101,7 @@ from lightning_rl.envs.sac import (
     SACModule as SACModule,
 )
 from lightning_rl.envs.step_loss import (
+    JointLoss as JointLoss,
     StepLoss as StepLoss,
     TorchRLLoss as TorchRLLoss,
 )

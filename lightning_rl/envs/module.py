@@ -16,13 +16,12 @@ from lightning_rl.algos.schedules import Schedule, schedule_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
-from lightning_rl.envs.joint_loss import JointLoss
 from lightning_rl.envs.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
 from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.envs.networks.distributions import ActionDistribution
 from lightning_rl.envs.networks.memory import RecurrentBody
 from lightning_rl.envs.rows import Clips, Rows, minibatches, normalized, rows_of
-from lightning_rl.envs.step_loss import Made, StepLoss
+from lightning_rl.envs.step_loss import JointLoss, Made, StepLoss
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.update_schedules import EveryIteration

@@ -1,7 +1,7 @@
-"""StepLoss: the complete loss of an agent's step, of policy and critic."""
+"""StepLoss: the complete loss of an agent's step; JointLoss: one of several agents' choices."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,19 @@ class StepLoss(ABC):
             values: the critic's values, (*B), M of them, with gradient.
             rows: the steps.
         """
+
+
+class JointLoss(ABC):
+    """A loss of several agents' distributions, added to each agent's own loss.
+
+    ``agents`` names them. They act in the same steps, and learn in the same iterations.
+    """
+
+    agents: Sequence[str]
+
+    @abstractmethod
+    def __call__(self, made: Mapping[str, Made]) -> tuple[Tensor, Metrics]:
+        """Return the loss of each step, (*B,), and metrics (*B,); ``made``: by agent and action."""
 
 
 @configurable

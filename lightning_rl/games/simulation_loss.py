@@ -6,8 +6,8 @@ from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.joint_loss import JointLoss
 from lightning_rl.envs.networks.distributions import ActionDistribution
+from lightning_rl.envs.step_loss import JointLoss
 from lightning_rl.errors import require_at_least, require_finite
 from lightning_rl.games.protocols.zero_knowledge import ADVERSARY, SIMULATOR, likeness
 
