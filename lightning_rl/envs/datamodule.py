@@ -12,10 +12,9 @@ from lightning_rl.collect.base import CollectingDataModule, Hanging
 from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
-from lightning_rl.envs.batches import handed_out
+from lightning_rl.envs.batches import handed_out, too_short
 from lightning_rl.envs.collector import EnvCollector, EnvEpisode, collector_of
 from lightning_rl.envs.gym_collector import GymCollector
-from lightning_rl.envs.lengths import too_short
 from lightning_rl.envs.loader import EnvLoader
 from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.networks.space import Space, require_same

@@ -13,10 +13,9 @@ from lightning_rl.envs import (
     SACModule,
     TorchRLEnv,
 )
-from lightning_rl.envs.batches import handed_out
+from lightning_rl.envs.batches import handed_out, too_short
 from lightning_rl.envs.collector import collector_of
 from lightning_rl.envs.datamodule import COLLECTORS
-from lightning_rl.envs.lengths import too_short
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.rows import rows_of
 from lightning_rl.errors import ConfigError
