@@ -6,17 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.envs.networks.space import Space
-from lightning_rl.errors import ConfigError, LightningRLError
+from lightning_rl.errors import LightningRLError
 from lightning_rl.run.exits import EndsProcess
 from lightning_rl.run.loop import note_progress
 
@@ -144,24 +142,6 @@ class EnvCollector(ABC):
 
     def abandon(self) -> None:
         """Stop touching the environments because one hangs; end their processes."""
-
-
-@singledispatch
-def collector_of(
-    env: EnvMaker, max_episode_length: int | None, max_step_seconds: float
-) -> EnvCollector:
-    """Return the default collector of an environment.
-
-    For environments of another kind register their collector: ``collector_of.register(MyMaker,
-    MyCollector)``.
-
-    Raises:
-        ConfigError: if no collector is registered for it.
-    """
-    raise ConfigError(
-        f"data.env: no collector is registered for {type(env).__name__}; set data.collector, or "
-        "use lightning_rl.envs.collector.collector_of.register"
-    )
 
 
 class Deadline:

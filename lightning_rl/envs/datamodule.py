@@ -13,16 +13,13 @@ from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
 from lightning_rl.envs.batches import handed_out, too_short
-from lightning_rl.envs.collector import EnvCollector, EnvEpisode, collector_of
-from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.collector import EnvCollector, EnvEpisode
+from lightning_rl.envs.collectors import collector_of
 from lightning_rl.envs.loader import EnvLoader
 from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.networks.space import Space, require_same
-from lightning_rl.envs.pool import PooledCollector
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
-from lightning_rl.envs.torchrl_collector import TorchRLCollector
 from lightning_rl.envs.watch import Watch
-from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.run import dist
 from lightning_rl.run.cores import share_cores
@@ -30,8 +27,6 @@ from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
 from lightning_rl.run.seeding import derived_seed, run_seed
 
-COLLECTORS = (GymCollector, PooledCollector, TorchRLCollector, WorkersCollector)
-"""The library's collectors; importing them registers them with ``collector_of``."""
 EVALUATION = 2**31
 """Index for seeds of evaluation episodes; larger than that of any environment."""
 

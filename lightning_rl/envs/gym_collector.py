@@ -14,7 +14,6 @@ from lightning_rl.envs.collector import (
     EnvCollector,
     EnvEpisode,
     EnvError,
-    collector_of,
     raised,
     require_finite_values,
     seeded,
@@ -271,6 +270,3 @@ class GymCollector(EnvCollector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
-
-
-collector_of.register(Gym, GymCollector)

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.collector import collector_of
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.gym_player import EnvAnswer, EnvSeat
 from lightning_rl.envs.pool_process import serve
@@ -125,6 +124,3 @@ class PooledCollector(ProcessesCollector):
     def where(self) -> str:
         index = next(iter(self._asked), None)
         return "" if index is None else self._seats[index].where()
-
-
-collector_of.register(PooledGym, PooledCollector)

@@ -12,7 +12,6 @@ from lightning_rl.envs.collector import (
     Deadline,
     EnvCollector,
     EnvEpisode,
-    collector_of,
     raised,
     require_finite_values,
     seeded,
@@ -278,6 +277,3 @@ class TorchRLCollector(EnvCollector):
 def _over_agents(rewards: Tensor, dims: int) -> Tensor:
     """Average over the dimensions after the first ``dims``, the agents' if there is one."""
     return rewards.flatten(dims).mean(-1) if rewards.ndim > dims else rewards
-
-
-collector_of.register(TorchRLEnv, TorchRLCollector)

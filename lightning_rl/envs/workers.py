@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import RunState
-from lightning_rl.envs.collector import Agents, collector_of
+from lightning_rl.envs.collector import Agents
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.processes import ProcessesCollector
@@ -240,6 +240,3 @@ def _together(batches: list[TensorDict]) -> TensorDict:
         batch["ends", "place"] += before
         before += batch["steps"].numel()
     return TensorDict({part: torch.cat([b[part] for b in batches]) for part in ("steps", "ends")})
-
-
-collector_of.register(GymWorkers, WorkersCollector)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from lightning_rl.envs.collector import EnvCollector, collector_of
+from lightning_rl.envs.collector import EnvCollector
+from lightning_rl.envs.collectors import collector_of
 from lightning_rl.envs.maker import EnvMaker
 from tests.support.bad_configs import furnish
 from tests.support.ranks import Together

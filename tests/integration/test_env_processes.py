@@ -21,7 +21,7 @@ from lightning_rl.envs import (
     PooledGym,
     TorchRLEnv,
 )
-from lightning_rl.envs.collector import collector_of
+from lightning_rl.envs.collectors import collector_of
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector

@@ -61,7 +61,7 @@ class Simulated(Walk):
 ENVIRONMENTS = """
 import threading
 from lightning_rl.envs import {kind}
-from lightning_rl.envs.collector import collector_of
+from lightning_rl.envs.collectors import collector_of
 from tests.support.env_agents import agent_for
 made = collector_of({kind}("mine:Simulated-v0", workers=2), None, 600.0)
 made.start(0, 0, 2)
