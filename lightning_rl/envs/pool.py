@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.collector import raised
 from lightning_rl.envs.gym import Gym
-from lightning_rl.envs.gym_player import EnvAnswer, EnvSeat
-from lightning_rl.envs.pool_process import serve
-from lightning_rl.envs.processes import ProcessesCollector
+from lightning_rl.envs.gym_player import EnvAnswer, EnvSeat, EnvSlot, close
+from lightning_rl.envs.processes import PipeEnd, ProcessesCollector
 from lightning_rl.envs.watch import START_S
 from lightning_rl.errors import ConfigError, require_at_least
 
@@ -74,7 +74,7 @@ class PooledCollector(ProcessesCollector):
     def _seated(self, seed: int, places: range) -> Sequence[EnvSeat]:
         count = min(self.env.workers, len(places))
         shares = [places[i::count] for i in range(count)]
-        self._start_processes(serve, shares, seed)
+        self._start_processes(EnvShare, shares, seed)
         self._of = {place: number for number, share in enumerate(shares) for place in share}
         return [EnvSeat(seed, place) for place in places]
 
@@ -88,7 +88,7 @@ class PooledCollector(ProcessesCollector):
             self.deadline.again(START_S)  # its process may have to start first
         self._asked[index] = what, arguments
         self._since = time.monotonic()
-        self._running.send(self._of[seat.place], (seat.place, what, *arguments))
+        self._running.send(self._of[seat.place], ("call", seat.place, what, *arguments))
 
     def _answers(self, others_wait: bool) -> Iterator[tuple[int, EnvAnswer]]:
         """Yield answers that arrive before the waiting environments have waited long enough.
@@ -124,3 +124,27 @@ class PooledCollector(ProcessesCollector):
     def where(self) -> str:
         index = next(iter(self._asked), None)
         return "" if index is None else self._seats[index].where()
+
+
+class EnvShare:
+    """Some environments of a pool, in their process."""
+
+    def __init__(
+        self, line: PipeEnd, places: Sequence[int], env: Gym, seed: int, limit: int | None
+    ) -> None:
+        self._name = env.name
+        self._slots = {place: EnvSlot(env.made(), seed, place, limit) for place in places}
+
+    def call(self, place: int, what: str, *arguments: Any) -> tuple[int, Any]:
+        """Call a method of an environment's :class:`EnvSlot`; return what it returns, or an error
+        that names what the environment raised.
+        """
+        slot = self._slots[place]
+        try:
+            return place, getattr(slot, what)(*arguments)
+        except BaseException as error:  # whatever an environment raises
+            return place, raised(self._name, slot.where(), error)
+
+    def close(self) -> None:
+        """Close them."""
+        close(self._name, (slot.env for slot in self._slots.values()))

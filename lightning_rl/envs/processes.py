@@ -2,11 +2,13 @@
 
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 from lightning_rl.envs.collector import EnvError
@@ -14,10 +16,24 @@ from lightning_rl.envs.gym import space_of
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.gym_player import close
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.spawning import without_main
 from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import LightningRLError
 from lightning_rl.run.child import PythonChild, ending
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Keep processes that ``multiprocessing`` spawns meanwhile from importing the script.
+
+    A script without ``if __name__ == "__main__"`` would run again in each of them. Pickle refuses
+    objects defined in the script meanwhile, since no other process could find them.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 class HungUpError(Exception):
@@ -75,23 +91,24 @@ class EnvProcesses:
 
     Args:
         name: name of the environments, for messages.
-        serve: runs in each process: ``serve(line, share, *arguments)`` answers requests until it
-            receives None.
+        make: called in each process, as ``make(line, share, *arguments)``; returns what it holds. A
+            request is the name of one of its methods, with arguments; what the method returns is
+            the answer, unless it is None. In the end ``close`` is called.
         shares: indices of environments, by process.
-        arguments: passed to ``serve``.
+        arguments: passed to ``make``.
     """
 
     def __init__(
         self,
         name: str,
-        serve: Callable[..., None],
+        make: Callable[..., Any],
         shares: Sequence[Sequence[int]],
         *arguments: Any,
     ) -> None:
         self.name = name
         self.shares = shares
         with without_main():  # where processes do not find what it has
-            told = pickle.dumps((serve, arguments))
+            told = pickle.dumps((make, arguments))
         self.processes = [PythonChild(run) for _ in shares]
         self._lines = [PipeEnd(process.connection) for process in self.processes]
         for index, share in enumerate(shares):
@@ -171,7 +188,7 @@ class ProcessesCollector(GymCollector):
 
     def _start_processes(
         self,
-        serve: Callable[..., None],
+        make: Callable[..., Any],
         shares: Sequence[Sequence[int]],
         seed: int,
         *arguments: Any,
@@ -183,7 +200,7 @@ class ProcessesCollector(GymCollector):
         close(self.env.name, [one])
         self.deadline.again(START_S)
         own = (self.env.plain, seed, self._limit, *arguments)
-        self.processes = EnvProcesses(self.env.name, serve, shares, *own)
+        self.processes = EnvProcesses(self.env.name, make, shares, *own)
 
     def close(self) -> None:
         if self.processes is not None:
@@ -203,8 +220,13 @@ def run(connection: Connection) -> None:
     name = ""
     try:
         name, share, told = line.receive()
-        serve, arguments = pickle.loads(told)
-        serve(line, share, *arguments)
+        make, arguments = pickle.loads(told)
+        held = make(line, share, *arguments)
+        while (request := line.receive()) is not None:
+            what, *arguments = request
+            if (answer := getattr(held, what)(*arguments)) is not None:
+                line.send(answer)
+        held.close()
     except HungUpError:
         return  # nobody is there to be answered
     except BaseException as error:  # whatever an environment, or an agent, raises

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from lightning_rl.envs.maker import TorchRLEnv
-from lightning_rl.envs.spawning import without_main
+from lightning_rl.envs.processes import without_main
 from lightning_rl.envs.watch import END_S
 from lightning_rl.errors import ConfigError
 

@@ -13,10 +13,9 @@ from lightning_rl.engines.base import RunState
 from lightning_rl.envs.collector import Agents
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.processes import ProcessesCollector
-from lightning_rl.envs.spawning import without_main
+from lightning_rl.envs.processes import ProcessesCollector, without_main
 from lightning_rl.envs.watch import END_S, START_S
-from lightning_rl.envs.workers_process import WorkerBatch, serve
+from lightning_rl.envs.workers_process import EnvWorker, WorkerBatch
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.sync.schedule import CollectorStatus, FixedSchedule, SyncSchedule, SyncState
 
@@ -82,7 +81,7 @@ class WorkersCollector(ProcessesCollector):
         count = num_envs or 1
         places = torch.arange(first, first + count)
         self._shares = [s.tolist() for s in places.tensor_split(min(self.env.workers, count))]
-        self._start_processes(serve, self._shares, seed, self.deadline.seconds)
+        self._start_processes(EnvWorker, self._shares, seed, self.deadline.seconds)
         self._found: dict[int, WorkerBatch] = {}
         """What processes have returned of the current batch."""
         self._heard = False

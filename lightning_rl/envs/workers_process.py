@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,13 +43,25 @@ class _Beating(Deadline):
             self._line.send(None)
 
 
-class _Worker:
-    """The requests that the process answers."""
+class EnvWorker:
+    """Agents and their environments, in a process; while they play, None is a sign of life."""
 
-    def __init__(self, collector: GymCollector) -> None:
-        self.collector = collector
-        self.watch = Watch(collector, collector.env.name)
+    def __init__(
+        self,
+        line: PipeEnd,
+        places: Sequence[int],
+        env: Gym,
+        seed: int,
+        limit: int | None,
+        max_step_seconds: float,
+    ) -> None:
+        torch.set_num_threads(1)  # each of the processes has a core
         self.agents: dict[str, EnvAgent] = {}
+        self.collector = GymCollector(env, limit, max_step_seconds)
+        self.collector.deadline = _Beating(max_step_seconds, env.name, line)
+        self.watch = Watch(self.collector, env.name)
+        self.watch.start(seed, places[0], len(places))
+        self.close = self.watch.close
 
     def have(self, agents: bytes) -> None:
         """Take agents."""
@@ -75,29 +87,3 @@ class _Worker:
             lambda: nullcontext() if autocast is None else torch.autocast("cpu", autocast),
         )
         return WorkerBatch(batch, list(own.finished), list(own.carried), own.state_dict())
-
-
-def serve(
-    line: PipeEnd,
-    places: list[int],
-    env: Gym,
-    seed: int,
-    limit: int | None,
-    max_step_seconds: float,
-) -> None:
-    """Answer requests until there are no more.
-
-    A request is the name of one of :class:`_Worker`'s methods, with arguments. Only ``play`` is
-    answered; while it runs, None is sent as a sign of life.
-    """
-    torch.set_num_threads(1)  # each of the processes has a core
-    collector = GymCollector(env, limit, max_step_seconds)
-    collector.deadline = _Beating(max_step_seconds, env.name, line)
-    worker = _Worker(collector)
-    worker.watch.start(seed, places[0], len(places))
-    while (request := line.receive()) is not None:
-        what, *arguments = request
-        answer = getattr(worker, what)(*arguments)
-        if answer is not None:
-            line.send(answer)
-    worker.watch.close()
