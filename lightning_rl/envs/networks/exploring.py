@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.envs.networks.distributions import (
@@ -63,43 +64,28 @@ def require_no_memory(**bodies: object) -> None:
 
 
 @dataclass(frozen=True)
-class EpsilonGreedy(ActionDistribution):
-    """The best of n actions by ``values`` (*B, n), or, with probability ``epsilon``, any of them.
+class EpsilonGreedy(Categorical):
+    """The best of n actions by their values, or, with probability ``epsilon``, any of them.
 
-    An action with value -inf is not allowed, and never taken. ``one_hot`` actions are (*B, n),
-    others (*B,).
+    ``logits`` are the values (*B, n). An action with value -inf is not allowed, and never taken.
     """
 
-    values: Tensor
     epsilon: float = 0.0
-    one_hot: bool = False
 
     @property
     def probs(self) -> Tensor:
         """epsilon / n, plus 1 - epsilon for the best (Sutton and Barto 2018, sec. 2.2)."""
-        allowed = (self.values > -torch.inf).to(self.values.dtype)
+        allowed = (self.logits > -torch.inf).to(self.logits.dtype)
         uniform = allowed / allowed.sum(-1, keepdim=True)
-        best = torch.zeros_like(uniform).scatter(-1, self.values.argmax(-1, keepdim=True), 1.0)
+        best = torch.zeros_like(uniform).scatter(-1, self.logits.argmax(-1, keepdim=True), 1.0)
         return self.epsilon * uniform + (1 - self.epsilon) * best
 
     @property
-    def _drawn(self) -> Categorical:
-        return Categorical(self.probs.log(), self.one_hot)
+    def logprobs(self) -> Tensor:
+        return F.log_softmax(self.probs.log(), -1)
 
     def sample(self) -> Tensor:
-        return self._drawn.sample()
-
-    def mode(self) -> Tensor:
-        return Categorical(self.values, self.one_hot).mode()
-
-    def log_prob(self, action: Tensor) -> Tensor:
-        return self._drawn.log_prob(action)
-
-    def entropy(self) -> Tensor:
-        return self._drawn.entropy()
-
-    def kl(self, new: "EpsilonGreedy") -> Tensor:
-        return self._drawn.kl(new._drawn)
+        return Categorical(self.probs.log(), self.one_hot).sample()
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class QAgent(ExploringAgent):
         self, observations: Observations, state: Tensor | None = None
     ) -> tuple[dict[str, Any], Tensor | None]:
         values = self(observations)
-        return {self.action: EpsilonGreedy(values, self.exploration, self.one_hot)}, state
+        return {self.action: EpsilonGreedy(values, self.one_hot, self.exploration)}, state
 
     def parts(self) -> dict[str, list[nn.Parameter]]:
         return {"body": list(self.body.parameters()), "critic": list(self.head.parameters())}

@@ -186,7 +186,7 @@ def test_epsilon_greedy_chances():
     assert float(made.entropy()) == pytest.approx(entropy)
     assert made.mode().tolist() == [1]
     torch.manual_seed(0)
-    drawn = EpsilonGreedy(made.values.expand(4000, -1), 0.3).sample()
+    drawn = EpsilonGreedy(made.logits.expand(4000, -1), epsilon=0.3).sample()
     # sqrt(4000 x 0.8 x 0.2) = 25.
     assert abs(int((drawn == 1).sum()) - 3200) < 5 * 25
     assert not bool((drawn == 2).any())
@@ -196,7 +196,7 @@ def test_epsilon_greedy_without_epsilon_is_the_best_and_kl_is_known():
     greedy = EpsilonGreedy(torch.tensor([[0.0, 1.0]]))
     assert greedy.sample().tolist() == [1]
     assert float(greedy.entropy()) == 0
-    some = EpsilonGreedy(torch.tensor([[0.0, 1.0]]), 0.5)
+    some = EpsilonGreedy(torch.tensor([[0.0, 1.0]]), epsilon=0.5)
     assert float(greedy.kl(some)) == pytest.approx(-math.log(0.75))
     assert EpsilonGreedy(torch.tensor([[0.0, 1.0]]), one_hot=True).mode().tolist() == [[0, 1]]
 
