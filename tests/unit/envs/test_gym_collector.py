@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_rl.envs import EnvDataModule, EnvError, GRUBody, Gym, TorchRLEnv
+from lightning_rl.envs import EnvDataModule, EnvError, EnvMaker, GRUBody, Gym, TorchRLEnv
+from lightning_rl.envs.collectors import collector_of
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.actor_critic import joint_log_prob
@@ -228,3 +229,19 @@ def test_a_greedy_collector_takes_the_best_action(env):
     drawn = distributions["action"].log_prob(own["actions", "action"])
     torch.testing.assert_close(own["logprobs"], drawn, rtol=1e-5, atol=1e-6)
     made.close()
+
+
+class OwnGym(Gym):
+    """A kind of environment derived from gymnasium's."""
+
+
+class Foreign(EnvMaker):
+    """A kind of environment that nobody collects from."""
+
+    name = "Foreign-v0"
+
+
+def test_a_kind_of_environment_has_the_collector_of_its_base():
+    assert type(collector_of(OwnGym(WALK), None, 60.0)) is GymCollector
+    with pytest.raises(ConfigError, match=r"no collector for Foreign; set data.collector"):
+        EnvDataModule(Foreign())
