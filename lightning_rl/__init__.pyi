@@ -20,6 +20,7 @@ from lightning_rl.algos.advantages import (
     GRPO as GRPO,
 )
 from lightning_rl.algos.baselines import (
+    GDPO as GDPO,
     OPMD as OPMD,
     RLOO as RLOO,
     DrGRPO as DrGRPO,

@@ -278,8 +278,9 @@ class Rollout:
     ``structured`` marks output constrained to a form that scoring cannot reproduce.
 
     ``environment_reward`` is what an environment paid, for rewards to use. ``reward_parts`` are the
-    scores of the reward functions by name, and their parts as ``name/part``. ``role_rewards`` are
-    the rewards of roles whose reward differs from the rollout's. ``extra`` and ``logged`` come from
+    scores of the reward functions by name, and their parts as ``name/part``; ``reward_weights`` are
+    the weights of those functions in ``reward``. ``role_rewards`` are the rewards of roles whose
+    reward differs from the rollout's. ``extra`` and ``logged`` come from
     reward functions and agents: ``extra`` has one value per column for this rollout (such as
     ``session_id``, or ``tools``, the schemas that its models were offered), ``logged`` numbers for
     the whole group.
@@ -299,6 +300,7 @@ class Rollout:
     error: str | None = None
     reward: float | None = None
     reward_parts: dict[str, float | None] = field(default_factory=dict)
+    reward_weights: dict[str, float] = field(default_factory=dict)
     role_rewards: dict[str, float] = field(default_factory=dict)
     environment_reward: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from lightning_rl.algos.advantages import (
     GRPO,
     Advantage,
     GroupAdvantage,
+    WithinGroups,
     episodes_of,
     gae,
     group_means,
@@ -147,6 +148,57 @@ class OPMD(GroupAdvantage):
         ]
         soft = group_means(((rewards - peak) / self.tau).exp(), group).log()
         return (rewards - peak - self.tau * soft) / (1 + self.tau)
+
+
+@configurable
+@dataclass(frozen=True)
+class GDPO(WithinGroups):
+    """Rewards that are normalised apart and then added (Liu et al. 2026, GDPO, arXiv 2601.05242).
+
+    Of each reward function k with weight w_k (``reward_weights``), A_k = (r_k - mean of its group)
+    / (std of its group + eps); then A = sum of w_k A_k / (std of that sum over the batch + eps).
+    The mean that the paper subtracts last is 0. Combinations of scores with equal sums get
+    different advantages, and a function with small scores counts as much as others.
+
+    A function that returned None for a rollout adds nothing to its A, and the mean and std are
+    those of the group's other rollouts. A reward that no function gave, such as a role's own, is
+    one more part. ``kl_reward`` is refused; filters such as ``RewardSpread`` look at the sum.
+
+    Args:
+        eps: keeps parts that are equal in a group finite (they add nothing).
+
+    Raises:
+        ConfigError: unless ``eps`` is positive and finite.
+    """
+
+    eps: float = 1e-6
+    takes_kl_reward: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_finite(eps=self.eps)
+        if self.eps <= 0:
+            raise ConfigError(
+                f"GDPO(eps={self.eps}) must be > 0: it divides parts that are equal in a group"
+            )
+
+    @property
+    def per_group(self) -> bool:
+        return False  # the std of the whole batch divides all
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        rewards, group, of_row = episodes_of(batch)
+        parts, weights = (
+            x.new_zeros(len(rewards), x.shape[1]).index_put((of_row,), x)
+            for x in (batch["rollouts", "reward_parts"], batch["rollouts", "part_weights"])
+        )
+        normalized = GRPO(eps=self.eps)
+        added = torch.zeros_like(parts[:, 0])
+        for part, weight in zip(parts.T, weights.T, strict=True):
+            given = ~part.isnan()
+            added[given] += weight[given] * normalized.compare(part[given], group[given])
+        graded = ~parts.isnan().all(1)  # imitated rollouts are not
+        std = global_mean_std(added[graded], unbiased=True)[1]
+        return spread_over_tokens(batch, (added / (std + self.eps))[of_row])
 
 
 @configurable

@@ -170,6 +170,10 @@ def _cispo(high: float, result: Conversion, given: Given) -> None:
 
 
 def _advantage(given: Given, result: Conversion) -> None:
+    if result.choose(given, "multi_objective_aggregation") == "normalize_then_sum":
+        given.cover("scale_rewards")  # of no effect then
+        result.put_class("model.advantage", "GDPO", eps=EPS)
+        return
     scale = given["scale_rewards"]
     scale = scale.lower() if isinstance(scale, str) else scale
     if scale in (True, "group", "true"):

@@ -18,9 +18,11 @@ A *batch* is a TensorDict with two parts:
   are one rollout's), ``episode`` (and those are written by one role, too: they share its reward,
   and count once), ``role``, ``reward``, ``truncated``, ``expert`` (given, not sampled) and how it
   was sampled: ``temperature``, ``top_k``, ``top_p``, and where any rollout had them ``min_p`` and
-  ``repetition_``, ``presence_`` and ``frequency_penalty``. Where any branched off from another,
-  ``sample`` (of a group, those with the same number began as one) and ``fork`` (how many calls they
-  share, 0 for the one they branched off from; those have no loss).
+  ``repetition_``, ``presence_`` and ``frequency_penalty``. ``reward_parts`` and ``part_weights``,
+  (R, P): the scores of the reward functions in the order of their names, NaN where there is none,
+  then the rest of the reward, such as a role's own; their weighted sum is ``reward``. Where any
+  branched off from another, ``sample`` (of a group, those with the same number began as one) and
+  ``fork`` (how many calls they share, 0 for the one they branched off from; those have no loss).
 - ``batch["pictures"]``, where any row has pictures: the table of those
   (:class:`~lightning_rl.vision.batch.PictureTable`), and in ``rollouts`` each row's place in it.
 - ``batch["host"]``, in an update on a GPU: the columns that decide how packs are laid out, once

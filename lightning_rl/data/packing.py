@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain, count
+from math import fsum, nan
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ def pack_rollouts(
         **_number_columns(sources, among, roles),
         **_fork_columns(rollouts, sources),
         **_outcome_columns(sources),
+        **_part_columns(sources),
         **_sampling_columns(sampling),
     }
     tables: dict[str, Any] = {}
@@ -215,6 +217,34 @@ def _outcome_columns(sources: Sources) -> dict[str, Tensor]:
         "reward": _column(rewards, np.float32),
         "expert": _column([rollout.expert for rollout, _ in sources], np.bool_),
     }
+
+
+def _part_columns(sources: Sources) -> dict[str, Tensor]:
+    """Return the scores of each row by reward function, and their weights, both (R, P)."""
+    names = sorted({name for rollout, _ in sources for name in rollout.reward_weights})
+    shape = len(sources), len(names) + 1
+    scores = [_scores(rollout, row.role, names) for rollout, row in sources]
+    weights = [
+        [*(rollout.reward_weights.get(name, 0.0) for name in names), 1.0] for rollout, _ in sources
+    ]
+    return {
+        "reward_parts": _column(list(chain(*scores)), np.float32).reshape(shape),
+        "part_weights": _column(list(chain(*weights)), np.float32).reshape(shape),
+    }
+
+
+def _scores(rollout: Rollout, role: str, names: Sequence[str]) -> list[float]:
+    """Return the scores of a role in the order of ``names``, and the rest of its reward.
+
+    The rest is what did not come from reward functions, such as a role's own reward.
+    """
+    reward = rollout.role_rewards.get(role, rollout.reward)
+    if reward is None:
+        return [nan] * (len(names) + 1)
+    graded = {} if role in rollout.role_rewards else rollout.reward_weights
+    scores = {n: s for n in graded if (s := rollout.reward_parts.get(n)) is not None}
+    rest = reward - fsum(graded[name] * score for name, score in scores.items())
+    return [*(scores.get(name, nan) for name in names), rest]
 
 
 def _sampling_columns(sampling: Sequence[SamplingDistribution]) -> dict[str, Tensor]:

@@ -197,7 +197,7 @@ class Rewards:
             elif abs(reward) > LARGEST_REWARD:
                 _fail([rollout], f"the weighted sum of rewards, {reward:g}, is beyond ±1e6")
             else:
-                rollout.reward = reward
+                rollout.reward, rollout.reward_weights = reward, self.weights
 
     def _arguments(
         self, function: RewardFunction, rollouts: list[Rollout], log: RewardLog

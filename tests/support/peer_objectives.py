@@ -25,7 +25,10 @@ class Leaves:
 
 @dataclass
 class Sampled:
-    """What is fixed: (B, T), but ``rewards`` and ``truncated`` (B,); groups of ``group_size``."""
+    """What is fixed: (B, T), but ``rewards`` and ``truncated`` (B,); groups of ``group_size``.
+
+    ``rewards`` are the weighted sums of ``parts`` (B, P), of which some are NaN.
+    """
 
     mask: Tensor
     old: Tensor
@@ -34,6 +37,8 @@ class Sampled:
     values: Tensor
     rewards: Tensor
     truncated: Tensor
+    parts: Tensor
+    weights: Tensor
     group_size: int
 
     def rows(self, chosen: slice) -> "Sampled":
@@ -58,7 +63,20 @@ def grouped(x: Tensor, size: int, of: str) -> Tensor:
 # ---------------------------------------------------------------- TRL
 
 
+def trl_apart(s: Sampled) -> Tensor:
+    """``normalize_then_sum``: of each reward by group, then of the sum over the batch."""
+    apart = torch.zeros_like(s.parts)
+    for rows in torch.arange(len(s.parts)).split(s.group_size):
+        for k, part in enumerate(s.parts[rows].T):
+            known = part[~part.isnan()]
+            apart[rows, k] = ((part - known.mean()) / (known.std() + 1e-4)).nan_to_num(0)
+    added = (apart * s.weights).sum(1)
+    return (added - added.mean()) / (added.std() + 1e-4)
+
+
 def trl_advantages(o: Mapping[str, Any], s: Sampled) -> Tensor:
+    if o["multi_objective_aggregation"] == "normalize_then_sum":
+        return trl_apart(s)
     centred = s.rewards - grouped(s.rewards, s.group_size, "mean")
     if o["scale_rewards"] in (False, "none"):
         return centred

@@ -1,13 +1,18 @@
-"""Advantages whose baseline is the batch or the past, and GAE with a reward per token."""
+"""Advantages that look at the batch or the past, and GAE with a reward per token."""
+
+from statistics import stdev
 
 import pytest
 import torch
 
 from lightning_rl.algos.advantages import GAE
-from lightning_rl.algos.baselines import ReinforcePlusPlus, RunningBaseline
+from lightning_rl.algos.baselines import GDPO, ReinforcePlusPlus, RunningBaseline
+from lightning_rl.algos.kl import K1Penalty
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rollout import Rollout, Row
 
 
 def with_token_rewards(batch, seed: int):
@@ -26,6 +31,97 @@ def turns(batch):
         zip(batch["rollouts", "reward"].tolist(), batch["rollouts", "group"].tolist(), strict=True)
     ):
         yield reward, group, [i for i in range(starts[row], starts[row + 1]) if mask[i]]
+
+
+# ---------------------------------------------------------------- GDPO
+
+
+def exact(completions):
+    return [float(c[0]) for c in completions]
+
+
+def form(completions):
+    return [None if c[1] == "-" else float(c[1]) for c in completions]
+
+
+def judge(completions):
+    return [float(c) for c in completions]
+
+
+def given(batch, advantage):
+    """The advantage of each rollout, of a prompt token and one model token."""
+    return advantage(batch)["tokens", "advantages"].reshape(-1, 2)[:, 1].tolist()
+
+
+def test_gdpo_by_hand(make_rollout):
+    """Two sets of prompts with their own rewards and weights, and what has no score."""
+    sets = {
+        "a": (Rewards([exact, form], [1.0, 0.5]), ["10", "01", "0-"]),
+        "b": (Rewards([judge], [2.0]), ["0.25", "0.25", "1", "nan"]),  # the last one fails
+    }
+    rollouts = []
+    for name, (rewards, texts) in sets.items():
+        group = [make_rollout([3], [1], group_id=name, completion=t, reward=None) for t in texts]
+        rewards.grade_here([group])
+        rollouts += [Rollout.from_dict(r.to_dict()) for r in group if r.graded]  # as in a buffer
+    rollouts.append(make_rollout([3], [1], group_id="given", expert=True, reward=None))
+    batch = pack_rollouts(rollouts)
+    parts = batch["rollouts", "reward_parts"]
+    none = torch.nan
+    expected = [[1.0, 0.0, none], [0.0, 1.0, none], [0.0, none, none]]  # exact, form, judge
+    expected += [[none, none, x] for x in (0.25, 0.25, 1.0)]
+    expected = [[*row, 0.0] for row in expected] + [[none] * 4]
+    assert torch.equal(parts.nan_to_num(9), torch.tensor(expected).nan_to_num(9))
+    added = (batch["rollouts", "part_weights"] * parts.nan_to_num(0)).sum(1)
+    assert added.tolist() == batch["rollouts", "reward"].tolist()
+    # Two zeros and a one have the std 3^-1/2 and the normalised scores -1, -1, 2 times it; a zero
+    # and a one those of 2^-1/2.
+    s, h = 3**-0.5, 2**-0.5
+    apart = [2 * s - h / 2, -s + h / 2, -s, -2 * s, -2 * s, 4 * s]
+    found = given(batch, GDPO(eps=1e-12))
+    assert found == pytest.approx([x / stdev(apart) for x in apart] + [0])
+
+
+def test_gdpo_tells_apart_what_has_one_sum(make_rollout):
+    """(1, 0) is rarer than (0, 1), and gets more; groups whose scores are equal get 0."""
+    weights = {"a": 1.0, "b": 1.0}
+    scores = [[(1, 0), (0, 1), (0, 0), (0, 1)], [(1, 1)] * 4]
+    rollouts = [
+        make_rollout([3], [1], group_id=str(g), reward=float(a + b), reward_weights=weights,
+                     reward_parts={"a": float(a), "b": float(b)})
+        for g, group in enumerate(scores) for a, b in group
+    ]  # fmt: skip
+    # a: std 1/2; b: std 3^-1/2
+    s = 3**0.5 / 2
+    apart = [1.5 - s, -0.5 + s, -0.5 - s, -0.5 + s, 0, 0, 0, 0]
+    found = given(pack_rollouts(rollouts), GDPO(eps=1e-12))
+    assert found == pytest.approx([x / stdev(apart) for x in apart])
+    assert found[4:] == [0] * 4  # exactly, so that they are left out of the update
+
+
+def test_gdpo_of_rewards_that_no_function_gave(make_rollout):
+    """A role's own reward, and one that a callback changed."""
+    group = []
+    for solver, critic in ((1.0, 0.5), (0.0, 0.25)):
+        rollout = make_rollout([5], [1], reward=9.0, role="solver")
+        rollout.rows.append(Row([6], [8], [True], [-1.0], [0], "critic"))
+        rollout.role_rewards = {"solver": solver, "critic": critic}
+        group.append(rollout)
+    # All scores are 2^-1/2 deviations from their means; four of them have the std (2/3)^1/2.
+    a = 0.75**0.5
+    assert given(pack_rollouts(group), GDPO(eps=1e-12)) == pytest.approx([a, a, -a, -a])
+    scored = {"reward_parts": {"exact": 1.0}, "reward_weights": {"exact": 2.0}}
+    group = [make_rollout([5], [1], reward=reward, **scored) for reward in (2.0, 1.5)]
+    batch = pack_rollouts(group)
+    assert batch["rollouts", "reward_parts"].tolist() == [[1.0, 0.0], [1.0, -0.5]]
+    assert given(batch, GDPO(eps=1e-12)) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_gdpo_refuses_what_it_cannot_do(tiny_model):
+    with pytest.raises(ConfigError, match=r"GDPO\(eps=0.0\) must be > 0"):
+        GDPO(eps=0.0)
+    with pytest.raises(ConfigError, match="advantage=GDPO needs the reward as it was graded"):
+        PolicyModule(str(tiny_model), advantage=GDPO(), kl_reward=K1Penalty())
 
 
 # ---------------------------------------------------------------- REINFORCE++
@@ -63,6 +159,7 @@ def test_which_of_them_need_groups():
     assert ReinforcePlusPlus().min_group_size == 1
     assert ReinforcePlusPlus(group_baseline=True).min_group_size == 2
     assert RunningBaseline().min_group_size == 1
+    assert (GDPO().min_group_size, GDPO().per_group) == (2, False)
 
 
 @pytest.mark.parametrize("group_baseline", [False, True])

@@ -43,6 +43,7 @@ TRL_SWEEPS = {
     **{name: ([0.5], TRL_LOSSES) for name in table("trl") if name.startswith("vespo_")},
     "off_policy_mask_threshold": ([0.2], [VLLM | x for x in TRL_LOSSES]),
     "scale_rewards": (["group", "batch", "none", True, False], [{}]),
+    "multi_objective_aggregation": (None, [{}, {"scale_rewards": "none"}]),
     "mask_truncated_completions": ([True, False], TRL_LOSSES),
     "entropy_coef": ([0.01], TRL_LOSSES),
     "vllm_importance_sampling_correction": ([True, False], [VLLM | x for x in TRL_LOSSES]),
@@ -197,7 +198,11 @@ def batches(random_batch):
         if on_policy:
             tokens["logprobs"] = tokens["old_logprobs"].clone()
         shape = {"generator": generator, "dtype": torch.double}
-        rollouts["reward"] = torch.rand(len(rollouts), **shape)
+        parts = torch.rand(len(rollouts), 2, **shape)
+        parts[-1, 0] = torch.nan  # one that does not apply
+        weights = torch.tensor([1.0, 0.5], dtype=torch.double).expand_as(parts)
+        rollouts["reward_parts"], rollouts["part_weights"] = parts, weights
+        rollouts["reward"] = (parts * weights).nansum(1)
         rollouts["truncated"] = torch.arange(len(rollouts)) % 4 == 2
         tokens["entropy"] = torch.rand(len(live), **shape)
         tokens["now_values"] = tokens["values"] + torch.randn(len(live), **shape)
@@ -232,6 +237,8 @@ def theirs_of(objective, options, batch, leaves):
         values=padded(tokens["values"]),
         rewards=rollouts["reward"],
         truncated=rollouts["truncated"],
+        parts=rollouts["reward_parts"],
+        weights=rollouts["part_weights"],
         group_size=int((rollouts["group"] == 0).sum()),
         **{name: padded(tokens[held]) for name, held in names.items()},
     )
@@ -305,6 +312,7 @@ EXACT = [
     *(("trl", {"delta": delta} | more) for delta in (4.0, 1.1) for more in ({}, SEQUENCE)),
     ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}),
     ("trl", {"loss_type": "sapo", "mask_truncated_completions": True}),
+    ("trl", {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": False}),
     ("trl", {"beta": 0.1, "num_iterations": 1}),
     ("trl", {"beta": 0.1, "use_bias_correction_kl": False}),
     ("trl", VLLM),

@@ -30,7 +30,7 @@ SETTINGS = [
     (rl.DPPO, "low"), (rl.DPPO, "square"), (rl.GMPO, "clip_low"), (rl.GMPO, "clip_high"),
     (rl.VESPO, "k_positive"), (rl.OffPolicyMask, "threshold"),
     (rl.SFTMix, "coef"), (ValueLoss, "coef"), (ValueLoss, "clip"),
-    (rl.GRPO, "eps"), (rl.GAE, "gamma"), (rl.GAE, "lam"), (rl.OPMD, "tau"),
+    (rl.GRPO, "eps"), (rl.GDPO, "eps"), (rl.GAE, "gamma"), (rl.GAE, "lam"), (rl.OPMD, "tau"),
     (rl.PassAtK, "success_reward"), (rl.RunningBaseline, "decay"),
     (rl.K1Penalty, "coef"), (rl.K2Penalty, "coef"), (rl.K3Penalty, "coef"),
     (rl.extend.ConstantSchedule, "value"),
