@@ -378,6 +378,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             "advantage": self.advantage,
             "kl": self.kl,
             "kl_reward": self.kl_reward,
+            "entropy": self.objective.entropy and self.objective.entropy.schedule,
             "packs": self.packs,
         }
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class KLPenalty(ABC):
     """
 
     def __init__(self, coef: float | Schedule = 0.001) -> None:
-        self.coef = schedule_of(coef, "kl coef", measured=True)
+        self.coef = schedule_of(coef, "kl coef", measured="KL")
         first, last = self.coef.at(0), self.coef.at(FAR)
         if first <= 0 or last < 0:
             bad = first if first <= 0 else last
@@ -164,20 +164,23 @@ class EntropyBonus:
     """Adds ``coef`` times the entropy per token (nats) to the objective; may be negative.
 
     Args:
-        coef: a number, or a :class:`Schedule` such as ``LinearSchedule``.
+        coef: a number, or a :class:`Schedule` such as ``LinearSchedule`` or ``AdaptiveEntropy``.
 
     Raises:
         ConfigError: for a number that is not finite.
     """
 
     coef: float | Schedule = 0.001
+    schedule: Schedule = field(init=False, repr=False, compare=False)
+    """The coefficient, as a schedule."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_schedule", schedule_of(self.coef, "entropy.coef"))
+        schedule = schedule_of(self.coef, "entropy.coef", measured="entropy")
+        object.__setattr__(self, "schedule", schedule)
 
     def at(self, iteration: int) -> float:
         """Return the coefficient in an iteration."""
-        return float(self._schedule.at(iteration))  # type: ignore[attr-defined]
+        return self.schedule.at(iteration)
 
 
 # The parser takes a subclass of a dataclass only if it is told to.

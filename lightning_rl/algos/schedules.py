@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
@@ -16,6 +16,9 @@ class Schedule(ABC):
 
     It never leaves the range between its first and its last number.
     """
+
+    follows: ClassVar[str] = ""
+    """The measured quantity that it adapts to, such as ``KL``; empty if it does not adapt."""
 
     @abstractmethod
     def at(self, iteration: int) -> float:
@@ -107,6 +110,8 @@ class AdaptiveSchedule(ConstantSchedule):
         ConfigError: unless both are positive and finite.
     """
 
+    follows: ClassVar[str] = "KL"
+
     def __init__(self, value: float, target: float | None) -> None:
         require_finite(target=target)
         super().__init__(value)
@@ -173,28 +178,89 @@ class AdaptiveKL(AdaptiveSchedule):
         return 0.5 if measured < target / 1.5 else 1.0
 
 
+@configurable
+class AdaptiveEntropy(ConstantSchedule):
+    """Weighs an entropy bonus while entropy is low (He et al. 2025, Skywork-OR1, arXiv 2505.22312).
+
+    After an iteration whose mean entropy was at most ``target``, ``value`` rises by ``step``, else
+    it falls, within [``low``, ``high``]. The next iteration has a bonus only in the first case:
+    coef = value x 1[entropy <= target]. The first iteration has none.
+
+    Args:
+        value: initial value.
+        target: entropy per token, in nats.
+        step: change of the value per iteration.
+        low: smallest value.
+        high: largest value.
+
+    Raises:
+        ConfigError: unless ``target`` and ``step`` are positive and low <= high; all finite.
+    """
+
+    follows: ClassVar[str] = "entropy"
+
+    def __init__(
+        self,
+        value: float = 0.0,
+        target: float = 0.2,
+        step: float = 0.005,
+        low: float = 0.0,
+        high: float = 1.0,
+    ) -> None:
+        super().__init__(value)
+        require_finite(target=target, step=step, low=low, high=high)
+        if target <= 0 or step <= 0 or low > high:
+            raise ConfigError(
+                f"AdaptiveEntropy(value={value}, target={target}, step={step}, low={low}, "
+                f"high={high}): target and step must be > 0, and low <= high"
+            )
+        self.target = target
+        self.step = step
+        self.low = low
+        self.high = high
+        self._is_low = False
+
+    def at(self, iteration: int) -> float:
+        return self.value if self._is_low else 0.0
+
+    def update(self, measured: float) -> None:
+        if not math.isfinite(measured):
+            return
+        self._is_low = measured <= self.target
+        moved = self.value + (self.step if self._is_low else -self.step)
+        self.value = min(self.high, max(self.low, moved))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the value, and whether it weighs anything in the next iteration."""
+        return super().state_dict() | {"is_low": self._is_low}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._is_low = state.get("is_low", False)
+
+
 def schedule_of(
     number: float | Schedule,
     name: str,
     low: float = -math.inf,
     high: float = math.inf,
-    measured: bool = False,
+    measured: str = "",
 ) -> Schedule:
     """Return the setting ``name`` as a schedule of numbers in [low, high].
 
-    ``measured``: it gets the measured value after each iteration.
+    ``measured``: the quantity whose mean it gets after each iteration.
 
     Raises:
-        ConfigError: for numbers out of range, or an adaptive schedule that would get no
-            measurement.
+        ConfigError: for numbers out of range, or a schedule that adapts to another quantity.
     """
     if not isinstance(number, Schedule):
         require_finite(**{name: number})
         number = ConstantSchedule(number)
-    if isinstance(number, AdaptiveSchedule) and not measured:
+    if number.follows not in ("", measured):
         raise ConfigError(
-            f"{name}={type(number).__name__}: it adapts to a measured KL, but {name} does not "
-            "measure one; use a number, LinearSchedule or ExponentialSchedule"
+            f"{name}={type(number).__name__}: it adapts to a measured {number.follows}, but {name} "
+            f"{f'measures {measured}' if measured else 'does not measure one'}; use a number, "
+            "LinearSchedule or ExponentialSchedule"
         )
     for value in (number.at(0), number.at(FAR)):
         if not low <= value <= high:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.convert.conversion import Conversion, Given
+from lightning_rl.convert.conversion import Conversion, Given, instance
 
 EPS = 1e-4
 """TRL adds this to a standard deviation of rewards."""
@@ -140,9 +140,12 @@ def _aggregation(given: Given, result: Conversion, updates: Updates) -> None:
 
 
 def _entropy(given: Given, result: Conversion, updates: Updates) -> None:
-    if not given["entropy_coef"]:
+    coef = given["entropy_coef"]
+    if given["use_adaptive_entropy"]:
+        coef = _adaptive_entropy(given, result, updates.steps)
+    if not coef:
         return
-    result.put_class("model.entropy", "EntropyBonus", coef=given["entropy_coef"])
+    result.put_class("model.entropy", "EntropyBonus", coef=coef)
     mean = given.look("loss_type") in ("dapo", "bnpo", "cispo", "vespo")
     if not mean or updates.micro_batches > 1 or updates.minibatches > 1:
         result.leave(
@@ -151,6 +154,25 @@ def _entropy(given: Given, result: Conversion, updates: Updates) -> None:
             "TRL multiplies the mean over each micro-batch's tokens by it; here the bonus is "
             "averaged like the loss",
         )
+
+
+def _adaptive_entropy(given: Given, result: Conversion, steps: int) -> dict[str, Any]:
+    """Return the schedule; TRL's takes a step after each of the ``steps`` of an iteration."""
+    if steps > 1:
+        result.leave(
+            given,
+            "use_adaptive_entropy",
+            f"TRL measures entropy after each of the {steps} optimizer steps of a batch, and moves "
+            "the coefficient by entropy_coef_delta; here it moves once, by that many times as much",
+        )
+    return instance(
+        "lightning_rl.extend.AdaptiveEntropy",
+        value=given["entropy_coef"],
+        target=given["entropy_target"],
+        step=given["entropy_coef_delta"] * steps,
+        low=given["entropy_coef_min"],
+        high=given["entropy_coef_max"],
+    )
 
 
 def _cispo(high: float, result: Conversion, given: Given) -> None:

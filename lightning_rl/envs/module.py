@@ -102,7 +102,7 @@ class ActorCriticModule(EnvModule):
         self.advantage = advantage
         self.value_loss = value_loss
         self.entropy = entropy
-        self.kl = None if kl is None else schedule_of(kl, "kl", low=0, measured=True)
+        self.kl = None if kl is None else schedule_of(kl, "kl", low=0, measured="KL")
         self.joint_loss = joint_loss
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -258,15 +258,20 @@ class ActorCriticModule(EnvModule):
         return made
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
-        """Count the iteration, and adapt the KL coefficient."""
-        measured = [value for key, value in metrics.items() if key.endswith("/kl")]
-        if self.kl is not None and measured:
-            metrics["policy/kl_coef"] = self.kl.at(self.iteration)
-            self.kl.update(sum(measured) / len(measured))
+        """Count the iteration, and adapt the coefficients."""
+        for name, coef in self._coefficients().items():
+            if measured := [value for key, value in metrics.items() if key.endswith(f"/{name}")]:
+                metrics[f"policy/{name}_coef"] = coef.at(self.iteration)
+                coef.update(sum(measured) / len(measured))
         super().end_iteration(metrics)
 
+    def _coefficients(self) -> dict[str, Schedule]:
+        """Return the coefficients that may adapt, by the name of what they weigh."""
+        found = {"kl": self.kl, "entropy": None if self.entropy is None else self.entropy.schedule}
+        return {name: coef for name, coef in found.items() if coef is not None}
+
     def stateful_parts(self) -> dict[str, Any]:
-        return {} if self.kl is None else {"kl": self.kl}
+        return self._coefficients()
 
     def default_agent(self) -> ActorCritic:
         return ActorCritic()

@@ -61,6 +61,7 @@ from lightning_rl.algos.objective import (
 )
 from lightning_rl.algos.schedules import (
     AdaptiveCoefficient as AdaptiveCoefficient,
+    AdaptiveEntropy as AdaptiveEntropy,
     AdaptiveKL as AdaptiveKL,
     AdaptiveSchedule as AdaptiveSchedule,
     ConstantSchedule as ConstantSchedule,

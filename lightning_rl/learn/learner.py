@@ -345,11 +345,15 @@ class Learner:
         )
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
-        """Count the iteration, and let KL coefficients and the reference adapt."""
-        for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):
-            if penalty is not None and measured in metrics:
-                metrics[f"{measured}_coef"] = penalty.coef.at(self.iteration)
-                penalty.coef.update(metrics[measured])
+        """Count the iteration, and let coefficients and the reference adapt."""
+        penalties = {"policy/kl_ref": self.kl, "reward/kl": self.kl_reward}
+        coefficients = {name: kl.coef for name, kl in penalties.items() if kl is not None}
+        if self.objective.entropy is not None:
+            coefficients["policy/entropy"] = self.objective.entropy.schedule
+        for measured, coef in coefficients.items():
+            if measured in metrics:
+                metrics[f"{measured}_coef"] = coef.at(self.iteration)
+                coef.update(metrics[measured])
         self.iteration += 1
         self.ahead.clear()
         if self.reference is not None:

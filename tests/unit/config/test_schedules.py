@@ -11,6 +11,7 @@ from lightning_rl.envs import ActorCriticModule, DQNModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import (
     AdaptiveCoefficient,
+    AdaptiveEntropy,
     AdaptiveKL,
     ConstantSchedule,
     ExponentialSchedule,
@@ -42,6 +43,20 @@ def test_what_a_number_depends_on_is_in_a_checkpoint_and_nothing_else():
     assert other.at(7) == 2.0
 
 
+def test_a_bonus_for_low_entropy_by_hand():
+    """As in TRL: it moves after each measurement, and acts only after one that was low."""
+    coef = AdaptiveEntropy(value=0.01, target=0.5, step=0.25, low=0.0, high=0.5)
+    found = [coef.at(0)]
+    for entropy in (0.5, 0.4, 0.6, math.nan, 0.1, 0.2, 2.0, 3.0, 0.5):
+        coef.update(entropy)
+        found.append(coef.at(0))
+    # The value itself: 0.26, 0.5 (the highest), 0.25, 0.25, 0.5, 0.5, 0.25, 0, 0.25
+    assert found == pytest.approx([0, 0.26, 0.5, 0, 0, 0.5, 0.5, 0, 0, 0.25])
+    other = AdaptiveEntropy(target=0.5, step=0.25)
+    other.load_state_dict(coef.state_dict())
+    assert other.at(0) == 0.25
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -54,7 +69,10 @@ def test_what_a_number_depends_on_is_in_a_checkpoint_and_nothing_else():
         (lambda: K2Penalty(LinearSchedule(1.0, -1.0, 4)), r"kl coef=-1\.0 must be > 0"),
         (lambda: LinearSchedule(1.0, 0.0, 0), "iterations=0 must be >= 1"),
         (lambda: ExponentialSchedule(1.0, 1.5), r"decay=1\.5\) must be in \[0, 1\]"),
-        (lambda: EntropyBonus(AdaptiveCoefficient()), "AdaptiveCoefficient: it adapts"),
+        (lambda: EntropyBonus(AdaptiveCoefficient()), "measured KL, but .* measures entropy"),
+        (lambda: K2Penalty(AdaptiveEntropy()), "measured entropy, but kl coef measures KL"),
+        (lambda: AdaptiveEntropy(target=0.0), "target=0.0, .*: target and step must be > 0"),
+        (lambda: AdaptiveEntropy(low=0.5, high=0.1), "low=0.5, high=0.1.*low <= high"),
         (lambda: DQNModule(epsilon=AdaptiveKL(0.5)), "epsilon=AdaptiveKL: it adapts"),
     ],
 )  # fmt: skip

@@ -103,6 +103,7 @@ BESIDE = {
     "use_rslora": {"use_peft": True},
     "use_dora": {"use_peft": True},
     "sapo": {"loss_type": "sapo"},
+    "entropy_": {"use_adaptive_entropy": True},
     "vespo": {"loss_type": "vespo"},
     "vllm_": {"use_vllm": True},
     "vllm_server": {"use_vllm": True, "vllm_mode": "server"},

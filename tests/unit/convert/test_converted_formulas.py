@@ -73,6 +73,9 @@ TRL_SWEEPS = {
     ),
 }
 TRL_WITHOUT_FORMULA = {
+    # They decide how a coefficient moves.
+    "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+    "entropy_target",
     # They decide which weights the reference has, and how often.
     "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha",
     # How many, how long and how often; of gradient accumulation and minibatches see above.

@@ -21,7 +21,7 @@ from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.envs.rows import Clips, Rows, rows_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.extend import AdaptiveKL, Alternating, EveryIteration, Periodic
+from lightning_rl.extend import AdaptiveEntropy, AdaptiveKL, Alternating, EveryIteration, Periodic
 from lightning_rl.games import SimulationLoss
 from tests.support.torchrl_losses import (
     DISCRETE,
@@ -92,6 +92,16 @@ def test_the_penalty_adapts_by_halves_and_doubles():
     other = AdaptiveKL(3.0)
     other.load_state_dict(kl.state_dict())
     assert other.value == 1.0
+
+
+def test_a_bonus_adapts_to_the_mean_entropy_of_the_agents():
+    module = ActorCriticModule(entropy=EntropyBonus(AdaptiveEntropy(target=0.5, step=0.25)))
+    for before, after in ((0.0, 0.25), (0.25, 0.5)):
+        metrics = {"policy/a/entropy": 0.25, "policy/b/entropy": 0.75}
+        module.end_iteration(metrics)
+        assert metrics["policy/entropy_coef"] == before
+        assert module.entropy.at(1) == after
+    assert module.state_of_parts() == {"entropy": {"value": 0.5, "is_low": True}}
 
 
 def test_a_loss_does_not_depend_on_how_steps_are_dealt():
