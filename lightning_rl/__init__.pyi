@@ -27,6 +27,7 @@ from lightning_rl.algos.baselines import (
     MaxRL as MaxRL,
     PassAtK as PassAtK,
     ReinforcePlusPlus as ReinforcePlusPlus,
+    ReMax as ReMax,
     RunningBaseline as RunningBaseline,
 )
 from lightning_rl.algos.correction import (

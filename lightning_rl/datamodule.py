@@ -336,6 +336,8 @@ class RLDataModule(CollectingDataModule):
             rank=rank,
             ranks=ranks,
             tasks=by_name(self.train_tasks),
+            baseline=stage == "fit"
+            and any(policy.advantage.needs_baseline for policy in self._module().policies.values()),
         )
 
     def load_prompts(self, stage: str) -> None:
@@ -496,8 +498,9 @@ class RLDataModule(CollectingDataModule):
         module, prompts, trainer = self._module(), self.train_prompts, self.trainer
         assert trainer is not None
         groups, metrics = self._ready().of_all_ranks(module.iteration, module.role_versions)
-        self._ready().observe(prompts, groups)
-        module.record(metrics | set_metrics(groups, prompts.shares()))
+        counted = [[rollout for rollout in group if not rollout.baseline] for group in groups]
+        self._ready().observe(prompts, counted)
+        module.record(metrics | set_metrics(counted, prompts.shares()))
         if prompts.dropped:
             module.record({"data/prompts_dropped": float(prompts.dropped)})
         self.generated = [rollout for group in groups for rollout in group]

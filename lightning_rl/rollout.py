@@ -283,7 +283,8 @@ class Rollout:
     reward differs from the rollout's. ``extra`` and ``logged`` come from
     reward functions and agents: ``extra`` has one value per column for this rollout (such as
     ``session_id``, or ``tools``, the schemas that its models were offered), ``logged`` numbers for
-    the whole group.
+    the whole group. ``baseline`` marks a greedy rollout that is not trained on: its reward is the
+    baseline of its group (:class:`~lightning_rl.algos.baselines.ReMax`).
     """
 
     prompt: Prompt
@@ -308,6 +309,7 @@ class Rollout:
     dropped: int = 0
     expert: bool = False
     structured: bool = False
+    baseline: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -413,8 +415,11 @@ class Rollout:
 
     @property
     def graded(self) -> bool:
-        """True if it is completed and has a reward, so that it is trained on and counted."""
-        return self.completed and self.reward is not None
+        """True if it is completed and has a reward, so that it is trained on and counted.
+
+        A ``baseline`` is neither.
+        """
+        return self.completed and self.reward is not None and not self.baseline
 
     def fail(self, error: str) -> None:
         """Mark the rollout as FAILED for this reason; it keeps tokens as far as its lists agree."""

@@ -271,8 +271,11 @@ def new_rollouts(
     seed: int,
     iteration: int,
     first_place: int = 0,
+    baseline: bool = False,
 ) -> list[Rollout]:
     """Return empty rollouts, group by group, each with a seed that reproduces it.
+
+    With ``baseline``, a group's last rollout is one more, which is greedy.
 
     ``iteration`` is the number of finished iterations, or negative for rollouts outside training
     (evaluations, probes); ``first_place`` is the number of groups already issued for it.
@@ -285,9 +288,12 @@ def new_rollouts(
             group_id=f"{named}/{place}/{prompt.key}",
             sample_index=index,
             seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
-            sampling=sampling.distribution,
+            sampling=replace(sampling.distribution, temperature=0.0)
+            if index == group_size
+            else sampling.distribution,
             structured=sampling.structured_outputs is not None,
+            baseline=index == group_size,
         )
         for place, prompt in enumerate(prompts, first_place)
-        for index in range(group_size)
+        for index in range(group_size + int(baseline))
     ]

@@ -16,12 +16,13 @@ from lightning_rl.algos.advantages import (
     episodes_of,
     gae,
     group_means,
+    on_tokens,
     spread_over_tokens,
     total_rewards,
     whiten,
 )
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.episodes import calls_of
+from lightning_rl.data.episodes import CallTable, calls_of
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.run.dist import global_mean_std
 
@@ -201,6 +202,53 @@ class GDPO(WithinGroups):
         return spread_over_tokens(batch, (added / (std + self.eps))[of_row])
 
 
+@dataclass(frozen=True)
+class ReMax(Advantage):
+    """A[t] = r - reward of a greedy rollout of the same prompt (Li et al. 2023, arXiv 2310.10505).
+
+    Each group is written one greedy rollout more, which is graded like the others, but neither
+    trained on nor counted in metrics. With ``kl_reward``, the sum of ``token_rewards`` from t on is
+    added, as in verl. A group whose greedy rollout failed gets zero. A group of one is enough.
+
+    Raises:
+        ConfigError: if the batch was collected without greedy rollouts.
+    """
+
+    needs_baseline: ClassVar[bool] = True
+
+    @property
+    def per_group(self) -> bool:
+        return True
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        if "baseline" not in batch["rollouts"]:
+            raise ConfigError(
+                "advantage=ReMax needs a greedy rollout in each group, which this batch has not; "
+                "collect it by fit with an RLDataModule, or pack it among rollouts with baseline"
+            )
+        calls, episodes = calls_of(batch), episodes_of(batch)
+        baseline = torch.zeros_like(episodes.reward).index_put(
+            (episodes.of_row,), batch["rollouts", "baseline"].to(episodes.reward.dtype)
+        )
+        credit = rewards_to_go(batch, calls, (episodes.reward - baseline).nan_to_num(0.0))
+        batch["tokens", "advantages"] = on_tokens(batch, calls, credit)
+        return batch
+
+
+def rewards_to_go(batch: TensorDict, calls: CallTable, rewards: Tensor) -> Tensor:
+    """Return each model token's (M,) reward of its episode (E,), with what follows of tokens' own.
+
+    These are the ``token_rewards`` from the token on, if the batch has any.
+    """
+    episode = calls.episode[calls.of_token]
+    credit = rewards[episode]
+    if "token_rewards" not in batch["tokens"]:
+        return credit
+    own = batch["tokens", "token_rewards"][calls.tokens]
+    # With no critic and gamma = lambda = 1, the recursion of GAE is the reward-to-go.
+    return credit + gae(own, torch.zeros_like(own), episode, 1.0, 1.0)[0]
+
+
 @configurable
 @dataclass(frozen=True)
 class ReinforcePlusPlus(Advantage):
@@ -223,18 +271,12 @@ class ReinforcePlusPlus(Advantage):
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         tokens, calls = batch["tokens"], calls_of(batch)
-        live, episode = calls.tokens, calls.episode[calls.of_token]
         reward, group, _ = episodes_of(batch)
         if self.group_baseline:
             reward = reward - group_means(reward, group)
-        advantages = reward[episode]
-        if "token_rewards" in tokens:
-            own = tokens["token_rewards"][live]
-            # With no critic and gamma = lambda = 1, the recursion of GAE is the reward-to-go.
-            advantages = advantages + gae(own, torch.zeros_like(own), episode, 1.0, 1.0)[0]
         empty = torch.zeros_like(tokens["rollout_logprobs"])
-        made = whiten(advantages, self.unbiased).to(empty.dtype)
-        tokens["advantages"] = empty.index_put((live,), made)
+        made = whiten(rewards_to_go(batch, calls, reward), self.unbiased).to(empty.dtype)
+        tokens["advantages"] = empty.index_put((calls.tokens,), made)
         return batch
 
 

@@ -249,7 +249,8 @@ class Collection:
             light = [[_without_logprobs(rollout) for rollout in group] for group in groups]
             groups = dist.interleaved(dist.gather(light))
         rollouts = [rollout for group in groups for rollout in group]
-        metrics = rollout_metrics(rollouts, dist.all_reduce_max(self.seconds), version, versions)
+        counted = [rollout for rollout in rollouts if not rollout.baseline]
+        metrics = rollout_metrics(counted, dist.all_reduce_max(self.seconds), version, versions)
         return groups, metrics | dist.all_reduce_sum(self.metrics())
 
     def tell(self) -> str:

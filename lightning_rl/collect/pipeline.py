@@ -52,6 +52,7 @@ class GroupSource:
         rank: index of this rank among ``ranks``.
         ranks: number of ranks that share the prompts.
         tasks: tasks with their own sampling, by the name of their prompt set.
+        baseline: add a greedy rollout to each group, whose reward is the group's baseline.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class GroupSource:
         rank: int = 0,
         ranks: int = 1,
         tasks: Mapping[str, Task] | None = None,
+        baseline: bool = False,
     ) -> None:
         self.prompts = prompts
         self.num_groups = num_groups
@@ -75,6 +77,7 @@ class GroupSource:
         self.rank = rank
         self.ranks = ranks
         self.tasks = tasks or {}
+        self.baseline = baseline
         self.iteration = 0
         self.drawn = 0
         """Number of this rank's prompts drawn over the whole run."""
@@ -106,7 +109,9 @@ class GroupSource:
         size, sampling = (
             (self.group_size, self.sampling) if task is None else (task.group_size, task.sampling)
         )
-        group = new_rollouts([prompt], size, sampling, self.seed, self.iteration, place)
+        group = new_rollouts(
+            [prompt], size, sampling, self.seed, self.iteration, place, self.baseline
+        )
         self._place += 1
         return group
 
@@ -246,6 +251,7 @@ class RolloutPipeline:
 
         async def fill(group: Group, rollout: Rollout) -> None:
             agent, own = self._by(rollout.prompt, sampling)
+            own = own.of(rollout.sampling) if rollout.baseline else own
             if rollout.status is RolloutStatus.INIT:
                 require_awaited()  # of many, all begin before the loop can cancel one
                 async with gate:

@@ -140,6 +140,8 @@ def _advantage(given: Given, result: Conversion) -> None:
         _critic(given, result)
     elif name.startswith("reinforce_plus_plus"):
         _reinforce_plus_plus(given, result, name.endswith("baseline") and not alone)
+    elif name == "remax":
+        result.put_class("model.advantage", "ReMax")
     elif alone:
         result.put_class("model.advantage", "RunningBaseline")
         result.leave(

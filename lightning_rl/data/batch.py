@@ -20,7 +20,8 @@ A *batch* is a TensorDict with two parts:
   was sampled: ``temperature``, ``top_k``, ``top_p``, and where any rollout had them ``min_p`` and
   ``repetition_``, ``presence_`` and ``frequency_penalty``. ``reward_parts`` and ``part_weights``,
   (R, P): the scores of the reward functions in the order of their names, NaN where there is none,
-  then the rest of the reward, such as a role's own; their weighted sum is ``reward``. Where any
+  then the rest of the reward, such as a role's own; their weighted sum is ``reward``. Where
+  groups have a greedy rollout, ``baseline``: its reward, NaN if it has none. Where any
   branched off from another, ``sample`` (of a group, those with the same number began as one) and
   ``fork`` (how many calls they share, 0 for the one they branched off from; those have no loss).
 - ``batch["pictures"]``, where any row has pictures: the table of those

@@ -30,7 +30,7 @@ def pack_rollouts(
     Groups are numbered in the order of ``among``, all collected rollouts, or else of ``rollouts``:
     a group that was lost leaves its number unused, and the others have the same numbers on any
     number of ranks. Roles are numbered by their places in ``roles``, or else in the order of their
-    names.
+    names. Greedy rollouts among ``among`` give the others of their groups a ``baseline``.
 
     Raises:
         ConfigError: if one was sampled with constrained output, so that its tokens cannot be
@@ -51,6 +51,7 @@ def pack_rollouts(
         **_number_columns(sources, among, roles),
         **_fork_columns(rollouts, sources),
         **_outcome_columns(sources),
+        **_baseline_columns(sources, among),
         **_part_columns(sources),
         **_sampling_columns(sampling),
     }
@@ -219,6 +220,18 @@ def _outcome_columns(sources: Sources) -> dict[str, Tensor]:
     }
 
 
+def _baseline_columns(sources: Sources, among: Sequence[Rollout]) -> dict[str, Tensor]:
+    greedy = {rollout.group_id: rollout for rollout in among if rollout.baseline}
+    if not greedy:
+        return {}
+    graded = {group: r for group, r in greedy.items() if r.completed and r.reward is not None}
+    rewards = [
+        graded[rollout.group_id].reward_of(row.role) if rollout.group_id in graded else nan
+        for rollout, row in sources
+    ]
+    return {"baseline": _column(rewards, np.float32)}
+
+
 def _part_columns(sources: Sources) -> dict[str, Tensor]:
     """Return the scores of each row by reward function, and their weights, both (R, P)."""
     names = sorted({name for rollout, _ in sources for name in rollout.reward_weights})
@@ -239,7 +252,7 @@ def _scores(rollout: Rollout, role: str, names: Sequence[str]) -> list[float]:
     The rest is what did not come from reward functions, such as a role's own reward.
     """
     reward = rollout.role_rewards.get(role, rollout.reward)
-    if reward is None:
+    if reward is None or rollout.expert:
         return [nan] * (len(names) + 1)
     graded = {} if role in rollout.role_rewards else rollout.reward_weights
     scores = {n: s for n in graded if (s := rollout.reward_parts.get(n)) is not None}

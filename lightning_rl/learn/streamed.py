@@ -91,7 +91,9 @@ class Stream(NothingAhead):
         places = [place_of[rollout.id] for rollout, _ in packed_rows(rollouts)]
         first = torch.tensor([place in self.first for place in places], device="cpu")
         with self._learner.step_precision(), torch.enable_grad():
-            part = self._learner.compute_all(pack_rollouts(rollouts).to(self._learner.device))
+            among = [rollout for _, group in groups for rollout in group]
+            packed = pack_rollouts(rollouts, among)
+            part = self._learner.compute_all(packed.to(self._learner.device))
             self._parts.append(part)
             try:
                 trained, metrics = self._learner.add_ahead(part, first)

@@ -27,7 +27,8 @@ class Leaves:
 class Sampled:
     """What is fixed: (B, T), but ``rewards`` and ``truncated`` (B,); groups of ``group_size``.
 
-    ``rewards`` are the weighted sums of ``parts`` (B, P), of which some are NaN.
+    ``rewards`` are the weighted sums of ``parts`` (B, P), of which some are NaN; ``greedy`` (B,)
+    are those of greedy completions.
     """
 
     mask: Tensor
@@ -39,6 +40,7 @@ class Sampled:
     truncated: Tensor
     parts: Tensor
     weights: Tensor
+    greedy: Tensor
     group_size: int
 
     def rows(self, chosen: slice) -> "Sampled":
@@ -232,6 +234,9 @@ def verl_advantages(
             carry = torch.where(mask[:, t] > 0, now, carry)
             found[:, t] = now
         return whitened(found, mask) * mask, found
+    if name == "remax":
+        to_go = (rewards * mask).flip(1).cumsum(1).flip(1)
+        return to_go - s.greedy[:, None] * mask, rewards
     mean = grouped(scores, n, "mean") if n > 1 else torch.zeros_like(scores)
     if name == "reinforce_plus_plus_baseline":
         return whitened((scores - mean)[:, None].expand_as(mask), mask) * mask, rewards

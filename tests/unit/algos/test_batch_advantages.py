@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.algos.advantages import GAE
-from lightning_rl.algos.baselines import GDPO, ReinforcePlusPlus, RunningBaseline
+from lightning_rl.algos.baselines import GDPO, ReinforcePlusPlus, ReMax, RunningBaseline
 from lightning_rl.algos.kl import K1Penalty
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
@@ -64,7 +64,7 @@ def test_gdpo_by_hand(make_rollout):
         group = [make_rollout([3], [1], group_id=name, completion=t, reward=None) for t in texts]
         rewards.grade_here([group])
         rollouts += [Rollout.from_dict(r.to_dict()) for r in group if r.graded]  # as in a buffer
-    rollouts.append(make_rollout([3], [1], group_id="given", expert=True, reward=None))
+    rollouts.append(make_rollout([3], [1], group_id="given", expert=True))
     batch = pack_rollouts(rollouts)
     parts = batch["rollouts", "reward_parts"]
     none = torch.nan
@@ -122,6 +122,33 @@ def test_gdpo_refuses_what_it_cannot_do(tiny_model):
         GDPO(eps=0.0)
     with pytest.raises(ConfigError, match="advantage=GDPO needs the reward as it was graded"):
         PolicyModule(str(tiny_model), advantage=GDPO(), kl_reward=K1Penalty())
+
+
+# ---------------------------------------------------------------- ReMax
+
+
+def test_remax_by_hand(make_rollout):
+    """Each prompt has its own greedy rollout; that of c failed, that of d has a role's reward."""
+    greedy = {"a": 0.5, "b": 1.0, "c": None, "d": 9.0}
+    among = [
+        make_rollout([3], [1], group_id=name, reward=reward, baseline=True)
+        for name, reward in greedy.items()
+    ]
+    among[-1].role_rewards = {"solver": 0.75}
+    rewards = [("a", 1.0), ("b", 0.25), ("a", 0.5), ("c", 1.0)]
+    rollouts = [make_rollout([3], [1], group_id=name, reward=reward) for name, reward in rewards]
+    rollouts.append(make_rollout([3], [1], group_id="d", reward=1.0, role="solver"))
+    assert given(pack_rollouts(rollouts, among), ReMax()) == [0.5, -0.75, 0.0, 0.0, 0.25]
+    with pytest.raises(ConfigError, match="ReMax needs a greedy rollout in each group"):
+        ReMax()(pack_rollouts(rollouts))
+
+
+def test_remax_with_rewards_of_tokens_by_hand(make_rollout):
+    rollouts = [make_rollout([3], [4, 5, 1], reward=1.0, loss_mask=[True, False, True])]
+    batch = pack_rollouts(rollouts, [make_rollout([3], [1], reward=0.5, baseline=True)])
+    batch["tokens", "token_rewards"] = torch.tensor([0.0, -0.25, 0.0, -0.125])
+    # 1 - 0.5, less what follows: 0.375 and 0.125
+    assert ReMax()(batch)["tokens", "advantages"].tolist() == [0, 0.125, 0, 0.375]
 
 
 # ---------------------------------------------------------------- REINFORCE++

@@ -206,6 +206,7 @@ def batches(random_batch):
         weights = torch.tensor([1.0, 0.5], dtype=torch.double).expand_as(parts)
         rollouts["reward_parts"], rollouts["part_weights"] = parts, weights
         rollouts["reward"] = (parts * weights).nansum(1)
+        rollouts["baseline"] = torch.rand(12, **shape)[rollouts["group"]]
         rollouts["truncated"] = torch.arange(len(rollouts)) % 4 == 2
         tokens["entropy"] = torch.rand(len(live), **shape)
         tokens["now_values"] = tokens["values"] + torch.randn(len(live), **shape)
@@ -242,6 +243,7 @@ def theirs_of(objective, options, batch, leaves):
         truncated=rollouts["truncated"],
         parts=rollouts["reward_parts"],
         weights=rollouts["part_weights"],
+        greedy=rollouts["baseline"],
         group_size=int((rollouts["group"] == 0).sum()),
         **{name: padded(tokens[held]) for name, held in names.items()},
     )
@@ -324,6 +326,7 @@ EXACT = [
     *(("verl", GAE | x) for x in VERL_MODES if "token-sum" not in x.values()),
     *(("verl", x) for x in (KL, KL_REWARD, TOKENS, SEQUENCES, BYPASS | TOKENS, REINFORCE | TOKENS)),
     ("verl", {"algorithm.adv_estimator": "reinforce_plus_plus"}),
+    *(("verl", x | {"algorithm.adv_estimator": "remax"}) for x in ({}, KL_REWARD)),
     ("verl", {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"}),
 ]
 

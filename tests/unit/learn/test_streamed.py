@@ -11,6 +11,7 @@ from lightning_rl.algos.baselines import (
     MaxRL,
     PassAtK,
     ReinforcePlusPlus,
+    ReMax,
     RunningBaseline,
 )
 from lightning_rl.algos.correction import SequenceTIS, TokenTIS
@@ -52,7 +53,7 @@ def in_double(in_double, monkeypatch):
     """Streamed groups too, as the batches of these tests are."""
     monkeypatch.setattr(
         "lightning_rl.learn.streamed.pack_rollouts",
-        lambda rollouts: doubled(pack_rollouts(rollouts)),
+        lambda *given: doubled(pack_rollouts(*given)),
     )
 
 
@@ -101,6 +102,7 @@ ALGORITHMS = {
     "rloo": {"advantage": RLOO(), "loss": Reinforce()},
     "max_rl": {"advantage": MaxRL(), "aggregation": SequenceMean()},
     "pass_at_k": {"advantage": PassAtK(2), "aggregation": PromptMean()},
+    "remax": {"advantage": ReMax(), "kl_reward": K1Penalty(0.1)},
     "opmd": {"advantage": OPMD(), "loss": CISPO()},
     "gspo": {"loss": GSPO(), "aggregation": SequenceMean()},
     "sapo": {"loss": SAPO()},
@@ -129,7 +131,7 @@ def fitted_both_ways(tiny_model, rollouts, streaming, **options):
     for stream_first in (True, False):
         torch.manual_seed(0)  # of a critic's first weights
         module = module_of(tiny_model, max_tokens_per_pack=60, **options)
-        batch = doubled(pack_rollouts([r for r in rollouts if r.graded]))
+        batch = doubled(pack_rollouts([r for r in rollouts if r.graded], rollouts))
         if stream_first:
             streaming(module, groups_of(rollouts))
         modules.append((module.fit(batch), module))
@@ -141,6 +143,8 @@ def test_an_update_is_the_same_streamed_or_not(tiny_model, random_rollouts, in_d
     rollouts = random_rollouts(1, groups=GROUPS, group_size=GROUP_SIZE)
     for rollout in rollouts[::5]:
         rollout.finish_reason = "length"
+    for rollout in rollouts[::GROUP_SIZE]:
+        rollout.baseline = name == "remax"
 
     def in_chunks(module, groups):
         stream(module, groups, [[3, 1], [0], [4, 2]])
