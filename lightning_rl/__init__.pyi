@@ -157,6 +157,10 @@ from lightning_rl.learn.dpo import (
     PairDataModule as PairDataModule,
     RolloutPairs as RolloutPairs,
 )
+from lightning_rl.learn.kto import (
+    KTODataModule as KTODataModule,
+    KTOModule as KTOModule,
+)
 from lightning_rl.learn.recorded import (
     OfflineDataModule as OfflineDataModule,
 )

@@ -39,11 +39,10 @@ from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.learn.dpo import DPOModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.recorded import OfflineDataModule
-from lightning_rl.learn.sft import SFTModule
+from lightning_rl.learn.sft import SupervisedModule
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.interrupts import leave_signals
@@ -205,12 +204,12 @@ class RLCLI(LightningCLI):
             self._note_configuration()
         if isinstance(self.model, RolloutModule):
             refuse_flags(self.trainer)
-        elif isinstance(self.model, SFTModule | DPOModule):
+        elif isinstance(self.model, SupervisedModule):
             refuse_precision(self.trainer, "16-mixed")
         if isinstance(self.model, RolloutModule):
             for name, policy in self.model.policies.items():
                 _check_steps(policy, f"model.init_args.policies.{name}." if name else "model.")
-        elif isinstance(self.model, RecordingModule | SFTModule | DPOModule):
+        elif isinstance(self.model, RecordingModule | SupervisedModule):
             _check_steps(self.model, "model.")
         if isinstance(self.datamodule, RLDataModule):
             syncs = [sync.schedule for sync in find_callbacks(self.trainer, WeightSync)]

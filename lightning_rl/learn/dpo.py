@@ -40,16 +40,12 @@ def dpo(policy_margin: Tensor, ref_margin: Tensor, beta: float, smoothing: float
 
 
 @configurable(model=model_of, lora=as_lora)
-class DPOModule(SupervisedModule):
-    """Raises the probability of a pair's chosen completion over the rejected one, by DPO.
-
-    It uses automatic optimisation, so gradient clipping and accumulation are the Trainer's. The two
-    completions of a pair share their prompt's forward pass.
+class ComparedModule(SupervisedModule):
+    """Learns from fixed completions, compared with a reference policy: the part of DPO and KTO.
 
     Args:
         model: directory or hub name of the causal LM.
         beta: strength of the regularisation towards the reference.
-        smoothing: probability that a label is wrong, in [0, 0.5).
         reference: the reference policy; None: a frozen copy of the initial model.
         optimizer: called with the trained parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
@@ -61,14 +57,13 @@ class DPOModule(SupervisedModule):
         vision: which parts of an image-text model's vision are trained; None: none.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: for a ``beta`` that is not positive.
     """
 
     def __init__(
         self,
         model: str,
         beta: float = 0.1,
-        smoothing: float = 0.0,
         reference: Reference | None = None,
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=5e-7, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -89,14 +84,10 @@ class DPOModule(SupervisedModule):
             vision=vision,
         )
         require_finite(beta=beta)
-        if beta <= 0 or not 0 <= smoothing < 0.5:
-            raise ConfigError(
-                f"DPOModule(beta={beta}, smoothing={smoothing}): beta must be > 0 and smoothing in "
-                "[0, 0.5)"
-            )
+        if beta <= 0:
+            raise ConfigError(f"{type(self).__name__}(beta={beta}) must be > 0")
         save_primitive_hparams(self)
         self.beta = beta
-        self.smoothing = smoothing
         self.reference: Reference | None = None
         self._reference = (reference,)  # a tuple hides it from nn.Module until it is configured
 
@@ -106,6 +97,42 @@ class DPOModule(SupervisedModule):
         if self.reference is None:
             self.reference = self._reference[0] or FrozenReference()
             self.reference.configure(self.loaded_policy)
+
+    def reference_logprobs(self, batch: TensorDict) -> Tensor:
+        """Return log p_ref of each completion, (R,)."""
+        assert self.reference is not None  # it comes with the policy
+        with torch.no_grad(), self.reference.scoring(self.loaded_policy) as reference:
+            return completion_logprobs(reference(batch), batch)
+
+
+def completion_logprobs(scores: Scores, batch: TensorDict) -> Tensor:
+    """Return the sum of the logprobs of each row's loss tokens, (R,)."""
+    row = token_rows(batch)[scores.live]
+    return scores.logprobs.new_zeros(len(batch["rollouts"])).index_add(0, row, scores.logprobs)
+
+
+@configurable(model=model_of)
+class DPOModule(ComparedModule):
+    """Raises the probability of a pair's chosen completion over the rejected one, by DPO.
+
+    It uses automatic optimisation, so gradient clipping and accumulation are the Trainer's. The two
+    completions of a pair share their prompt's forward pass.
+
+    Args:
+        smoothing: probability that a label is wrong, in [0, 0.5).
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self, model: str, beta: float = 0.1, smoothing: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(model, beta, **options)
+        require_finite(smoothing=smoothing)
+        if not 0 <= smoothing < 0.5:
+            raise ConfigError(f"DPOModule(smoothing={smoothing}) must be in [0, 0.5)")
+        self.smoothing = smoothing
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch of pairs: rows 2i are chosen, 2i + 1 rejected."""
@@ -125,19 +152,14 @@ class DPOModule(SupervisedModule):
     def _loss(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """Return the mean loss, and the policy's margins minus the reference's (P,)."""
         self.require_packed(batch)
-        policy = self.loaded_policy
-        assert self.reference is not None  # it comes with the policy
-        with torch.no_grad(), self.reference.scoring(policy) as reference:
-            ref_margin = _margins(reference(batch), batch)
-        margin = _margins(policy(batch), batch)
+        ref_margin = _margins(self.reference_logprobs(batch))
+        margin = _margins(completion_logprobs(self.loaded_policy(batch), batch))
         return dpo(margin, ref_margin, self.beta, self.smoothing).mean(), margin - ref_margin
 
 
-def _margins(scores: Scores, batch: TensorDict) -> Tensor:
+def _margins(logprobs: Tensor) -> Tensor:
     """Return log p(chosen) - log p(rejected) of each pair, shape (P,)."""
-    row = token_rows(batch)[scores.live]
-    sums = scores.logprobs.new_zeros(len(batch["rollouts"])).index_add(0, row, scores.logprobs)
-    chosen, rejected = sums.view(-1, 2).unbind(1)
+    chosen, rejected = logprobs.view(-1, 2).unbind(1)
     return chosen - rejected
 
 

@@ -56,6 +56,8 @@ NEEDED = {
     "Isolated": {"function": FUNCTION},
     "IterablePrompts": {"rows": FUNCTION},
     "JSONLPrompts": {"path": "rows.jsonl"},
+    "KTODataModule": {"train": PROMPTS},
+    "KTOModule": {"model": "base"},
     "LinearSchedule": {"start": 0.5, "final": 0.1, "iterations": 10},
     "LLMJudge": {"judge": of("OpenAIJudge", base_url="http://there", model="gpt")},
     "MetricFloorGuard": {"metric": "reward/mean", "bound": 0.1},
