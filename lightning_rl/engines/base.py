@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
+from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import Placed
 from lightning_rl.run import dist
 
@@ -39,46 +39,6 @@ class ReplicaStatus:
     state: RunState
     version: int
     in_flight: int
-
-
-def require_same_weights(
-    pushed: Mapping[str, Tensor], expected: Mapping[str, torch.Size], engine: str
-) -> None:
-    """Check names and shapes of a push before an engine changes anything.
-
-    Raises:
-        IncompleteWeightsError: if a weight is unknown, of another shape, or missing; names it.
-    """
-    for _ in checked(pushed.items(), expected, engine):
-        pass
-
-
-def checked(
-    weights: Iterable[tuple[str, Tensor]],
-    expected: Mapping[str, torch.Size],
-    engine: str = "the engine",
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights one by one, checked against the engine's; also those that a push leaves out.
-
-    Raises:
-        IncompleteWeightsError: if a weight is unknown, of another shape, or missing; names it.
-    """
-    seen = set()
-    for name, weight in weights:
-        if name not in expected or weight.shape != expected[name]:
-            known = name in expected
-            found = f"'s is {tuple(expected[name])}" if known else " has none of that name"
-            raise IncompleteWeightsError(
-                f"the push contains {name!r} of shape {tuple(weight.shape)}, but {engine}{found}; "
-                "is its model the trainer's?"
-            )
-        seen.add(name)
-        yield name, weight
-    if missing := sorted(expected.keys() - seen):
-        raise IncompleteWeightsError(
-            f"the push lacks {len(missing)} of {engine}'s weights, first {missing[0]!r}; is its "
-            "model the trainer's?"
-        )
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -221,8 +181,8 @@ class Engine(ABC):
         """
 
     keeps_left_out: ClassVar[bool] = False
-    """True if a push may leave out weights that an earlier push contained: those on the ``meta``
-    device stay unchanged.
+    """True if a push may leave out weights that an earlier one contained (``Push.kept``): they stay
+    unchanged.
     """
 
     @property

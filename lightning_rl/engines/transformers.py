@@ -18,12 +18,13 @@ from transformers import AutoConfig, PreTrainedModel
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.adapted_decoding import AdaptedDecoder, Adapters
-from lightning_rl.engines.base import Engine, checked, fail
+from lightning_rl.engines.base import Engine, fail
 from lightning_rl.engines.columns import require_cache
 from lightning_rl.engines.decoding import Decoder
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import LoRAEngine, require_adapters
+from lightning_rl.engines.push import Push
 from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.routed_decoding import RoutedDecoder
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -316,9 +317,8 @@ class TransformersEngine(LoRAEngine):
     def _take(self, lm: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
         held = _held(lm)
         shapes = {name: weight.shape for name, weight in held.items()}
-        for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
-            if not weight.is_meta:
-                held[name].copy_(weight)
+        for name, weight in Push.of(weights).checked(shapes):  # one at a time, so no copy of all
+            held[name].copy_(weight)
 
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
         if self._lm is None:

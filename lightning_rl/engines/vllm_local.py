@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine, checked, fail
+from lightning_rl.engines.base import Engine, fail
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import require_adapters
+from lightning_rl.engines.push import Push
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import (
     InFlightRequest,
@@ -315,7 +316,8 @@ class VLLMLocal(VLLMEngine):
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         dtype = getattr(torch, self.dtype)
         # One at a time, as vLLM takes them, which merges some and does not notice a missing part.
-        stream = ((name, weight.to(dtype)) for name, weight in checked(weights, self._shapes))
+        checked = Push.of(weights).checked(self._shapes)
+        stream = ((name, weight.to(dtype)) for name, weight in checked)
         self._llm.collective_rpc(reload_weights, args=(stream,))
 
     def _end_update(self, version: int) -> None:

@@ -135,13 +135,16 @@ from lightning_rl.engines import (
 from lightning_rl.engines.base import (
     ReplicaStatus as ReplicaStatus,
     RunState as RunState,
-    require_same_weights as require_same_weights,
 )
 from lightning_rl.engines.holdings import (
     Holdings as Holdings,
 )
 from lightning_rl.engines.policy_engines import (
     PolicyEngines as PolicyEngines,
+)
+from lightning_rl.engines.push import (
+    Push as Push,
+    require_same_weights as require_same_weights,
 )
 from lightning_rl.engines.server_list import (
     ServerList as ServerList,

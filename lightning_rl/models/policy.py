@@ -1,6 +1,6 @@
 """The policy: a Hugging Face causal LM that scores packed rollouts."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -368,15 +368,20 @@ class Policy(nn.Module):
         """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
         merged. Experts have names of their own, as in files.
 
-        If they are sharded, all ranks have to go through them together. Of ``left_out``, some of
-        :meth:`frozen_weights`, come shapes alone, on the ``meta`` device.
+        If they are sharded, all ranks have to go through them together. Those of
+        :meth:`frozen_weights` that are in ``left_out`` do not come.
         """
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
-        whole = (
-            (name, shape_of(weight) if name in left_out else full_tensor(weight.detach()))
-            for name, weight in weights
-        )
-        yield from FileNames(self.lm).each(whole)
+        file_names = FileNames(self.lm)
+        for name, weight in weights:
+            if name not in left_out:
+                yield from file_names.parts(name, full_tensor(weight.detach()))
+
+    def file_names(self, weights: Mapping[str, nn.Parameter]) -> set[str]:
+        """Return the names that some of :meth:`frozen_weights` have in :meth:`named_weights`."""
+        file_names = FileNames(self.lm)
+        shapes = ((name, shape_of(weight)) for name, weight in weights.items())
+        return {part for name, shape in shapes for part, _ in file_names.parts(name, shape)}
 
     def frozen_weights(self) -> tuple[dict[str, nn.Parameter], set[str]]:
         """Return the LM's parameters that are neither trained nor adapted, and all other names."""
@@ -401,8 +406,9 @@ class Policy(nn.Module):
 
     def named_base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the LM's weights without the LoRA, under their Hugging Face names."""
-        whole = ((name, full_tensor(weight)) for name, weight in base_weights(self.lm))
-        yield from FileNames(self.lm).each(whole)
+        file_names = FileNames(self.lm)
+        for name, weight in base_weights(self.lm):
+            yield from file_names.parts(name, full_tensor(weight))
 
     def save_pretrained(self, directory: str | Path, merge_adapters: bool = True) -> None:
         """Write a directory that transformers and vLLM load; a LoRA is merged into it.

@@ -46,10 +46,14 @@ class FileNames:
     def each(self, weights: Iterable[Named]) -> Iterator[Named]:
         """Pass weights on, each stack as views of its experts' matrices."""
         for name, weight in weights:
-            for part, view in self._views(name, weight):
-                for renaming in self._renamings:
-                    part, _ = renaming.rename_source_key(part)
-                yield part, view
+            yield from self.parts(name, weight)
+
+    def parts(self, name: str, weight: Tensor) -> Iterator[Named]:
+        """Yield a weight under its name in files; of a stack, views of its experts' matrices."""
+        for part, view in self._views(name, weight):
+            for renaming in self._renamings:
+                part, _ = renaming.rename_source_key(part)
+            yield part, view
 
     def _views(self, name: str, weight: Tensor) -> Iterator[Named]:
         stack = next((end for end in self._parts if name.endswith(end)), None)

@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import divide
-from lightning_rl.errors import ConfigError, WeightSyncError, WrongWeightsError
+from lightning_rl.engines.push import Push
+from lightning_rl.errors import ConfigError, WrongWeightsError
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import merged, seen_apart, weights_apart
 from lightning_rl.sync.frozen import FrozenWeights
@@ -83,55 +84,8 @@ class WeightTransport(ABC):
         """Return what the engine's processes hold under these names of a push."""
         return engine.holdings(names)
 
-    def compare_with(self, sent: SentWeights) -> None:
-        """Set the record of pushed weights, to compare with processes that are filled later."""
-
     def close(self) -> None:
         """Disconnect from the engine."""
-
-
-class RoutedTransport(WeightTransport):
-    """Chooses, on ``connect``, the transport that reaches that kind of engine."""
-
-    _route: WeightTransport | None = None
-
-    @abstractmethod
-    def route_to(self, engine: Engine) -> WeightTransport:
-        """Return the transport that pushes to ``engine``."""
-
-    def connect(self, engine: Engine) -> None:
-        super().connect(engine)
-        self._route = self.route_to(engine)
-
-    def weights_of(self, policy: "Policy") -> Weights:
-        return self.route.weights_of(policy)
-
-    def push(self, weights: Weights, version: int) -> None:
-        self.route.push(weights, version)
-
-    def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
-        return self.route.holdings(engine, names)
-
-    def compare_with(self, sent: SentWeights) -> None:
-        self.route.compare_with(sent)
-
-    def close(self) -> None:
-        if self._route is not None:
-            self._route.close()
-            self._route = None
-
-    @property
-    def route(self) -> WeightTransport:
-        """The transport to the connected engine.
-
-        Raises:
-            WeightSyncError: before ``connect``.
-        """
-        if self._route is None:
-            raise WeightSyncError(
-                f"{type(self).__name__} is not connected; call connect(engine) first"
-            )
-        return self._route
 
 
 def push(
@@ -149,7 +103,7 @@ def push(
     Raises:
         WeightSyncError: if the engine does not take the weights, or holds other ones.
     """
-    weights = iter(transport.weights_of(policy))
+    weights = Push.of(transport.weights_of(policy))
     try:
         if not drives_engine(engine):
             return 0
@@ -158,19 +112,16 @@ def push(
             if sent is None:
                 transport.push(weights, version)
                 return 0
-            transport.compare_with(sent)
-            noted = sent.noting(weights, engine, version)
-            transport.push(noted, version)
-            for _ in noted:  # a transport may know before the end that it has all
-                pass
+            sent.begin(engine, version)
+            weights.ledger = sent
+            transport.push(weights, version)
+            weights.exhaust()  # a transport may know before the end that it has all
             return compare(transport, engine, sent)
         finally:
             run_async(engine.resume())
     finally:
-        # Sharded weights are gathered by all ranks together: also by one that pushes nothing, or
-        # that failed.
-        for _ in weights:
-            pass
+        weights.ledger = None
+        weights.exhaust()
 
 
 def compare(transport: WeightTransport, engine: Engine, sent: SentWeights) -> int:

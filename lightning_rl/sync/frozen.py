@@ -1,14 +1,10 @@
-"""Frozen weights: pushed once, and left out of later pushes while they do not change.
+"""Frozen weights: pushed once, and left out of later pushes while they do not change."""
 
-In a push, a tensor on the ``meta`` device, which has a shape but no data, stands for a weight that
-is left out: the receiver keeps what an earlier push brought.
-"""
-
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_rl.engines.push import Push
 from lightning_rl.run.dist import any_rank
 from lightning_rl.sync.adapters import unit_of
 
@@ -26,12 +22,11 @@ class FrozenWeights:
     def __init__(self) -> None:
         self._brought: dict[str, tuple[nn.Parameter, int]] = {}
 
-    def weights_of(self, policy: "Policy", owed: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield a policy's weights, with ``meta`` tensors for those left out; ``owed``: none is.
+    def weights_of(self, policy: "Policy", owed: bool) -> Push:
+        """Return a policy's weights, without those that the engine keeps; ``owed``: it keeps none.
 
-        All ranks gather sharded weights together, so they decide together, and all have to exhaust
-        the iterator. Without sharding each rank decides alone: rank 0 may push by itself, as a
-        rerun does.
+        All ranks gather sharded weights together, so they decide together. Without sharding each
+        rank decides alone: rank 0 may push by itself, as a rerun does.
         """
         frozen = _whole_units(policy)
         same = frozen.keys() == self._brought.keys() and all(
@@ -44,7 +39,9 @@ class FrozenWeights:
         whole = owed or not same
         if policy.sharded:
             whole = any_rank(whole)
-        yield from policy.named_weights(() if whole else frozen)
+        if whole:
+            return Push(policy.named_weights())
+        return Push(policy.named_weights(frozen), kept=policy.file_names(frozen))
 
 
 def _whole_units(policy: "Policy") -> dict[str, nn.Parameter]:

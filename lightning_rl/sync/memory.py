@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import count, cycle, groupby
 from typing import Any
 
@@ -22,60 +21,27 @@ _ALIGNMENT = 64
 """In a flat buffer, each tensor starts at a multiple of so many elements."""
 
 
-@dataclass(slots=True)
-class BufferLayout:
-    """Weights, and the start of each in a flat buffer of ``numel`` elements."""
+Arrived = tuple[Bucket, dict[str, Tensor]]
+"""A bucket, and the weights that have come for it."""
 
-    weights: list[tuple[str, Tensor]] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    numel: int = 0
 
-    def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Append weights."""
-        for name, weight in weights:
-            self.weights.append((name, weight))
-            self.starts.append(self.numel)
-            self.numel += _aligned(weight)
-
-    def copy_changed(self, flat: Tensor, everything: bool) -> list[str]:
-        """Write weights that differ from their values in ``flat``, casting them.
-
-        Return the names of all weights in units that changed. ``everything`` writes all weights but
-        those left out of the push, which ``flat`` already holds.
-        """
-        changed: set[str] = set()
-        for (name, weight), start in zip(self.weights, self.starts, strict=True):
-            held = flat[start : start + weight.numel()].view(weight.shape)
-            if weight.is_meta:
-                continue
-            if everything or not torch.equal(held, weight.to(held)):
-                held.copy_(weight)
-                changed.add(unit_of(name))
-        return [name for name, _ in self.weights if unit_of(name) in changed]
-
-    def entries(self) -> list[tuple[str, list[int], int]]:
-        """Return name, shape and first element of all weights."""
-        return [
-            (name, list(weight.shape), start)
-            for (name, weight), start in zip(self.weights, self.starts, strict=True)
-        ]
+def cut(weights: Weights, max_numel: int) -> Iterator[dict[str, Tensor]]:
+    """Yield weights by at most ``max_numel`` elements, or those of a single larger unit."""
+    part, numel = dict[str, Tensor](), 0
+    for _, group in groupby(weights, key=lambda item: unit_of(item[0])):
+        unit = dict(group)  # which an engine fuses, so it is not split
+        size = sum(map(_aligned, unit.values()))
+        if part and numel + size > max_numel:
+            yield part
+            part, numel = {}, 0
+        part |= unit
+        numel += size
+    if part:
+        yield part
 
 
 def _aligned(weight: Tensor) -> int:
     return -(-weight.numel() // _ALIGNMENT) * _ALIGNMENT
-
-
-def cut(weights: Weights, max_numel: int) -> Iterator[BufferLayout]:
-    """Yield layouts of at most ``max_numel`` elements, or of a single larger unit."""
-    layout = BufferLayout()
-    for _, group in groupby(weights, key=lambda item: unit_of(item[0])):
-        unit = list(group)  # which an engine fuses, so it is not split
-        if layout.weights and layout.numel + sum(_aligned(w) for _, w in unit) > max_numel:
-            yield layout
-            layout = BufferLayout()
-        layout.add(unit)
-    if layout.weights:
-        yield layout
 
 
 def fill_buffers(
@@ -96,19 +62,46 @@ def fill_buffers(
     Yields:
         A bucket's description for :func:`unpack`, and its buffer.
     """
+    again = bool(weights.staged)
+    for bucket, arrived in _as_before(weights) if again else _anew(weights, bucket_mb, keep_copy):
+        is_read = weights.changed_only or len(arrived) < len(bucket["tensors"])
+        flat = buffer(bucket["slot"], bucket["numel"], weights.dtype, is_read)
+        changed = set()
+        for name, held in unpack(flat, bucket):
+            weight = arrived.get(name)
+            if weight is None:  # it stays as it was staged before
+                continue
+            if not weights.changed_only or not torch.equal(held, weight.to(held)):
+                held.copy_(weight)
+                changed.add(unit_of(name))
+        names = [name for name, *_ in bucket["tensors"] if unit_of(name) in changed]
+        yield bucket | {"names": None if len(names) == len(bucket["tensors"]) else names}, flat
+
+
+def _anew(weights: WeightStream, bucket_mb: float, keep_copy: bool) -> Iterator[Arrived]:
+    """Yield new buckets with their weights."""
     slots: Iterable[int] = cycle((0, 1))  # one is loaded by the engines while the next is written
     if weights.kind == "adapters":
         slots = count(-1, -1)
     elif keep_copy:
         slots = count()
     max_numel = int(bucket_mb * 2**20) // weights.dtype.itemsize
-    for slot, layout in zip(slots, cut(weights, max_numel), strict=False):
-        is_read = weights.changed_only or any(weight.is_meta for _, weight in layout.weights)
-        flat = buffer(slot, layout.numel, weights.dtype, is_read)
-        changed = layout.copy_changed(flat, everything=not weights.changed_only)
-        bucket: Bucket = {"slot": slot, "numel": layout.numel, "tensors": layout.entries()}
-        bucket["dtype"] = str(weights.dtype).removeprefix("torch.")
-        yield bucket | {"names": None if len(changed) == len(layout.weights) else changed}, flat
+    for slot, arrived in zip(slots, cut(weights, max_numel), strict=False):
+        tensors, numel = [], 0  # name, shape and first element of each
+        for name, weight in arrived.items():
+            tensors.append((name, list(weight.shape), numel))
+            numel += _aligned(weight)
+        dtype = str(weights.dtype).removeprefix("torch.")
+        bucket = {"slot": slot, "numel": numel, "tensors": tensors, "dtype": dtype, "names": None}
+        yield bucket, arrived
+
+
+def _as_before(weights: WeightStream) -> Iterator[Arrived]:
+    """Yield the buckets of an earlier push for which weights come, with these."""
+    buckets = {bucket["slot"]: bucket for bucket in weights.staged}
+    slots = {name: slot for slot in buckets for name, *_ in buckets[slot]["tensors"]}
+    for slot, arrived in groupby(weights, key=lambda item: slots[item[0]]):
+        yield buckets[slot], dict(arrived)
 
 
 def unpack(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:

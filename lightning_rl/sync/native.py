@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine, checked
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.push import Push
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.server_process import free_port
 from lightning_rl.engines.vllm_process import last_line
@@ -52,7 +53,7 @@ class PushedWeights:
         return [Declared(name, self.dtype, tuple(shape)) for name, shape in self.shapes.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in checked(self.weights, self.shapes):
+        for name, weight in Push.of(self.weights).checked(self.shapes):
             yield name, weight.to(self.device, self.dtype)
 
 

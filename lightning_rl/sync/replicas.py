@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from lightning_rl.engines.base import drives_engine
+from lightning_rl.engines.push import Ledger, Push
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError
@@ -18,7 +19,6 @@ from lightning_rl.run.loop import runtime
 from lightning_rl.sync.adapters import weights_apart
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.frozen import FrozenWeights
-from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.stream import Bucket, Weights, WeightStream, streams_of
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
@@ -61,8 +61,7 @@ class ReplicaPush(WeightTransport):
         self._kept: int | None = None  # the version of all that is staged, if it is complete
         self._has_base = False
         self._frozen = FrozenWeights()
-        self._leaves_out = False  # in the push that comes
-        self._sent: SentWeights | None = None
+        self._sent: Ledger | None = None
         # A restarted replica is filled from another thread than the trainer's.
         self._exclusive = threading.RLock()
         engine.refill = self.refill
@@ -70,9 +69,8 @@ class ReplicaPush(WeightTransport):
     def weights_of(self, policy: "Policy") -> Weights:
         if not self._adapters_alone:
             # Frozen weights are in the copy, from which also a restarted replica has them.
-            self._leaves_out = self.transport.leaves_out and self._kept is not None
-            owed = drives_engine(self.engine) and not self._leaves_out
-            return self._frozen.weights_of(policy, owed)
+            keeps = self.transport.leaves_out and self._kept is not None
+            return self._frozen.weights_of(policy, drives_engine(self.engine) and not keeps)
         # Without a copy of the base it goes along each time: a replica may have been restarted.
         owes_base = not (self._has_base and self.transport.keep_copy)
         return weights_apart(policy, drives_engine(self.engine) and owes_base)
@@ -82,16 +80,13 @@ class ReplicaPush(WeightTransport):
         """Whether pushes bring a LoRA's adapters alone, and their base only once."""
         return self.transport.adapters_only or self.engine.takes_adapters
 
-    def compare_with(self, sent: SentWeights) -> None:
-        self._sent = sent
-
     def push(self, weights: Weights, version: int) -> None:
-        transport = self.transport
+        transport, coming = self.transport, Push.of(weights)
         with self._exclusive, self.engine.taking_weights(version) as replicas:
-            some = transport.changed_only or self._adapters_alone or self._leaves_out
+            some = transport.changed_only or self._adapters_alone or coming.kept
             complete = not some or not self._all_hold_what_is_kept(replicas)
-            self._kept, self._leaves_out = None, False
-            buckets = self._stage_all(weights, version, complete)
+            self._kept, self._sent = None, coming.ledger
+            buckets = self._stage_all(coming, version, complete)
             left = self._deliver(replicas, buckets, version, complete)
             for replica in left:
                 replica.version = version
@@ -127,19 +122,23 @@ class ReplicaPush(WeightTransport):
 
     # ---------------------------------------------------------------- what is pushed
 
-    def _stage_all(self, weights: Weights, version: int, complete: bool) -> Iterator[Bucket]:
+    def _stage_all(self, weights: Push, version: int, complete: bool) -> Iterator[Bucket]:
         dtype: torch.dtype = getattr(torch, self.engine.dtype)
         changed_only = self.transport.changed_only and not complete
         kinds = []
         for stream in streams_of(weights, self.engine.shapes, dtype, version, changed_only):
             kinds.append(stream.kind)
-            yield from self._stage_kind(stream, complete)
+            if weights.kept:
+                stream.staged = self._staged[stream.kind]
+                yield from self._stage_again(stream, complete)
+            else:
+                yield from self._stage_anew(stream, complete)
         if "base" in kinds:
             self._has_base = True
         elif complete and "adapters" in kinds:
             yield from self._staged["base"]
 
-    def _stage_kind(self, weights: WeightStream, complete: bool) -> Iterator[Bucket]:
+    def _stage_anew(self, weights: WeightStream, complete: bool) -> Iterator[Bucket]:
         """Record the staged buckets; yield those with changes, or all if ``complete``."""
         staged = self._staged[weights.kind] = []
         for bucket in self.transport.stage(weights):
@@ -147,6 +146,14 @@ class ReplicaPush(WeightTransport):
             staged.append(whole)
             if complete or bucket.get("names") != []:
                 yield whole if complete else bucket
+
+    def _stage_again(self, weights: WeightStream, complete: bool) -> Iterator[Bucket]:
+        """Stage what comes beside what is kept; yield the changes, or everything."""
+        for bucket in self.transport.stage(weights):
+            if not complete and bucket["names"] != []:
+                yield bucket
+        if complete:
+            yield from weights.staged
 
     def _all_staged(self) -> Iterable[Bucket]:
         """Return all buckets, whole, for a replica that holds nothing."""

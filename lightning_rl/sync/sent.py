@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,7 +13,6 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import is_adapter
 from lightning_rl.errors import WrongWeightsError
 from lightning_rl.run.digest import Digester
-from lightning_rl.sync.stream import Weights
 
 _log = logging.getLogger(__name__)
 
@@ -32,23 +31,30 @@ class SentWeights:
         self.digests: dict[str, str] = {}
         self.version = -1
         self._before: tuple[int, dict[str, str]] = (-1, {})  # what the push before had brought
+        self._coming: tuple[int, Digester] | None = None  # the push that goes on, and its version
         self._clock = clock or nullcontext
         self._said: set[str] = set()
 
-    def noting(
-        self, weights: Weights, engine: Engine, version: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and record their digests once all have passed."""
-        digester, own = Digester(), getattr(torch, engine.dtype)
+    def begin(self, engine: Engine, version: int) -> None:
+        """Begin a push to an engine."""
+        self._coming = version, Digester()
+        self._dtype = getattr(torch, engine.dtype)
         # Whoever merges adapters does so in float32.
-        of_adapters = own if engine.takes_adapters else torch.float32
-        for name, weight in weights:
-            if not weight.is_meta:
-                with self._clock("digests"):
-                    dtype = of_adapters if is_adapter(name) else own
-                    digester.add(name, weight.detach().to(dtype))
-            yield name, weight
+        self._dtype_of_adapters = self._dtype if engine.takes_adapters else torch.float32
+
+    def note(self, name: str, weight: Tensor) -> None:
+        """Digest a weight of the push."""
+        assert self._coming is not None
         with self._clock("digests"):
+            dtype = self._dtype_of_adapters if is_adapter(name) else self._dtype
+            self._coming[1].add(name, weight.detach().to(dtype))
+
+    def end(self) -> None:
+        """Record the digests, unless that has been done: all weights of the push have passed."""
+        if self._coming is None:
+            return
+        with self._clock("digests"):
+            (version, digester), self._coming = self._coming, None
             if version != self.version:
                 self._before = self.version, self.digests
             self.version, self.digests = version, self.digests | digester.digests()

@@ -1,25 +1,29 @@
 """Transports that stage weights in a place from which engines fetch them."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
-from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.sync.base import RoutedTransport, WeightTransport, route_in_process
+from lightning_rl.errors import ConfigError, WeightSyncError, require_at_least
+from lightning_rl.sync.base import WeightTransport, route_in_process
 from lightning_rl.sync.replicas import ReplicaPush, submit
 from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream, streams_of
 
+if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
+    from lightning_rl.models.policy import Policy
 
-class StagedTransport(RoutedTransport):
+
+class StagedTransport(WeightTransport):
     """Stages weights bucket by bucket (:meth:`stage`); an engine fetches them (:meth:`fetch`).
 
     Engines in separate processes import this class for that. For an engine in this process, the
@@ -38,8 +42,9 @@ class StagedTransport(RoutedTransport):
     stages_in_memory: ClassVar[bool] = False
     """Whether kept buckets are in host memory."""
     leaves_out: ClassVar[bool] = False
-    """Whether :meth:`stage` accepts a frozen weight that it staged before on the ``meta`` device;
-    False: it gets all weights each time."""
+    """Whether :meth:`stage` accepts weights without the frozen ones that it staged before
+    (``WeightStream.staged``); False: it gets all weights each time."""
+    _route: WeightTransport | None = None
 
     def __init__(
         self,
@@ -101,7 +106,39 @@ class StagedTransport(RoutedTransport):
 
     # ---------------------------------------------------------------- routes
 
+    def connect(self, engine: Engine) -> None:
+        super().connect(engine)
+        self._route = self.route_to(engine)
+
+    @property
+    def route(self) -> WeightTransport:
+        """The transport to the connected engine.
+
+        Raises:
+            WeightSyncError: before ``connect``.
+        """
+        if self._route is None:
+            raise WeightSyncError(
+                f"{type(self).__name__} is not connected; call connect(engine) first"
+            )
+        return self._route
+
+    def weights_of(self, policy: "Policy") -> Weights:
+        return self.route.weights_of(policy)
+
+    def push(self, weights: Weights, version: int) -> None:
+        self.route.push(weights, version)
+
+    def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
+        return self.route.holdings(engine, names)
+
+    def close(self) -> None:
+        if self._route is not None:
+            self._route.close()
+            self._route = None
+
     def route_to(self, engine: Engine) -> WeightTransport:
+        """Return the transport that pushes to ``engine``."""
         if isinstance(engine, ReplicatedEngine):
             self._require_other_end(engine)
             return ReplicaPush(self, engine)

@@ -1,6 +1,6 @@
 """Streams of weights to an engine's processes, and the receivers there."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.hints import import_object
-from lightning_rl.engines.base import checked
 from lightning_rl.engines.lora import divide, require_adapters
+from lightning_rl.engines.push import Push
 from lightning_rl.errors import ConfigError, WeightSyncError
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -41,7 +41,8 @@ class WeightStream:
 
     They come in the policy's dtype, and should arrive in ``dtype``. ``kind`` distinguishes all
     weights, a LoRA's base, and adapters alone; with ``changed_only``, only weights that differ from
-    what was staged last need to be loaded.
+    what was staged last need to be loaded. Frozen weights may be missing that were staged before:
+    ``staged`` then has the buckets of that push, where they still are.
     """
 
     weights: Weights
@@ -50,9 +51,10 @@ class WeightStream:
     version: int
     kind: Kind = "weights"
     changed_only: bool = False
+    staged: Sequence[Bucket] = ()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return checked(self.weights, self.shapes)
+        return Push.of(self.weights).checked(self.shapes)
 
 
 def streams_of(
@@ -66,7 +68,8 @@ def streams_of(
 
     ``shapes``: those of all weights but adapters; None: take the weights' own, by holding them all.
     """
-    adapters, others = divide(weights)
+    coming = Push.of(weights)
+    adapters, others = divide(coming)
     if adapters and shapes is not None:
         require_adapters(adapters, shapes)
     if adapters:
@@ -76,7 +79,8 @@ def streams_of(
         if shapes is None:
             held = dict(others)
             others, shapes = iter(held.items()), _shapes(held)
-        yield WeightStream(others, shapes, dtype, version, kind, changed_only)
+        rest = Push(others, coming.kept)
+        yield WeightStream(rest, shapes, dtype, version, kind, changed_only)
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:

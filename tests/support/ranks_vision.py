@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines.push import Push
 from lightning_rl.models.lora import LoRA
 from lightning_rl.vision.loading import decode
 from lightning_rl.vision.training import Vision
@@ -41,8 +42,7 @@ class Noting(LotEngine):
         self.left_out: list[int] = []
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        weights = list(weights)
-        self.left_out.append(sum(weight.is_meta for _, weight in weights))
+        self.left_out.append(len(Push.of(weights).kept))
         super().load_weights(weights, version)
 
 

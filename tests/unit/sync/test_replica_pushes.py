@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_rl.engines.push import Push
 from lightning_rl.engines.replica import ReplicaLost
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
@@ -139,7 +140,7 @@ def test_with_nccl_copies_are_on_the_host_and_two_buckets_on_the_device(
     transport.push(state.items(), 1)
     assert read.slots == (list(read) if changed_only else [])
     assert all(len(replica.buckets) == 1 for replica in engine.replicas) == changed_only
-    transport.push(((n, w.to("meta") if n == name else w) for n, w in state.items()), 1)
+    transport.push(Push(((n, w) for n, w in state.items() if n != name), kept={name}), 1)
     assert changed_only or len(read.slots) == 1  # that of the weight which is left out
     assert len(transport._copies) > 2
     doomed = engine.replicas[0]

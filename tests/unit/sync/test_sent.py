@@ -10,6 +10,7 @@ import torch
 from benchmarks.ledger_faults import FAULTS, Torn, TornTransport
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.push import Push
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers_adapters import TransformersAdapters
 from lightning_rl.errors import EngineError, WeightSyncError, WrongWeightsError
@@ -215,11 +216,17 @@ class Says(TransformersEngine):
         return list(self.said)
 
 
-def noted(weights):
-    sent = SentWeights()
-    for _ in sent.noting(weights.items(), Says(dtype="bfloat16", device="cpu"), 7):
-        pass
+def passed(weights, sent, version):
+    """All weights of a push, which the record notes."""
+    push = Push(weights)
+    sent.begin(Says(dtype="bfloat16", device="cpu"), version)
+    push.ledger = sent
+    push.exhaust()
     return sent
+
+
+def noted(weights):
+    return passed(weights.items(), SentWeights(), 7)
 
 
 def test_what_cannot_be_read_is_counted_and_said_once(caplog):
@@ -249,8 +256,10 @@ def test_a_push_that_breaks_off_leaves_the_digests_as_they_were():
         raise WeightSyncError("it broke off")
 
     with pytest.raises(WeightSyncError, match="it broke off"):
-        list(sent.noting(breaking(), Says(dtype="bfloat16", device="cpu"), 8))
+        passed(breaking(), sent, 8)
     assert (sent.digests, sent.version) == (before, 7)
+    passed([("a", torch.zeros(2))], sent, 9)  # nothing is left of it
+    assert (sent.digests, sent.version) == ({"a": digest(torch.zeros(2).bfloat16())}, 9)
 
 
 def test_digests_are_a_stage_of_their_own(model, skeleton_of_model):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lightning_rl.config import names
 from lightning_rl.engines import TransformersEngine
-from lightning_rl.engines.base import checked
+from lightning_rl.engines.push import Push
 from lightning_rl.errors import (
     ConfigError,
     DamagedWeightsError,
@@ -22,7 +22,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.sync.adapters import Merger, merge, unit_of
 from lightning_rl.sync.checkpoint import CheckpointTransport, read_weights, write_safetensors
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
-from lightning_rl.sync.memory import MemoryTransport, cut
+from lightning_rl.sync.memory import MemoryTransport, cut, fill_buffers
 from lightning_rl.sync.native import IPCTransport, NCCLTransport
 from lightning_rl.sync.schedule import (
     CollectorSchedule,
@@ -153,41 +153,92 @@ def layers(*sizes):
 def test_buckets_are_full_but_never_split_a_unit():
     # Each tensor takes a multiple of 64 elements: units of 128, 128, 256 and 128.
     found = list(cut(layers(64, 10, 100, 1), max_numel=256))
-    assert [[name[0] for name, _ in b.weights] for b in found] == [
+    assert [[name[0] for name in part] for part in found] == [
         ["0", "0", "1", "1"],
         ["2", "2"],
         ["3", "3"],
     ]
-    assert [bucket.starts for bucket in found] == [[0, 64, 128, 192], [0, 128], [0, 64]]
     assert [len(list(cut(layers(64, 10, 100, 1), n))) for n in (1, 640)] == [4, 1]
 
 
+class Buffers(dict):
+    """Flat buffers by number, into which weights are copied in bfloat16."""
+
+    def __call__(self, slot, numel, dtype, is_read):
+        return self.setdefault(slot, torch.zeros(numel, dtype=dtype))
+
+    def fill(self, weights, shapes=None, numel=10**6, **settings):
+        """Copy a push's weights, ``numel`` elements at a time; return the buckets."""
+        shapes = shapes or {name: weight.shape for name, weight in weights}
+        stream = WeightStream(Push.of(weights), shapes, torch.bfloat16, 0, **settings)
+        return [bucket for bucket, _ in fill_buffers(stream, 2 * numel / 2**20, True, self)]
+
+
+def test_each_weight_has_its_place_in_a_buffer():
+    buckets = Buffers().fill(layers(64, 10, 100, 1), numel=256)
+    assert [[start for *_, start in bucket["tensors"]] for bucket in buckets] == [
+        [0, 64, 128, 192],
+        [0, 128],
+        [0, 64],
+    ]
+    assert [bucket["numel"] for bucket in buckets] == [256, 256, 128]
+
+
 def test_a_bucket_writes_what_changed_in_the_engines_dtype():
-    (bucket,) = cut(layers(3, 2), 10**6)
-    flat = torch.zeros(bucket.numel, dtype=torch.bfloat16)
-    assert bucket.copy_changed(flat, everything=True) == [name for name, _ in bucket.weights]
+    buffers, weights = Buffers(), layers(3, 2)
+    (bucket,) = buffers.fill(weights)
+    assert bucket["names"] is None  # all
+    assert bucket["tensors"][2:] == [("1.0.weight", [2], 128), ("1.1.weight", [2], 192)]
+    flat = buffers[0]
     assert flat[:3].tolist() == [0, 0, 0]
     assert flat[128:130].tolist() == [10, 10]
-    assert bucket.copy_changed(flat, everything=False) == []
-    bucket.weights[3][1][0] += 1e-3  # less than bfloat16 can tell: 11.001 -> 11
-    assert bucket.copy_changed(flat, everything=False) == []
-    bucket.weights[3][1][0] += 1
+
+    def changed():
+        (bucket,) = buffers.fill(weights, changed_only=True)
+        return bucket["names"]
+
+    assert changed() == []
+    weights[3][1][0] += 1e-3  # less than bfloat16 can tell: 11.001 -> 11
+    assert changed() == []
+    weights[3][1][0] += 1
     # Its unit goes as a whole: the engine may fuse the two.
-    assert bucket.copy_changed(flat, everything=False) == ["1.0.weight", "1.1.weight"]
-    assert bucket.entries()[2:] == [("1.0.weight", [2], 128), ("1.1.weight", [2], 192)]
+    assert changed() == ["1.0.weight", "1.1.weight"]
     assert flat[192:194].tolist() == [12, 11]
+
+
+def test_what_is_kept_stays_where_it_was_staged():
+    """Of three buckets one has nothing that comes, and of another a half."""
+    buffers, weights = Buffers(), layers(1, 1, 1, 1, 1)
+    shapes = {name: weight.shape for name, weight in weights}
+    staged = buffers.fill(weights, numel=256)
+    assert [bucket["slot"] for bucket in staged] == [0, 1, 2]
+    coming = [(name, weight + 100) for name, weight in weights if name[0] in "34"]
+    kept = shapes.keys() - dict(coming).keys()
+    half, whole = buffers.fill(Push(coming, kept), shapes, staged=staged)
+    assert half == staged[1] | {"names": ["3.0.weight", "3.1.weight"]}
+    assert whole == staged[2]
+    # Units 0 and 1; 2 as it was and 3; 4.
+    assert [[int(x) for x in buffers[slot][::64]] for slot in range(3)] == [
+        [0, 1, 10, 11],
+        [20, 21, 130, 131],
+        [140, 141],
+    ]
+    with pytest.raises(IncompleteWeightsError, match=r"lacks 2 .*'0\.0\.weight'"):
+        buffers.fill(Push(coming, kept - {"0.0.weight", "0.1.weight"}), shapes, staged=staged)
 
 
 def test_weights_are_checked_as_they_pass():
     expected = {"a": torch.Size([2]), "b": torch.Size([3])}
     good = {"a": torch.zeros(2), "b": torch.zeros(3)}
-    assert list(checked(good.items(), expected)) == list(good.items())
+    assert list(Push(good.items()).checked(expected)) == list(good.items())
+    kept = Push([("a", good["a"])], kept={"b"})
+    assert [name for name, _ in kept.checked(expected)] == ["a"]
     with pytest.raises(IncompleteWeightsError, match=r"lacks 1 .* 'b'"):
-        list(checked([("a", good["a"])], expected))
+        list(Push([("a", good["a"])]).checked(expected))
     with pytest.raises(IncompleteWeightsError, match=r"'c' of shape \(1,\).* none of that name"):
-        list(checked([("c", torch.zeros(1))], expected))
+        list(Push([("c", torch.zeros(1))]).checked(expected))
     with pytest.raises(IncompleteWeightsError, match=r"'a' of shape \(5,\), .*\(2,\)"):
-        list(checked([("a", torch.zeros(5))], expected))
+        list(Push([("a", torch.zeros(5))]).checked(expected))
 
 
 # -------------------------------------------------------------------- adapters
