@@ -52,9 +52,8 @@ FULLY, DELTA = "verl, fully_async.md", "verl, delta_weight_sync.md"
 
 
 def syncs() -> Iterator[Check]:
-    """Transports by their formulas, where others have timed theirs: ``SharedCollectiveTransport``
-    where all of their engines are in one group. An engine's GPUs are assumed where they are not
-    told.
+    """Transports by their formulas, where others have timed theirs: one group for all engines where
+    theirs are in one. An engine's GPUs are assumed where they are not told.
     """
     verl_7b = Push(H20, OTHERS["7B"], 4, 1, 4, H20.nvlink)
     verl_30b, verl_235b = (Push(H20, MODELS[m], n, n // 8, 8) for m, n in (

@@ -66,9 +66,9 @@ def staged(c: Constants, buckets: int, stage: float, deliver: float) -> float:
 
 
 def broadcast(push: Push) -> float:
-    """``CollectiveTransport``: each replica has a group of its own, so rank 0's card sends each
-    bucket once per replica. With ``keep_copy`` a bucket also goes to the host's memory. The next
-    bucket is told when all have loaded this one.
+    """Each replica has a group of its own, so rank 0's card sends each bucket once per replica, as
+    ``CollectiveTransport`` does to a single one, or after a loss. With ``keep_copy`` a bucket also
+    goes to the host's memory. The next bucket is told when all have loaded this one.
     """
     c = push.c
     stage = push.gather + push.host + push.size / (c.pcie * c.pcie_share)
@@ -78,18 +78,18 @@ def broadcast(push: Push) -> float:
 
 
 def shared_broadcast(push: Push) -> float:
-    """``SharedCollectiveTransport``: all are in one group, and pass a bucket on along a chain."""
+    """``CollectiveTransport``: all are in one group, and pass a bucket on along a chain."""
     passing = push.buckets * push.replicas * push.gpus * push.c.hop
     return broadcast(replace(push, replicas=1)) + passing
 
 
 def over_ethernet(push: Push) -> float:
-    """``CollectiveTransport``, where only Ethernet leads to the engines."""
+    """:func:`broadcast`, where only Ethernet leads to the engines."""
     return broadcast(replace(push, outlet=push.c.ethernet))
 
 
 def changed_only(push: Push) -> float:
-    """``CollectiveTransport(changed_only=True)``: what was sent last comes back from the host's
+    """:func:`broadcast` with ``changed_only``: what was sent last comes back from the host's
     memory, each tensor is compared with it, and modules in which any weight differs are loaded. A
     bucket with one of them travels whole; all of a layer's experts are one module.
     ``trained_share`` of the modules differ; where all weights are trained, all do, and it only adds

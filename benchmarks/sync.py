@@ -36,7 +36,8 @@ from lightning_rl.engines.vllm_server import VLLMServer
 from lightning_rl.run.loop import runtime
 from lightning_rl.sync.adapters import merge
 from lightning_rl.sync.checkpoint import CheckpointTransport
-from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
+from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.group import BroadcastGroup
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.staged import StagedTransport
 from recipes.sort_digits.prepare import make_tokenizer

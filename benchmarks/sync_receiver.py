@@ -14,7 +14,7 @@ from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.sync.adapters import Merger
-from lightning_rl.sync.collective import BroadcastGroup
+from lightning_rl.sync.group import BroadcastGroup
 from lightning_rl.sync.stream import receiver_of
 
 TIMEOUT_S = 120.0

@@ -21,8 +21,8 @@ from benchmarks.parallel_ranks import measure
 from lightning_rl import VLLMServer
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.sync.base import push as push_weights
+from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.sent import SentWeights
-from lightning_rl.sync.shared import SharedCollectiveTransport
 from tests.support.ranks import World
 
 CLOSE, CLOSE_IN_FLOAT32 = 1e-9, 1e-4
@@ -55,7 +55,7 @@ def shared_push(bench: Bench) -> None:
     engine = VLLMServer(
         dtype="bfloat16", replicas=replicas, devices=devices, max_model_len=256, kv_cache_gb=0.05
     )
-    transport, sent = SharedCollectiveTransport(), SentWeights()
+    transport, sent = CollectiveTransport(), SentWeights()
     with tempfile.TemporaryDirectory() as skeleton:
         save_skeleton(str(model), skeleton)
         engine.start(Path(skeleton))

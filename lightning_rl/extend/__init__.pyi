@@ -243,9 +243,6 @@ from lightning_rl.sync.schedule import (
     SyncState as SyncState,
     TrainerSchedule as TrainerSchedule,
 )
-from lightning_rl.sync.shared import (
-    SharedCollectiveTransport as SharedCollectiveTransport,
-)
 from lightning_rl.sync.staged import (
     StagedTransport as StagedTransport,
 )

@@ -1,261 +1,49 @@
-"""Weight sync by broadcasts in a separate process group, besides the trainer's own groups."""
+"""Weight sync by broadcasts, to all replicas of an engine together or to each by itself."""
 
 import logging
-import os
-import socket
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.replica import Replica
+from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
-from lightning_rl.errors import ConfigError, SyncTimeoutError, first_line, require_at_least
-from lightning_rl.sync.memory import fill_buffers, unpack
+from lightning_rl.errors import SyncTimeoutError, first_line, require_at_least
+from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.group import BroadcastGroup, BroadcastReceiver, require_backend
+from lightning_rl.sync.memory import fill_buffers
+from lightning_rl.sync.replicas import Answers, Question, ReplicaPush, submit
 from lightning_rl.sync.staged import StagedTransport
 from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
 
 _log = logging.getLogger(__name__)
 
 
-class BroadcastGroup:
-    """A group of one sender (rank 0) and its receivers, which meet at a TCP store.
-
-    It is never the default group.
-
-    Args:
-        host: the sender's address, as receivers reach it; the store listens only there.
-        port: the store's port; the sender may give 0, for any free one.
-        rank: this process's rank; 0 sends.
-        size: number of processes in the group.
-        backend: ``gloo`` (CPU) or ``nccl`` (GPU).
-        timeout_s: time limit for meeting, and for each broadcast.
-        device: device of the broadcast tensors; None: the CPU.
-
-    Raises:
-        SyncTimeoutError: if they do not meet in time.
-        ConfigError: if ``host`` is not an address of the sender's machine.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        rank: int,
-        size: int,
-        backend: str,
-        timeout_s: float,
-        device: torch.device | None = None,
-    ) -> None:
-        self.host, self.rank, self.size, self.backend = host, rank, size, backend
-        self.device = device or torch.device("cpu")
-        self._timeout = timedelta(seconds=timeout_s)
-        self._group: Any = None
-        # Else it would listen on all interfaces; the store owns the descriptor from then on.
-        listening = _listen(host, port) if rank == 0 else None
-        self._store = dist.TCPStore(
-            host,
-            port if listening is None else listening.getsockname()[1],
-            is_master=rank == 0,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=None if listening is None else listening.detach(),
-        )
-
-    @property
-    def port(self) -> int:
-        """The port on which the store listens."""
-        return int(self._store.port)
-
-    def meet(self) -> None:
-        """Wait for the other processes.
-
-        Raises:
-            SyncTimeoutError: if they do not come in time.
-        """
-        try:
-            self._group = _BACKENDS[self.backend](self)
-        except (RuntimeError, ValueError) as error:
-            raise SyncTimeoutError(
-                f"the {self.size} processes of a weight group did not meet at {self.host}:"
-                f"{self.port} within {self._timeout.total_seconds():g} s: {first_line(error)}"
-            ) from error
-
-    def broadcast(self, tensor: Tensor) -> Any:
-        """Start sending (rank 0) or receiving ``tensor`` in place; pass the result to ``wait``.
-
-        Raises:
-            SyncTimeoutError: if a peer is known to be gone.
-        """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = self._timeout
-        try:
-            return self._group.broadcast([tensor], options)
-        except RuntimeError as error:
-            raise SyncTimeoutError(
-                f"a broadcast of weights could not begin because a peer is gone: "
-                f"{first_line(error)}"
-            ) from error
-
-    def wait(self, work: Any) -> None:
-        """Wait until a broadcast is done.
-
-        Raises:
-            SyncTimeoutError: if a peer hangs or is gone.
-        """
-        try:
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            raise SyncTimeoutError(
-                f"a peer did not take part in a broadcast of weights within "
-                f"{self._timeout.total_seconds():g} s, or is gone: {first_line(error)}"
-            ) from error
-
-    def close(self) -> None:
-        """Leave the group at once, aborting any broadcast; waiting peers get an error."""
-        if self._group is not None:
-            try:
-                self._group.abort()
-            except RuntimeError as error:  # nobody can do more about it
-                _log.warning("a weight group was left without an answer: %s", first_line(error))
-            self._group = None
-
-    def close_soon(self) -> None:
-        """Leave in the background: gloo blocks until a send to a hanging peer has timed out."""
-        threading.Thread(target=self.close, name="leave_group", daemon=True).start()
-
-    def _gloo(self) -> Any:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
-        options._timeout = self._timeout
-        return dist.ProcessGroupGloo(self._prefixed(), self.rank, self.size, options)
-
-    def _nccl(self) -> Any:
-        # Unlike gloo's, its constructor waits for nobody, and a communicator that begins without a
-        # peer waits for ever.
-        self._store.set(f"here/{self.rank}", "")
-        self._store.wait([f"here/{rank}" for rank in range(self.size)], self._timeout)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        with _without_watchdog():
-            group = dist.ProcessGroupNCCL(self._prefixed(), self.rank, self.size, options)
-        # The first broadcast makes the communicator: now, while all are here.
-        self._group = group
-        self.wait(self.broadcast(torch.zeros(1, device=self.device)))
-        return group
-
-    def _prefixed(self) -> Any:
-        return dist.PrefixStore("lightning_rl", self._store)
-
-    def _own_address(self) -> str:
-        """Return the address of the interface that leads to the sender; loopback for loopback."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.host, self.port))
-            return str(probe.getsockname()[0])
-
-
-@contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """Make NCCL groups created here raise errors in ``wait`` instead of ending the process.
-
-    By default a watchdog thread of torch's ends the whole process if a broadcast is late. With
-    blocking wait there is no such thread: ``wait`` checks the time itself, aborts the communicator
-    and raises. A group reads the variable when it is made; other groups must not see it.
-    """
-    name, value = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
-
-
-_BACKENDS = {"gloo": BroadcastGroup._gloo, "nccl": BroadcastGroup._nccl}
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address only.
-
-    Raises:
-        ConfigError: if that is not possible.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen at host={host!r} ({error}); give an address of this machine that "
-            "the engine's processes reach"
-        ) from error
-
-
-def require_backend(backend: str) -> None:
-    """Refuse a backend that this machine does not have.
-
-    Raises:
-        ConfigError: names the other one.
-    """
-    if backend not in _BACKENDS:
-        raise ConfigError(f"backend={backend!r} must be one of {sorted(_BACKENDS)}")
-    if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise ConfigError("backend='nccl' needs GPUs on both sides; use gloo")
-
-
-class BroadcastReceiver(WeightReceiver):
-    """Receives weights by broadcasts in a process group.
-
-    ``first`` is the group rank of this replica's first worker.
-    """
-
-    def __init__(self, device: torch.device, rank: int, first: int = 1, **options: Any) -> None:
-        super().__init__(self._fetch)
-        self._device = device
-        self._group = BroadcastGroup(rank=first + rank, device=device, **options)
-        self._group.meet()
-        self._buffer = torch.empty(0)
-
-    def _fetch(self, bucket: Bucket) -> Weights:
-        dtype, numel = getattr(torch, bucket["dtype"]), bucket["numel"]
-        if self._buffer.dtype != dtype or self._buffer.numel() < numel:
-            self._buffer = torch.empty(numel, dtype=dtype, device=self._device)
-        flat = self._buffer[:numel]
-        self._group.wait(self._group.broadcast(flat))
-        return unpack(flat, bucket)
-
-    def fail(self) -> None:
-        self._group.close()
-
-    def close(self) -> None:
-        self._group.close()
-
-
 @configurable
 class CollectiveTransport(StagedTransport):
     """Broadcasts to engines in other processes, also on other machines: NCCL on GPUs, gloo on CPUs.
 
-    The trainer shares a separate group with each replica (besides the trainer's own groups), so a
-    replica that dies or hangs does not affect the others; a restarted one joins again. The trainer
-    sends all weights once per replica: for many, use :class:`SharedCollectiveTransport`.
+    The trainer and all replicas are one group, besides the trainer's own groups: the trainer sends
+    a bucket once (NCCL) or log2(replicas) times (gloo), and the replicas forward it. If a replica
+    dies or hangs during a push, the push is repeated with a group for each remaining replica; the
+    next push uses a single group again. A new group is made whenever replicas join, leave or
+    restart.
+
+    Without a copy, which a push is repeated from, each replica has a group of its own at all times:
+    the trainer sends all weights once per replica, and the others go on if one dies.
 
     Args:
         backend: ``nccl`` or ``gloo``; None: ``nccl`` if this machine has a GPU.
         host: this machine's address, as the engines reach it.
         bucket_mb: MiB per broadcast.
-        keep_copy: keep all buckets in host memory, as much as the engine's weights, to fill
-            restarted replicas from. Otherwise two buckets are used in turn; with NCCL the GPU
-            always holds only two.
+        keep_copy: keep all buckets in host memory, as much as the engine's weights, to repeat a
+            push and to fill restarted replicas from. Otherwise two buckets are used in turn; with
+            NCCL the GPU always holds only two.
         changed_only: send only buckets with a change, and load only modules that differ from what
             was sent last; needs ``keep_copy``.
         adapters_only: send a LoRA's base once, and then its adapters alone; needs ``keep_copy``.
@@ -290,8 +78,9 @@ class CollectiveTransport(StagedTransport):
         self._device = torch.device("cpu")
         self._groups: dict[Replica, BroadcastGroup] = {}
         self._buffers: dict[int, Tensor] = {}
-        # Held until the slot is used again.
-        self._sending: dict[tuple[int, Replica], Any] = {}
+        self._shared: BroadcastGroup | None = None
+        # Held until the slot is used again; None: to all replicas together.
+        self._sending: dict[tuple[int, Replica | None], Any] = {}
 
     @property
     def gpu_bytes(self) -> int:
@@ -308,6 +97,11 @@ class CollectiveTransport(StagedTransport):
         if self._copies_to_host and self._device.type == "cuda":
             # Another thread may read the copies, and the weights are about to change.
             torch.cuda.current_stream(self._device).synchronize()
+
+    def route_to(self, engine: Engine) -> WeightTransport:
+        assert isinstance(engine, ReplicatedEngine)
+        self._require_other_end(engine)
+        return CollectivePush(self, engine)
 
     def close(self) -> None:
         super().close()
@@ -394,6 +188,34 @@ class CollectiveTransport(StagedTransport):
         except SyncTimeoutError as error:
             raise SyncTimeoutError(f"{replica.name}: {error}") from error
 
+    # ---------------------------------------------------------------- all replicas together
+
+    def meet(self, replicas: list[Replica]) -> None:
+        """Make a group of these replicas and this process.
+
+        Raises:
+            ReplicaLost: if one of them is gone.
+            SyncTimeoutError: if they do not meet in time.
+        """
+        self.part()
+        self._shared = self._met(replicas)
+
+    def send(self, bucket: Bucket) -> None:
+        """Broadcast a bucket to the whole group; replicas answer their calls on receipt.
+
+        Raises:
+            SyncTimeoutError: if a replica is known to be gone.
+        """
+        assert self._shared is not None
+        self._sending[bucket["slot"], None] = self._shared.broadcast(self._staged_flat(bucket))
+
+    def part(self) -> None:
+        """Leave the group; its waiting members get an error at once."""
+        group, self._shared = self._shared, None
+        if group is not None:
+            self._sending.clear()
+            group.close_soon()
+
 
 def _at_least(
     held: dict[int, Tensor],
@@ -411,3 +233,109 @@ def _at_least(
         pinned = device is None and torch.cuda.is_available()
         held[number] = buffer = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
     return buffer[:numel]
+
+
+class CollectivePush(ReplicaPush):
+    """Sends each bucket once, to all replicas together; after a loss, to each by itself.
+
+    Args:
+        transport: stages and sends the weights.
+        engine: the engine whose replicas get the weights.
+    """
+
+    transport: CollectiveTransport
+
+    def __init__(self, transport: CollectiveTransport, engine: ReplicatedEngine) -> None:
+        super().__init__(transport, engine)
+        self._met: dict[Replica, int] = {}  # the life in which each came to the group
+
+    def close(self) -> None:
+        super().close()
+        self._part()
+
+    def _all_hold_what_is_kept(self, replicas: list[Replica]) -> bool:
+        lives = _lives(replicas)
+        together = self._together(replicas)
+        met = self._met == lives if together else lives.items() <= self._joined.items()
+        # In a new group they forget the base that they merge adapters into.
+        return (met or not self._adapters_alone) and super()._all_hold_what_is_kept(replicas)
+
+    def _together(self, replicas: list[Replica]) -> bool:
+        """Whether they share a group: what one of them breaks off is sent again from the copy."""
+        return len(replicas) > 1 and self.transport.keep_copy
+
+    def _deliver(
+        self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
+    ) -> list[Replica]:
+        if self._together(replicas):
+            gone = self._deliver_together(replicas, buckets, version, complete)
+            if gone is None:
+                return replicas
+            replicas = [replica for replica in replicas if replica not in gone]
+            deque(buckets, maxlen=0)  # stages those that were not staged yet
+            buckets, complete = self._all_staged(), True
+        self._part()  # who has a group of its own takes no part in the other one any more
+        return super()._deliver(replicas, buckets, version, complete)
+
+    def _deliver_together(
+        self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
+    ) -> list[Replica] | None:
+        """Announce each bucket to all replicas, and send it once.
+
+        Return None if all have loaded everything; else the replicas that died, as far as known.
+
+        Raises:
+            WeightSyncError: if a replica refuses.
+        """
+        timeout_s, loading = self.transport.timeout_s, list[Future[Any]]()
+
+        def settle() -> None:
+            # One that died tells at once; the others wait in a broadcast until it is given up.
+            done, _ = wait(loading, return_when=FIRST_EXCEPTION)
+            for answer in done:
+                answer.result()
+
+        def ask(question: Question) -> None:
+            settle()
+            loading[:] = [submit(question(replica)) for replica in replicas]
+
+        try:
+            if self._met != _lives(replicas):
+                self._part()
+                self._leave_all()
+                self.transport.meet(replicas)
+                self._met = _lives(replicas)
+            ask(lambda replica: replica.begin(timeout_s))
+            for bucket in buckets:
+                ask(self._telling(bucket, complete))
+                self.transport.send(bucket)
+            ask(self._telling(None, complete))
+            ask(lambda replica: replica.set_version(version, timeout_s))
+            settle()
+        except (ReplicaLost, SyncTimeoutError) as error:
+            _log.warning("weights go to each replica by itself: %s", first_line(error))
+            self._part()
+            return self._gone(dict(zip(replicas, loading, strict=False)))
+        except BaseException:
+            self._part()
+            raise
+        return None
+
+    def _gone(self, answers: Answers) -> list[Replica]:
+        """Return the replicas that died, after waiting until the others are idle."""
+        wait(answers.values(), self.transport.timeout_s)
+        gone = []
+        for replica, answer in answers.items():
+            error = answer.exception() if answer.done() else None
+            if isinstance(error, ReplicaLost):
+                gone.append(replica)
+                self._lost(replica, error)
+        return gone
+
+    def _part(self) -> None:
+        self._met = {}
+        self.transport.part()
+
+
+def _lives(replicas: list[Replica]) -> dict[Replica, int]:
+    return {replica: replica.life for replica in replicas}

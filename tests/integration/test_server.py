@@ -27,7 +27,6 @@ from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
-from lightning_rl.sync.shared import SharedCollectiveTransport
 from tests.support.engine_checks import (
     PROMPTS,
     ROUNDING,
@@ -113,8 +112,7 @@ def slow(way):
 
 # By memory and by files in the way of every engine: test_engine_contract.py.
 TRANSPORTS = {
-    "collective": lambda tmp: CollectiveTransport(),
-    "shared": lambda tmp: SharedCollectiveTransport(bucket_mb=0.05),
+    "collective": lambda tmp: CollectiveTransport(bucket_mb=0.05),
     "memory_two_buckets": lambda tmp: MemoryTransport(bucket_mb=0.05, keep_copy=False),
     "memory_changed_only": lambda tmp: MemoryTransport(bucket_mb=0.05, changed_only=True),
     "checkpoint_changed_only": lambda tmp: CheckpointTransport(str(tmp), changed_only=True),

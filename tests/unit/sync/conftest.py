@@ -5,13 +5,13 @@ import pytest
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.shared import SharedCollectiveTransport
 from tests.support.thread_replicas import ThreadEngine
 
 
 @pytest.fixture
-def engine(tiny_model):
-    engine = ThreadEngine()
+def engine(request, tiny_model):
+    """Two replicas, or as many as a test's parameter says."""
+    engine = ThreadEngine(getattr(request, "param", 2))
     engine.start(tiny_model)
     yield engine
     engine.close()
@@ -20,7 +20,6 @@ def engine(tiny_model):
 TRANSPORTS = {
     "memory": lambda tmp, **o: MemoryTransport(bucket_mb=0.05, **o),
     "collective": lambda tmp, **o: CollectiveTransport(bucket_mb=0.05, timeout_s=10, **o),
-    "shared": lambda tmp, **o: SharedCollectiveTransport(bucket_mb=0.05, timeout_s=10, **o),
     "checkpoint": lambda tmp, **o: CheckpointTransport(str(tmp), **o),
 }
 

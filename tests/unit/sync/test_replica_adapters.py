@@ -25,6 +25,7 @@ def lora_policy(tiny_model):
     )
 
 
+@pytest.mark.parametrize("engine", [1, 2], indirect=True)
 def test_adapters_alone_make_the_merged_weights(connect, engine, lora_policy):
     """To the bit, for the scale of 4 / 2 is exact."""
     transport = connect(adapters_only=True)

@@ -34,7 +34,7 @@ def test_a_replica_that_dies_in_a_push_gets_it_later(connect, engine, weights):
 
 def test_the_group_of_a_replica_that_dies_is_left_at_once(engine, weights):
     """A broadcast that waits for it would keep a GPU busy for as long as it is not aborted."""
-    transport = CollectiveTransport(bucket_mb=0.05, timeout_s=10)
+    transport = CollectiveTransport(bucket_mb=0.05, keep_copy=False, timeout_s=10)
     transport.connect(engine)
     transport.push(weights.items(), 0)
     doomed, other = engine.replicas

@@ -13,10 +13,10 @@ from lightning_rl.run.digest import digest
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
-from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
+from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.group import BroadcastGroup
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
-from lightning_rl.sync.shared import SharedCollectiveTransport
 from tests.support.engine_checks import wait_for
 from tests.support.thread_replicas import halved, holds, lose
 
@@ -60,22 +60,22 @@ def test_a_shared_group_sends_a_bucket_once(monkeypatch, engine, weights):
         return broadcast(group, tensor)
 
     monkeypatch.setattr(BroadcastGroup, "broadcast", counted)
-    transport = SharedCollectiveTransport(bucket_mb=0.05, timeout_s=10)
+    transport = CollectiveTransport(bucket_mb=0.05, timeout_s=10)
     transport.connect(engine)
     transport.push(weights.items(), 0)
     buckets = len(engine.replicas[0].buckets)
     assert sent == [3] * buckets
-    group = transport._group
+    group = transport._shared
     transport.push(halved(weights).items(), 1)
     assert sent == [3] * 2 * buckets
-    assert transport._group is group
+    assert transport._shared is group
     doomed = engine.replicas[0]
     doomed.dies_at = "update_weights"
     sent.clear()
     transport.push(weights.items(), 2)
     wait_for(lambda: doomed.version == 2)
     assert sent.count(2) == 2 * buckets  # by itself, the one that is left; and whoever came back
-    assert transport._group is None
+    assert transport._shared is None
     sent.clear()
     transport.push(halved(weights).items(), 3)
     assert sent == [3] * buckets

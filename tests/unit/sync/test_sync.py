@@ -21,7 +21,8 @@ from lightning_rl.errors import (
 from lightning_rl.models.policy import Policy
 from lightning_rl.sync.adapters import Merger, merge, unit_of
 from lightning_rl.sync.checkpoint import CheckpointTransport, read_weights, write_safetensors
-from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
+from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.group import BroadcastGroup
 from lightning_rl.sync.memory import MemoryTransport, cut, fill_buffers
 from lightning_rl.sync.native import IPCTransport, NCCLTransport
 from lightning_rl.sync.schedule import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.errors import SyncTimeoutError
-from lightning_rl.sync.collective import BroadcastGroup
+from lightning_rl.sync.group import BroadcastGroup
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_rl.errors import SyncTimeoutError
-from lightning_rl.sync.collective import BroadcastGroup
+from lightning_rl.sync.group import BroadcastGroup
 
 SWITCH = "TORCH_NCCL_BLOCKING_WAIT"
 
