@@ -140,46 +140,42 @@ def compare(transport: WeightTransport, engine: Engine, sent: SentWeights) -> in
 # ---------------------------------------------------------------- in the trainer's process
 
 
-def by_reference(weights: Weights, version: int) -> Weights:
-    """Return the trainer's own tensors, without a copy."""
-    return weights
-
-
 class InProcess(WeightTransport):
     """Pushes all weights, with a LoRA merged; frozen ones only once if the engine keeps them.
 
+    To an engine that keeps adapters separate, it pushes them unmerged, and their base once.
+
     Args:
         engine: the engine to push to.
-        passage: carries the weights.
+        passage: carries the weights; None: the engine gets the trainer's own tensors.
     """
 
-    def __init__(self, engine: Engine, passage: Passage = by_reference) -> None:
+    def __init__(self, engine: Engine, passage: Passage | None = None) -> None:
         self.engine, self.passage = engine, passage
         self._frozen = FrozenWeights()
         self._pushed: int | None = None
 
     def weights_of(self, policy: "Policy") -> Weights:
         engine = self.engine
-        kept = engine.keeps_left_out and self.passage is by_reference  # what is staged is whole
+        if engine.takes_adapters:
+            return weights_apart(policy, drives_engine(engine) and engine.lacks_base)
+        kept = engine.keeps_left_out and self.passage is None  # what is staged is whole
         holds = kept and engine.version == self._pushed
         return self._frozen.weights_of(policy, drives_engine(engine) and not holds)
 
     def push(self, weights: Weights, version: int) -> None:
-        self.engine.load_weights(self.passage(weights, version), version)
+        self.engine.load_weights(self.passed(weights, version), version)
         self._pushed = version
 
-
-class AdaptersInProcess(InProcess):
-    """Pushes adapters unmerged, to an engine that keeps them separate, and their base once."""
-
-    def weights_of(self, policy: "Policy") -> Weights:
-        return weights_apart(policy, drives_engine(self.engine) and self.engine.lacks_base)
+    def passed(self, weights: Weights, version: int) -> Weights:
+        """Return weights as they arrive."""
+        return weights if self.passage is None else self.passage(weights, version)
 
 
 class MergedInProcess(InProcess):
     """Merges adapters here into a kept base, so that a sharded base is gathered only once."""
 
-    def __init__(self, engine: Engine, passage: Passage = by_reference) -> None:
+    def __init__(self, engine: Engine, passage: Passage | None = None) -> None:
         super().__init__(engine, passage)
         self._base: dict[str, Tensor] = {}  # by reference
         self._adapters: dict[str, Tensor] = {}
@@ -190,7 +186,7 @@ class MergedInProcess(InProcess):
     def push(self, weights: Weights, version: int) -> None:
         adapters, base = divide(weights)
         self._base.update(base or ())
-        self._adapters = dict(self.passage(adapters.items(), version))
+        self._adapters = dict(self.passed(adapters.items(), version))
         self.engine.load_weights(merged(self._base, self._adapters.items()), version)
 
     def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
@@ -199,12 +195,3 @@ class MergedInProcess(InProcess):
             replace(held, digests=seen_apart(held.digests, self._base, self._adapters, dtype))
             for held in engine.holdings(names)
         ]
-
-
-def route_in_process(
-    engine: Engine, adapters_only: bool, passage: Passage = by_reference
-) -> InProcess:
-    """Return the transport to an engine in this process."""
-    if engine.takes_adapters:
-        return AdaptersInProcess(engine, passage)
-    return MergedInProcess(engine, passage) if adapters_only else InProcess(engine, passage)

@@ -13,7 +13,6 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.sync.adapters import unit_of
-from lightning_rl.sync.base import WeightTransport, route_in_process
 from lightning_rl.sync.staged import StagedTransport
 from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
 
@@ -161,7 +160,7 @@ class MemoryTransport(StagedTransport):
         timeout_s: time limit of each step of a push, and of each bucket.
     """
 
-    stages_in_memory = leaves_out = True
+    stages_in_memory = by_reference = leaves_out = True
 
     def __init__(
         self,
@@ -189,9 +188,6 @@ class MemoryTransport(StagedTransport):
     def for_policy(self, name: str) -> "MemoryTransport":
         settings = self.changed_only, self.adapters_only, self.timeout_s
         return MemoryTransport(self.bucket_mb, self.keep_copy, *settings)
-
-    def route_in_process(self, engine: Engine) -> WeightTransport:
-        return route_in_process(engine, self.adapters_only)
 
     @classmethod
     def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:

@@ -150,7 +150,7 @@ class ReplicaPush(WeightTransport):
     def _stage_again(self, weights: WeightStream, complete: bool) -> Iterator[Bucket]:
         """Stage what comes beside what is kept; yield the changes, or everything."""
         for bucket in self.transport.stage(weights):
-            if not complete and bucket["names"] != []:
+            if not complete and bucket.get("names") != []:
                 yield bucket
         if complete:
             yield from weights.staged

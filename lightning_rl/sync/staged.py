@@ -15,7 +15,7 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, WeightSyncError, require_at_least
-from lightning_rl.sync.base import WeightTransport, route_in_process
+from lightning_rl.sync.base import InProcess, MergedInProcess, WeightTransport
 from lightning_rl.sync.replicas import ReplicaPush, submit
 from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream, streams_of
 
@@ -41,6 +41,8 @@ class StagedTransport(WeightTransport):
 
     stages_in_memory: ClassVar[bool] = False
     """Whether kept buckets are in host memory."""
+    by_reference: ClassVar[bool] = False
+    """Whether an engine in this process gets the trainer's own tensors, and nothing is staged."""
     leaves_out: ClassVar[bool] = False
     """Whether :meth:`stage` accepts weights without the frozen ones that it staged before
     (``WeightStream.staged``); False: it gets all weights each time."""
@@ -142,11 +144,9 @@ class StagedTransport(WeightTransport):
         if isinstance(engine, ReplicatedEngine):
             self._require_other_end(engine)
             return ReplicaPush(self, engine)
-        return self.route_in_process(engine)
-
-    def route_in_process(self, engine: Engine) -> WeightTransport:
-        """Return the transport to an engine in this process: weights are staged and fetched."""
-        return route_in_process(engine, self.adapters_only, partial(self._passage, engine))
+        passage = None if self.by_reference else partial(self._passage, engine)
+        merges = self.adapters_only and not engine.takes_adapters
+        return (MergedInProcess if merges else InProcess)(engine, passage)
 
     def _passage(self, engine: Engine, weights: Weights, version: int) -> Weights:
         streams = streams_of(weights, None, getattr(torch, engine.dtype), version)
