@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lightning_rl.collect.stats import evaluation_metrics, own_metrics
+from lightning_rl.collect.stats import evaluation_metrics, own_metrics, scores_by_prompt
 from lightning_rl.collect.tasks import Task
 from lightning_rl.rollout import Group, Rollout
 
@@ -40,7 +40,15 @@ class Evaluation:
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return ``eval/*`` of graded rollouts, without ``own_metrics``."""
-        return evaluation_metrics(rollouts, {task.name: task.success_reward for task in self.tasks})
+        return evaluation_metrics(rollouts, self._success_rewards)
+
+    def scores(self, rollouts: Sequence[Rollout]) -> dict[str, dict[str, float]]:
+        """Return accuracy and reward of each prompt."""
+        return scores_by_prompt(rollouts, self._success_rewards)
+
+    @property
+    def _success_rewards(self) -> dict[str, float]:
+        return {task.name: task.success_reward for task in self.tasks}
 
     def all_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return ``eval/*`` of graded rollouts, including ``own_metrics``.

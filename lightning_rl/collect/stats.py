@@ -3,11 +3,12 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from math import comb, fsum
+from math import fsum
 from numbers import Real
 from typing import Any
 
 from lightning_rl.agents.endings import ending_metrics
+from lightning_rl.collect.estimates import maj_at_k, mean_by_prompt, pass_at_k, share_interval
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rewards.log import mean
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
@@ -15,6 +16,8 @@ from lightning_rl.run.metrics import summarize
 
 _CUT = (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)
 """Statuses of rollouts that a collector cut, whose length and ending carry no information."""
+ANSWER = "answer"
+"""The column that a reward gives to ``log_extra`` for maj@k: each completion's answer, or None."""
 
 
 def rollout_metrics(
@@ -175,14 +178,6 @@ def _share(flags: object) -> float:
     return sum(values) / len(values)
 
 
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Estimate the chance that at least one of k samples is correct, from ``samples`` >= k of them.
-
-    1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, Codex, eq. 1).
-    """
-    return 1.0 - comb(samples - correct, k) / comb(samples, k)
-
-
 def evaluation_metrics(
     rollouts: Sequence[Rollout], success_reward: float | Mapping[str, float]
 ) -> dict[str, float]:
@@ -190,8 +185,10 @@ def evaluation_metrics(
 
     A rollout is correct if its reward reaches ``success_reward``; one that could not be generated
     or graded counts as wrong. Accuracy is the mean over all rollouts, which is pass@1 with n
-    samples per prompt. If ``success_reward`` is a mapping, it has one value per prompt set, and
-    ``eval/<set>/*`` are the metrics of each named set; a set without rollouts is left out.
+    samples per prompt. Where a reward gives the ``extra`` ``answer`` (:data:`ANSWER`), there is
+    maj@k too. Each of these has its 95 % interval over prompts, ``_low`` and ``_high``. If
+    ``success_reward`` is a mapping, it has one value per prompt set, and ``eval/<set>/*`` are the
+    metrics of each named set; a set without rollouts is left out.
 
     Raises:
         DataError: without any rollouts, or for a rollout of a set without ``success_reward``.
@@ -221,26 +218,52 @@ def _is_right(rollout: Rollout, success_reward: float | Mapping[str, float]) -> 
 
 
 def _accuracies(place: str, rollouts: Sequence[Rollout], flags: Sequence[bool]) -> dict[str, float]:
-    right: dict[str, list[bool]] = defaultdict(list)
+    groups: dict[str, list[tuple[bool, Any]]] = defaultdict(list)
     for rollout, flag in zip(rollouts, flags, strict=True):
-        right[rollout.group_id].append(flag)
-    count = len(rollouts)
+        groups[rollout.group_id].append((flag, rollout.extra.get(ANSWER)))
+    right = [[flag for flag, _ in group] for group in groups.values()]
+    answers = [[answer for _, answer in group] for group in groups.values()]
+    count, sizes = len(rollouts), list(map(len, right))
     reward_mean, reward_std = summarize([r.reward or 0.0 for r in rollouts])
     metrics = {
-        f"{place}/accuracy": sum(sum(group) for group in right.values()) / count,
+        **_share_metrics(f"{place}/accuracy", list(map(sum, right)), sizes, count),
         f"{place}/reward_mean": reward_mean,
         f"{place}/reward_std": reward_std,
         f"{place}/tokens_mean": sum(r.length for r in rollouts) / count,
         f"{place}/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
     }
     metrics |= {f"{place}/{name}": value for name, value in logged_metrics(rollouts).items()}
-    smallest = min(len(group) for group in right.values())
+    votes = any(answer is not None for own in answers for answer in own)
     k = 2
-    while k <= smallest:
-        scores = [pass_at_k(len(group), sum(group), k) for group in right.values()]
-        metrics[f"{place}/pass@{k}"] = fsum(scores) / len(scores)
+    while k <= min(sizes):
+        ones, blocks = [1] * len(sizes), sum(size // k for size in sizes)
+        passed = [pass_at_k(len(own), sum(own), k) for own in right]
+        metrics |= _share_metrics(f"{place}/pass@{k}", passed, ones, blocks)
+        if votes:
+            voted = [maj_at_k(*own, k) for own in zip(answers, right, strict=True)]
+            metrics |= _share_metrics(f"{place}/maj@{k}", voted, ones, blocks)
         k *= 2
     return metrics
+
+
+def _share_metrics(
+    name: str, totals: Sequence[float], counts: Sequence[int], draws: int
+) -> dict[str, float]:
+    low, high = share_interval(totals, counts, draws)
+    return {name: fsum(totals) / sum(counts), f"{name}_low": low, f"{name}_high": high}
+
+
+def scores_by_prompt(
+    rollouts: Sequence[Rollout], success_reward: float | Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Return ``accuracy`` and ``reward`` of each prompt, by its key; ungraded rollouts have no
+    reward.
+    """
+    graded = [r for r in rollouts if r.reward is not None]
+    return {
+        "accuracy": mean_by_prompt((r.prompt.key, _is_right(r, success_reward)) for r in rollouts),
+        "reward": mean_by_prompt((r.prompt.key, r.reward or 0.0) for r in graded),
+    }
 
 
 def own_metrics(

@@ -16,6 +16,8 @@ from lightning_rl.rollout import Message, answer_in
 REASONS = ("wrong", "no_answer", "unreadable", "unfinished_thought", "fault")
 """Reasons for a score of 0.0; each is logged as a share of the completions."""
 RIGHT = "right"
+_LONGEST = 200
+"""Characters of an answer that are recorded."""
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -39,8 +41,9 @@ class MathVerify(Isolated):
     Each completion is graded in its own process, with limits: see :class:`Isolated`. Answers that
     cannot be read, take too long or need too much memory score 0.0. Shares of completions by reason
     are logged as ``logged/math/wrong``, ``no_answer``, ``unreadable``, ``unfinished_thought`` and
-    ``fault`` (a limit was broken); ``extra["math"]`` holds the reason of each rollout. A row whose
-    answer is not mathematical makes the rollout FAILED.
+    ``fault`` (a limit was broken); ``extra["math"]`` holds the reason of each rollout, and
+    ``extra["answer"]`` its answer, by which an evaluation votes (maj@k). A row whose answer is not
+    mathematical makes the rollout FAILED.
 
     Args:
         column: the data set's column of right answers.
@@ -83,7 +86,7 @@ class Compare:
         """Run one comparison in the worker, so that forked processes have its imports loaded."""
         self.__dict__ |= state
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # of the limits that it lacks
-        reason_of("\\boxed{x + \\frac{1}{2}}", "\\boxed{0.5 + x}")
+        judged("\\boxed{x + \\frac{1}{2}}", "\\boxed{0.5 + x}")
 
     def __call__(
         self,
@@ -101,28 +104,30 @@ class Compare:
         for completion, answer, in_thought in zip(
             completions, columns[self.column], opened, strict=True
         ):
-            reason = reason_of(answer_in(completion, in_thought), str(answer))
+            reason, found = judged(answer_in(completion, in_thought), str(answer))
             if reason is None:
                 what = f"column {self.column!r} holds {answer!r:.80}, which math-verify cannot read"
                 scores.append(RewardFailure(what))
                 continue
-            _log(log, reason)
+            _log(log, reason, found)
             scores.append(float(reason == RIGHT))
         return scores
 
 
-def _log(arguments: dict[str, Any], reason: str) -> None:
+def _log(arguments: dict[str, Any], reason: str, answer: str | None = None) -> None:
     log = RewardLog.of(arguments)
     assert log is not None  # Compare asks for it
     log.log_extra("math", [reason])
+    log.log_extra("answer", [answer])
     for name in REASONS:
         log.log_metric(f"math/{name}", float(name == reason))
 
 
-def reason_of(said: str | None, answer: str) -> str | None:
-    """Return ``RIGHT`` or one of ``REASONS``; None if the right answer itself cannot be read.
+def judged(said: str | None, answer: str) -> tuple[str | None, str | None]:
+    """Return ``RIGHT`` or one of ``REASONS``, and the answer that was found, None if there is none.
 
-    ``said`` is the result of :func:`~lightning_rl.rollout.answer_in`.
+    The reason is None if the right answer itself cannot be read. ``said`` is the result of
+    :func:`~lightning_rl.rollout.answer_in`.
     """
     from math_verify import verify
 
@@ -130,18 +135,20 @@ def reason_of(said: str | None, answer: str) -> str | None:
     stands_alone = marked_answer(answer) is None and not _WORD.search(answer)
     gold = _parsed(f"\\boxed{{{answer}}}" if stands_alone else answer)
     if not _is_read(gold):
-        return None
+        return None, None
     if said is None:
-        return "unfinished_thought"
+        return "unfinished_thought", None
     found = _parsed(said)
     if not _is_read(found):
-        return "no_answer" if not found and marked_answer(said) is None else "unreadable"
+        missing = not found and marked_answer(said) is None
+        return "no_answer" if missing else "unreadable", None
     try:
-        return RIGHT if verify(gold, found, timeout_seconds=None) else "wrong"
+        reason = RIGHT if verify(gold, found, timeout_seconds=None) else "wrong"
+        return reason, str(found[0])[:_LONGEST]
     except MemoryError:
         raise
     except Exception:  # sympy may raise anything about what a model wrote
-        return "unreadable"
+        return "unreadable", None
 
 
 def _parsed(text: str) -> list[Any]:

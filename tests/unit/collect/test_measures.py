@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_rl.collect.stats import evaluation_metrics, own_metrics, pass_at_k, rollout_metrics
+from lightning_rl.collect.estimates import share_interval
+from lightning_rl.collect.stats import evaluation_metrics, own_metrics, rollout_metrics
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run import hooks as stages
@@ -136,18 +137,19 @@ def test_a_stage_cannot_have_the_name_of_a_sum(name):
 # ---------------------------------------------------------------- evaluation
 
 
-def test_pass_at_k_by_hand():
-    assert pass_at_k(4, 1, 2) == 0.5  # of 6 pairs, 3 hold the right one
-    assert pass_at_k(4, 0, 4) == 0.0
-    assert pass_at_k(4, 3, 2) == 1.0  # every pair holds one of three
-    assert pass_at_k(5, 2, 1) == pytest.approx(0.4)
-
-
 def test_evaluation_metrics_by_hand(make_rollout):
     rewards = {"a": [1.0, 0.5, 0.0, 0.0], "b": [1.0, 2.0, 1.0, 0.9]}
     rollouts = [make_rollout([3], [4, 1], group_id=g, reward=r) for g in "ab" for r in rewards[g]]
     rollouts[3] = make_rollout([3], [4] * 6, group_id="a", finish_reason="length")
     metrics = evaluation_metrics(rollouts, success_reward=1.0)
+    bounds = {name: metrics.pop(name) for name in list(metrics) if name.endswith(("_low", "_high"))}
+    assert bounds == pytest.approx(
+        {
+            **bounds_of("eval/accuracy", share_interval([1, 3], [4, 4], 8)),
+            **bounds_of("eval/pass@2", share_interval([0.5, 1.0], [1, 1], 4)),
+            **bounds_of("eval/pass@4", share_interval([1, 1], [1, 1], 2)),
+        }
+    )
     assert metrics == pytest.approx(
         {
             "eval/accuracy": 4 / 8,
@@ -160,6 +162,28 @@ def test_evaluation_metrics_by_hand(make_rollout):
             "eval/pass@4": 1.0,
         }
     )
+
+
+def bounds_of(name, interval):
+    return dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
+
+
+def test_the_most_frequent_answer_counts_where_a_reward_gives_answers(make_rollout):
+    said = {"a": ["7", "8", "7", None], "b": ["1", "1", "2", "2"]}
+    rollouts = [
+        make_rollout([3], [4], group_id=group, reward=float(answer in ("7", "2")))
+        for group in said
+        for answer in said[group]
+    ]
+    assert "eval/maj@2" not in evaluation_metrics(rollouts, 1.0)
+    for rollout, answer in zip(rollouts, said["a"] + said["b"], strict=True):
+        rollout.extra["answer"] = answer
+    metrics = evaluation_metrics(rollouts, 1.0)
+    # By pairs: a draw of 7 and 8, then 7 alone; twice 1, twice 2.
+    assert metrics["eval/maj@2"] == pytest.approx((0.75 + 0.5) / 2)
+    # Of all four: 7 wins; 1 and 2 draw.
+    assert metrics["eval/maj@4"] == pytest.approx((1.0 + 0.5) / 2)
+    assert 0 < metrics["eval/maj@4_low"] < 0.75 < metrics["eval/maj@4_high"] < 1
 
 
 def test_what_could_not_be_graded_counts_as_wrong(make_rollout):

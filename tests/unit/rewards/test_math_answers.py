@@ -9,7 +9,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rewards import math_answers
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.log import RewardLog
-from lightning_rl.rewards.math_answers import REASONS, Compare, MathVerify, marked_answer, reason_of
+from lightning_rl.rewards.math_answers import REASONS, Compare, MathVerify, judged, marked_answer
 from lightning_rl.rollout import answer_in
 from recipes.math.data import problems, short_answer
 
@@ -67,7 +67,7 @@ HANDMADE = {
     [(reason, *case) for reason, cases in HANDMADE.items() for case in cases],
 )
 def test_answers_by_hand(reason, answer, text):
-    assert reason_of(answer_in(text), answer) == reason
+    assert judged(answer_in(text), answer)[0] == reason
 
 
 def test_a_thought_that_the_template_opened_must_end_before_the_answer_counts():
@@ -77,7 +77,10 @@ def test_a_thought_that_the_template_opened_must_end_before_the_answer_counts():
         texts, opened_thoughts=[True] * 3, answer=["42"] * 3, **log.arguments()
     )
     assert scores == [0.0, 1.0, 0.0]
-    assert log.extra == {"math": ["unfinished_thought", "right", "wrong"]}
+    assert log.extra == {
+        "math": ["unfinished_thought", "right", "wrong"],
+        "answer": [None, "42", "41"],
+    }
 
 
 def test_the_last_mark_counts_and_braces_are_balanced():
@@ -91,8 +94,8 @@ def test_a_gsm8k_row_is_its_own_answer():
     for row in problems(20, seed=3):
         short = short_answer(row)["answer"]
         assert short.isdigit()
-        assert reason_of(f"\\boxed{{{int(short):,}}}", row["answer"]) == "right"
-        assert reason_of(f"\\boxed{{{int(short) + 1}}}", row["answer"]) == "wrong"
+        assert judged(f"\\boxed{{{int(short):,}}}", row["answer"])[0] == "right"
+        assert judged(f"\\boxed{{{int(short) + 1}}}", row["answer"])[0] == "wrong"
     with pytest.raises(ValueError, match="has no #### before its result"):
         short_answer({"answer": "42"})
 
@@ -114,8 +117,22 @@ def test_each_completion_is_counted_by_its_reason():
     log = RewardLog(1)
     chat = [{"role": "assistant", "content": "It is 41."}]
     assert Compare("answer")([chat], answer=[42], **log.arguments()) == [0.0]
-    assert log.extra == {"math": ["wrong"]}
+    assert log.extra == {"math": ["wrong"], "answer": ["41"]}
     assert log.metrics == {f"math/{name}": [float(name == "wrong")] for name in REASONS}
+
+
+@pytest.mark.parametrize(
+    ("texts", "answer"),
+    [
+        (["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}", "<answer>1/2</answer>"], "1/2"),
+        (["#### 1,234", "so 1234 apples"], "1234"),
+        (["\\boxed{1 + x}", "\\boxed{x+1}"], "x + 1"),
+        (["\\boxed{" + "7" * 3000 + "}"], "7" * 200),
+        (["I do not know", "\\boxed{}"], None),
+    ],
+)
+def test_equal_answers_have_one_text_by_which_they_vote(texts, answer):
+    assert {judged(text, "42")[1] for text in texts} == {answer}
 
 
 def test_a_column_that_is_not_there():
@@ -129,9 +146,9 @@ def test_it_sets_no_signal_and_survives_what_sympy_raises(monkeypatch):
 
     monkeypatch.setattr("signal.signal", broken)
     monkeypatch.setattr("signal.alarm", broken)
-    assert reason_of("\\boxed{42}", "42") == "right"
+    assert judged("\\boxed{42}", "42")[0] == "right"
     monkeypatch.setattr("math_verify.verify", broken)
-    assert reason_of("\\boxed{42}", "42") == "unreadable"
+    assert judged("\\boxed{42}", "42")[0] == "unreadable"
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
