@@ -97,7 +97,8 @@ class RLDataModule(CollectingDataModule):
         group_size: rollouts per prompt (G).
         groups_per_iteration: prompts per iteration.
         iterations_per_epoch: iterations that Lightning counts as one epoch.
-        eval_samples: rollouts per held-out prompt; from 2 on, pass@k is reported too.
+        eval_samples: rollouts per held-out prompt; from 2 on, pass@k is reported too, and maj@k
+            where a reward gives answers.
         eval_limit: evaluate only this many prompts, the first of each set; None: all.
         success_reward: a held-out rollout with at least this reward counts as correct.
         eval_metrics: functions ``f(rollouts) -> dict[str, float]`` of all held-out rollouts, whose
@@ -568,6 +569,9 @@ class RLDataModule(CollectingDataModule):
             pipeline = self._made_pipeline(self.evaluation.tasks)
             rollouts = pipeline.complete_together(groups, self.eval_sampling)
         return rollouts, self.evaluation.all_metrics(rollouts)
+
+    def scores(self, done: list[Rollout]) -> dict[str, dict[str, float]]:
+        return self.evaluation.scores(done)
 
     def try_out(self, groups: int, group_size: int) -> list[Rollout]:
         """Return graded rollouts of the first prompts, without using up any prompts of the

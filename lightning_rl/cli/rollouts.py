@@ -1,4 +1,4 @@
-"""``lightning-rl rollouts``: a table and a summary of a rollout file or replay buffer."""
+"""``lightning-rl rollouts``: a table and a summary of a rollout file, or of two a comparison."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rl.cli.process import CommandParser, printable
+from lightning_rl.collect.estimates import Comparison, mean_by_prompt
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.rollouts.form import shortened
 from lightning_rl.data.rollouts.jsonl import parsed
@@ -42,6 +43,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sort", choices=COLUMNS, help="largest first (default: as written)")
     parser.add_argument("--ascending", action="store_true", help="smallest first")
     parser.add_argument("--limit", type=int, default=20, help="rows to show (default: 20)")
+    parser.add_argument(
+        "--against", help="another such file: compare the rewards of the prompts that both have"
+    )
+    parser.add_argument(
+        "--success_reward", type=float, help="with --against, compare shares of at least this"
+    )
     options = parser.parse_args(arguments)
     require_at_least(0, limit=options.limit)
     return options
@@ -51,6 +58,10 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table and the summary; returns 0."""
     options = parse_arguments(arguments)
     rows = find_rows(options)
+    if options.against is not None:
+        for line in compare(rows, options):
+            print(printable(line))
+        return 0
     console = Console(width=None if sys.stdout.isatty() else 120)
     if options.limit and rows:
         console.print(table(rows[: options.limit]))
@@ -123,6 +134,51 @@ def _searchable(path: str) -> RolloutStore:
     for iteration, recorded in groupby(file.read(), key=lambda r: r.iteration):
         store.append([r.rollout for r in recorded], iteration)
     return store
+
+
+def compare(rows: Sequence[sqlite3.Row], options: argparse.Namespace) -> list[str]:
+    """Compare the rows' file with ``options.against``, prompt by prompt, as lines of text.
+
+    Raises:
+        DataError: if the prompts differ, or fewer than two are in both files.
+    """
+    other = find_rows(argparse.Namespace(**vars(options) | {"file": options.against}))
+    now, before = _prompts_of(rows), _prompts_of(other)
+    shared = now.keys() & before.keys()
+    if differs := next((key for key in now if key in shared and now[key] != before[key]), None):
+        raise DataError(
+            f"prompt {differs!r} is another in {options.file} than in {options.against}; compare "
+            "rollouts of the same data set"
+        )
+    bound = options.success_reward
+    name = "reward" if bound is None else f"reward >= {bound:g}"
+    found = Comparison.of(_scores(other, bound), _scores(rows, bound))
+    lines = [f"{options.file} against {options.against}: {name} {found}"]
+    if left := len(now) + len(before) - 2 * len(shared):
+        lines.append(f"{left} prompts are in one file only, and left out")
+    return lines
+
+
+def _prompts_of(rows: Sequence[sqlite3.Row]) -> dict[str, Any]:
+    """Return the prompts of rollouts by their keys."""
+    prompts = [json.loads(row["rest"])["prompt"] for row in rows]
+    return {_key(prompt, row): prompt["prompt"] for prompt, row in zip(prompts, rows, strict=True)}
+
+
+def _key(prompt: dict[str, Any], row: sqlite3.Row) -> str:
+    return f"{prompt['set']}/{row['prompt_id']}" if prompt.get("set") else str(row["prompt_id"])
+
+
+def _scores(rows: Sequence[sqlite3.Row], bound: float | None) -> dict[str, float]:
+    """Return each prompt's mean reward, or its share of rewards of at least ``bound``."""
+    graded = [row for row in rows if row["reward"] is not None]
+    return mean_by_prompt(
+        (
+            _key(json.loads(row["rest"])["prompt"], row),
+            row["reward"] if bound is None else float(row["reward"] >= bound),
+        )
+        for row in graded
+    )
 
 
 def table(rows: Sequence[sqlite3.Row]) -> Table:

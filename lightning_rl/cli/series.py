@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.base import CollectingDataModule
+from lightning_rl.collect.estimates import Comparison
 from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.checkpoint_io import about, checkpoints_in, require_good
@@ -17,7 +19,7 @@ from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.rundir import run_dir, write_whole
 
 Row = dict[str, Any]
-"""A row of the table: ``checkpoint``, ``iteration``, and metrics."""
+"""A row of the table: ``checkpoint``, ``iteration``, metrics, and ``against`` the first row."""
 
 Named = str | PathLike[str] | Sequence[str | PathLike[str]]
 """A folder of checkpoints, a checkpoint, or a list of these."""
@@ -75,7 +77,9 @@ class CheckpointSeries:
     """Loads one checkpoint after the other into a module, and evaluates each.
 
     Metrics go to the loggers at the checkpoint's iteration, and to ``test.json`` in the run
-    directory. Weights are pushed to the engine as ``WeightSync`` does; the engine is not restarted.
+    directory. Each is also compared with the first, held-out prompt by held-out prompt, since all
+    get the same prompts and seeds. Weights are pushed to the engine as ``WeightSync`` does; the
+    engine is not restarted.
 
     Args:
         trainer: its ``test`` calls this for each checkpoint.
@@ -115,6 +119,9 @@ class CheckpointSeries:
         self.paths = list(paths)
         self.weights_only = weights_only
         self.rows: list[Row] = []
+        self.comparisons: list[str] = []
+        """Lines of text: each checkpoint against the first."""
+        self._first: dict[str, dict[str, float]] = {}
 
     def test(self, place: int) -> dict[str, float]:
         """Evaluate a checkpoint; returns nothing for Lightning to log or average."""
@@ -122,8 +129,8 @@ class CheckpointSeries:
         self._load(path)
         for sync in find_callbacks(self.trainer, WeightSync):
             sync.sync(self.trainer, self.model)
-        _, metrics = self.datamodule.evaluate()
-        self._keep(path, metrics)
+        done, metrics = self.datamodule.evaluate()
+        self._keep(path, metrics, self.datamodule.scores(done))
         return {}
 
     def _load(self, path: Path) -> None:
@@ -133,20 +140,45 @@ class CheckpointSeries:
         connector.restore_model()
         connector.resume_end()
 
-    def _keep(self, path: Path, metrics: dict[str, float]) -> None:
+    def _keep(
+        self, path: Path, metrics: dict[str, float], scores: dict[str, dict[str, float]]
+    ) -> None:
         iteration = self.model.iteration
         self.rows.append({"checkpoint": str(path), "iteration": iteration} | metrics)
+        if len(self.rows) == 1:
+            self._first = scores
+        else:
+            self._compare(scores)
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=iteration)
         if self.trainer.is_global_zero:
             text = json.dumps(self.rows, indent=2) + "\n"
             write_whole(run_dir(self.trainer) / self.NAME, text)
 
+    def _compare(self, scores: dict[str, dict[str, float]]) -> None:
+        """Compare the last row with the first, score by score."""
+        first, last = self.rows[0]["checkpoint"], self.rows[-1]
+        found: dict[str, Comparison] = {}
+        for name, own in scores.items():
+            if len(self._first[name].keys() & own) > 1:
+                comparison = Comparison.of(self._first[name], own)
+                if comparison not in found.values():  # a reward of 0 or 1 is the accuracy
+                    found[name] = comparison
+        if found:
+            last["against"] = {name: asdict(comparison) for name, comparison in found.items()}
+        self.comparisons += [
+            f"{last['checkpoint']} against {first}: {name} {told}" for name, told in found.items()
+        ]
+
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Format rows as a table with a line per checkpoint and a column per metric."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    """Format rows as a table with a line per checkpoint and a column per metric.
+
+    An interval stands behind its metric.
+    """
+    told = dict.fromkeys(name for row in rows for name in row if name != "against")
+    names = [name for name in told if _metric_of(name) == name or _metric_of(name) not in told]
+    cells = [names, *([_cell(row, name) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
@@ -154,5 +186,14 @@ def as_table(rows: Sequence[Row]) -> str:
     )
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+def _metric_of(bound: str) -> str:
+    """Return the metric of a bound of its interval; any other name unchanged."""
+    return bound.removesuffix("_low").removesuffix("_high")
+
+
+def _cell(row: Row, name: str) -> str:
+    value = row.get(name)
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    if (low := row.get(f"{name}_low")) is None:
+        return text
+    return f"{text} [{low:.3g}, {row[f'{name}_high']:.3g}]"

@@ -37,7 +37,8 @@ class RLTrainer(Trainer):
             datamodule: the data to test on.
             weights_only: as in ``fit``.
             checkpoints: a list of files, or a folder, of which each is loaded and tested; the
-                metrics also go to ``test.json`` in the run directory.
+                metrics also go to ``test.json`` in the run directory, and each is compared with the
+                first on the same prompts.
 
         Returns:
             Metrics; for ``checkpoints`` a row for each, with ``checkpoint`` and ``iteration``.
@@ -63,7 +64,7 @@ class RLTrainer(Trainer):
         finally:
             series.datamodule.test_series = None
         if verbose and self.is_global_zero:
-            print(as_table(series.rows), flush=True)
+            print("\n".join([as_table(series.rows), *series.comparisons]), flush=True)
         return list(series.rows)
 
     def rollout(

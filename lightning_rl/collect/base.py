@@ -65,6 +65,13 @@ class CollectingDataModule(LightningDataModule, ABC):
             ConfigError: if there is nothing to evaluate on.
         """
 
+    def scores(self, done: Any) -> dict[str, dict[str, float]]:
+        """Return scores of what :meth:`evaluate` returned, by their name and then by held-out task.
+
+        Two evaluations can be compared task by task then; {} if tasks cannot be told apart.
+        """
+        return {}
+
     def prepare_data(self) -> None:
         """Fail early if loggers cannot create their directories."""
         if self.trainer is not None and self.trainer.state.fn == "fit":

@@ -49,6 +49,39 @@ def test_each_is_tested_in_one_start(saved, tmp_path, capsys):
     assert trainer_for(tmp_path).test(Walker(), data, verbose=False) == [{"eval/reward_mean": 0.0}]
 
 
+def test_each_is_compared_with_the_first_task_by_task(saved, tmp_path, capsys):
+    class Told(Walks):
+        """Ten tasks; the larger the weight, the more of them are solved."""
+
+        def scores(self, done):
+            weight = self.trainer.lightning_module.weight.item()
+            solved = {str(task): float(task < 4 * weight) for task in range(10)}
+            return {"accuracy": solved, "reward": solved, "speed": {"0": weight}}
+
+    trainer = trainer_for(tmp_path)
+    rows = trainer.test(Walker(), datamodule=Told(), checkpoints=str(saved))
+    assert "against" not in rows[0]
+    # The reward says nothing new, and one task is too few.
+    assert [list(row["against"]) for row in rows[1:]] == [["accuracy"], ["accuracy"]]
+    third = rows[2]["against"]["accuracy"]
+    assert (third["before"], third["after"], third["won"], third["lost"]) == (0.2, 0.6, 4, 0)
+    assert third["p_value"] == 2 / 16
+    assert json.loads((Path(trainer.log_dir) / "test.json").read_text()) == rows
+    last = capsys.readouterr().out.splitlines()[-1]
+    names = [saved / f"iteration_{n}.ckpt" for n in (3, 1)]
+    assert last.startswith(f"{names[0]} against {names[1]}: accuracy 0.2 → 0.6, +0.4 [")
+
+
+def test_an_interval_stands_behind_its_metric():
+    row = {"checkpoint": "a", "eval/accuracy": 0.5, "eval/accuracy_low": 0.25}
+    rows = [row | {"eval/accuracy_high": 0.75, "eval/too_low": 1.0}, {"checkpoint": "b"}]
+    assert [line.split() for line in as_table(rows).splitlines()] == [
+        ["checkpoint", "eval/accuracy", "eval/too_low"],
+        ["a", "0.5", "[0.25,", "0.75]", "1"],
+        ["b"],
+    ]
+
+
 def test_a_list_is_tested_in_its_order_and_links_in_it_count(saved, tmp_path):
     names = [saved / "last.ckpt", saved / "iteration_1.ckpt", saved / "last.ckpt"]
     rows = trainer_for(tmp_path).test(Walker(), Walks(), checkpoints=[str(n) for n in names])

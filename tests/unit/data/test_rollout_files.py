@@ -392,3 +392,33 @@ def test_the_command_names_the_damaged_line(tmp_path, batch, capsys):
     assert main(["rollouts", str(path)]) == 2
     assert "data error: " in (said := capsys.readouterr().err)
     assert "bad.jsonl:2: damaged" in said
+
+
+def test_two_files_are_compared_prompt_by_prompt(make_rollout, tmp_path, capsys):
+    rewards = {"old": {"a": [0, 1], "b": [1, 1], "c": [0, None]}, "new": {"a": [1, 1], "b": [0, 1]}}
+    rewards["new"] |= {"c": [0, 0.5], "d": [1, 1]}
+    for name, own in rewards.items():
+        rollouts = [
+            make_rollout([4], [6], group_id=key, reward=reward)
+            for key, values in own.items()
+            for reward in values
+        ]
+        for rollout in rollouts:
+            rollout.prompt.id = rollout.group_id
+        open_rollouts(tmp_path / f"{name}.jsonl").append(rollouts, 0)
+    new, old = (str(tmp_path / f"{name}.jsonl") for name in ("new", "old"))
+    assert main(["rollouts", new, "--against", old]) == 0
+    # Means .5, 1, 0 and 1, .5, .25: differences .5, -.5, .25, whose squares about 1/12 sum to .542.
+    said = "0.5 → 0.5833, +0.0833 [-0.506, +0.672]; 2 of 3 prompts won, 1 lost, sign test p = 1"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{new} against {old}: reward {said}",
+        "1 prompts are in one file only, and left out",
+    ]
+    assert main(["rollouts", new, "--against", old, "--success_reward", "0.5"]) == 0
+    assert "reward >= 0.5 0.5 → 0.6667, +0.167" in capsys.readouterr().out
+
+    other = make_rollout([4], [6], reward=1.0)
+    other.prompt.id, other.prompt.prompt = "a", "another"
+    open_rollouts(tmp_path / "other.jsonl").append([other], 0)
+    assert main(["rollouts", new, "--against", str(tmp_path / "other.jsonl")]) == 2
+    assert "prompt 'a' is another in" in capsys.readouterr().err
