@@ -22,6 +22,9 @@ from lightning_rl.callbacks.defaults import (
 from lightning_rl.callbacks.evaluate import (
     Evaluate as Evaluate,
 )
+from lightning_rl.callbacks.evaluate_rollouts import (
+    EvaluateRollouts as EvaluateRollouts,
+)
 from lightning_rl.callbacks.expert_guards import (
     DeadExpertGuard as DeadExpertGuard,
     ExpertOverloadGuard as ExpertOverloadGuard,

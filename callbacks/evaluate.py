@@ -43,7 +43,7 @@ class Evaluate(RLCallback):
         if not isinstance(datamodule, CollectingDataModule):
             raise ConfigError(
                 f"Evaluate has nothing to evaluate on: {type(datamodule).__name__} collects no "
-                "rollouts; remove the callback"
+                "rollouts; use EvaluateRollouts, which has its own prompts, or remove the callback"
             )
         if not datamodule.evaluates:
             fix = datamodule.nothing_to_evaluate

@@ -79,6 +79,9 @@ from lightning_rl.callbacks.checkpoint import (
 from lightning_rl.callbacks.evaluate import (
     Evaluate as Evaluate,
 )
+from lightning_rl.callbacks.evaluate_rollouts import (
+    EvaluateRollouts as EvaluateRollouts,
+)
 from lightning_rl.callbacks.export import (
     HFExport as HFExport,
 )
