@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.dpo import DPOModule
-from lightning_rl.learn.fitting import check_sight
+from lightning_rl.learn.fitting import check_sight, follow_lora
 from lightning_rl.learn.sft import SFTDataModule, SFTModule
-from lightning_rl.models.lora_layers import largest_rank, merged_only
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
@@ -119,7 +117,11 @@ class EvaluateRollouts(RLCallback):
         for agent in self._agents:
             agent.configure(tokenizer)
         self.prompts.load(tokenizer, self.agent.chat_options)
-        self._follow(pl_module, compute_dtype(trainer))
+        computes_in = compute_dtype(trainer)
+        self.engine.serve({})
+        self.engine.follow_dtype(computes_in)
+        self.engine.follow_head(computes_in == "float32")
+        follow_lora(self.engine, pl_module)
         with every_rank():
             room = self._start(pl_module)
         room = from_rank_zero(room)
@@ -132,18 +134,6 @@ class EvaluateRollouts(RLCallback):
         self._pipeline = RolloutPipeline(
             self.engine, self.agent, grader, tokenizer, tasks=by_name(tasks)
         )
-
-    def _follow(self, module: SFTModule | DPOModule, computes_in: str) -> None:
-        """Tell the engine, before it starts, how the trainer computes."""
-        engine, lora = self.engine, module.lora
-        engine.serve({})
-        engine.follow_dtype(computes_in)
-        engine.follow_head(computes_in == "float32")
-        if lora is None:
-            engine.follow_lora(None, lambda: None)
-        else:
-            loaded = module.model, module.loading, module.vision
-            engine.follow_lora(largest_rank(lora), partial(merged_only, lora, *loaded))
 
     def _start(self, module: SFTModule | DPOModule) -> int:
         """Start the engine if this rank drives it; return its maximum length in tokens, else 0."""

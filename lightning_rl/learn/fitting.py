@@ -12,6 +12,7 @@ from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.collect.tasks import Task
 from lightning_rl.engines.base import Engine
+from lightning_rl.learn.base import LearningModule
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.lora_layers import largest_rank, merged_only
@@ -61,12 +62,22 @@ def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> N
     engine.serve(module.roles)
     engine.follow_dtype(computes_in)
     for name, policy in module.policies.items():
-        of_policy, lora = engine.of_policy(name), policy.lora
+        of_policy = engine.of_policy(name)
         replay = policy.routing_replay
         of_policy.follow_routing(replay is not None and replay.from_engine)
         of_policy.follow_head(policy.cast_lm_head_to_fp32 or computes_in == "float32")
-        if lora is None:
-            of_policy.follow_lora(None, lambda: None)
-        else:
-            obstacle = partial(merged_only, lora, policy.model, policy.loading, policy.vision)
-            of_policy.follow_lora(largest_rank(lora), obstacle)
+        follow_lora(of_policy, policy)
+
+
+def follow_lora(engine: Engine, module: LearningModule) -> None:
+    """Tell an engine, before it starts, of the LoRA that a module trains, if it trains one.
+
+    Raises:
+        ConfigError: if the engine is configured to keep it unmerged, and cannot.
+    """
+    lora = module.lora
+    if lora is None:
+        engine.follow_lora(None, lambda: None)
+    else:
+        obstacle = partial(merged_only, lora, module.model, module.loading, module.vision)
+        engine.follow_lora(largest_rank(lora), obstacle)
