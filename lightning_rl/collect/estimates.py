@@ -48,10 +48,10 @@ def share_interval(
 ) -> tuple[float, float]:
     """Return the 95 % interval of a share p = sum(totals) / sum(counts) over prompts.
 
-    It is Wilson's score interval (1927) for the effective number of samples of a clustered survey
-    (Korn and Graubard 1998), p (1 - p) / se², where se is the standard error between prompts
-    (Miller 2024, "Adding Error Bars to Evals"). So it stays in [0, 1], has a width at p = 0 and 1,
-    and with one sample per prompt is Wilson's own.
+    It is Wilson's score interval (1927) for the effective number of samples of a clustered survey,
+    p (1 - p) / se² (Korn and Graubard 1998; Dean and Pagano 2015), where se is the standard error
+    between prompts (Miller 2024, "Adding Error Bars to Evals"). So it stays in [0, 1], has a width
+    at p = 0 and 1, and with one sample per prompt is Wilson's own.
 
     Args:
         totals: by prompt, such as the number of right rollouts.
@@ -83,7 +83,7 @@ class Comparison:
     """Two policies on the same prompts; differences are the second's score minus the first's.
 
     ``low`` and ``high`` bound the mean ``difference``: its 95 % interval by the standard error of
-    the prompts' differences (Miller 2024, section 4.2). ``p_value`` is that of the two-sided sign
+    the prompts' differences (Miller 2024). ``p_value`` is that of the two-sided sign
     test over prompts ``won`` and ``lost`` by the second, which is exact for any number of prompts.
     """
 
