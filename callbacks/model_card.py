@@ -40,6 +40,7 @@ class ModelCard:
         adapters: the weights are only a LoRA's adapters.
         ledger: the last hash of the run's ledger; empty if it has none.
         sees: the model reads pictures.
+        writes: the model generates; False: it is a reward model.
     """
 
     history: list[dict[str, float]]
@@ -49,6 +50,7 @@ class ModelCard:
     adapters: bool
     ledger: str = ""
     sees: bool = False
+    writes: bool = True
 
     @classmethod
     def of(cls, trainer: Trainer, module: LanguageModule, merge_adapters: bool) -> "ModelCard":
@@ -65,6 +67,7 @@ class ModelCard:
             policy.lora is not None and not merge_adapters,
             Ledger(directory).head if (directory / FILE).is_file() else "",
             policy.reader is not None,
+            policy.lm.can_generate(),
         )
 
     @property
@@ -98,9 +101,10 @@ class ModelCard:
 
     def _data(self) -> Any:
         is_local = Path(self.base).exists()  # else a name that the hub knows
+        task = "image-text-to-text" if self.sees else "text-generation"
         return ModelCardData(
             library_name="peft" if self.adapters else "transformers",
-            pipeline_tag="image-text-to-text" if self.sees else "text-generation",
+            pipeline_tag=task if self.writes else "text-classification",
             base_model=None if is_local else self.base,
             tags=["lightning_rl", "reinforcement-learning"],
         )
@@ -127,6 +131,8 @@ class ModelCard:
         model, reader, name = "AutoModelForCausalLM", "AutoTokenizer", "tokenizer"
         if self.sees:
             model, reader, name = "AutoModelForImageTextToText", "AutoProcessor", "processor"
+        if not self.writes:
+            model = "AutoModelForSequenceClassification"
         return (
             f"from transformers import {model}, {reader}\n\n"
             f'model = {model}.from_pretrained("path/to/this/folder")\n'

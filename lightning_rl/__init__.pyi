@@ -167,6 +167,10 @@ from lightning_rl.learn.kto import (
 from lightning_rl.learn.recorded import (
     OfflineDataModule as OfflineDataModule,
 )
+from lightning_rl.learn.reward_model import (
+    RewardModelModule as RewardModelModule,
+    RewardPairDataModule as RewardPairDataModule,
+)
 from lightning_rl.learn.schedulers import (
     WarmupConstant as WarmupConstant,
     WarmupCosine as WarmupCosine,
@@ -209,6 +213,10 @@ from lightning_rl.rewards.judge import (
 )
 from lightning_rl.rewards.math_answers import (
     MathVerify as MathVerify,
+)
+from lightning_rl.rewards.model_reward import (
+    ModelReward as ModelReward,
+    ServedReward as ServedReward,
 )
 from lightning_rl.rewards.pool import (
     Isolated as Isolated,

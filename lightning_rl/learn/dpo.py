@@ -1,10 +1,11 @@
 """Direct preference optimisation, with pairs from a file or from graded rollouts."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor
@@ -177,7 +178,7 @@ class PairDataModule(SFTDataModule):
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """
 
-    works_with = DPOModule
+    works_with: ClassVar[type[LightningModule]] = DPOModule
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from lightning_rl.vision.training import Vision
 
 
 class SupervisedModule(LearningModule):
-    """Learns from fixed completions: the common part of SFT, DPO and KTO."""
+    """Learns from fixed completions: the common part of SFT, DPO, KTO and reward models."""
 
     def configure_callbacks(self) -> list[Callback]:
         """Reject an unsupported precision, and return our display callback.

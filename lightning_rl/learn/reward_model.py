@@ -1,0 +1,187 @@
+"""Reward models: a score for completions, learned from pairs of a better and a worse one."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.data.sources import AnyPrompts, prompts_of
+from lightning_rl.errors import ConfigError, DataError, require_finite
+from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.dpo import PairDataModule
+from lightning_rl.learn.sft import SupervisedModule
+from lightning_rl.models.pretrained import model_of
+from lightning_rl.models.reward_model import RewardModel, padded, padding_of, scored_text
+from lightning_rl.models.sharding import refuse_mesh
+from lightning_rl.rollout import Prompt
+
+
+def bradley_terry(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, centering: float = 0.0
+) -> Tensor:
+    """Return the loss per pair (P,): -log sigmoid(r_c - r_r - margin) + c (r_c + r_r)².
+
+    The first term is the Bradley-Terry likelihood (Ouyang et al. 2022, eq. 1), with the margin by
+    which the chosen completion is better (Touvron et al. 2023, Llama 2, eq. 2). It leaves the level
+    of rewards open; the second term, with c = ``centering``, holds their mean near 0 (Eisenstein et
+    al. 2023, "Helping or herding?"). TRL's ``RewardTrainer`` computes the same.
+    """
+    assert chosen.shape == rejected.shape and chosen.ndim == 1
+    gap = chosen - rejected if margin is None else chosen - rejected - margin
+    return -F.logsigmoid(gap) + centering * (chosen + rejected) ** 2
+
+
+@configurable(model=model_of)
+class RewardModelModule(SupervisedModule):
+    """Trains a reward model: a causal LM whose head is one number per text (Bradley-Terry).
+
+    It uses automatic optimisation, so gradient clipping and accumulation are the Trainer's. What
+    ``HFExport`` writes is a model of ``AutoModelForSequenceClassification`` with one label, for
+    ``ModelReward``, vLLM and TRL, and for ``SeparateValueHead`` to begin a critic with.
+
+    Recorded are the loss, the share of pairs in which the chosen completion has the higher reward,
+    the mean difference of rewards, and ``length_bias``: the share of pairs in which the longer text
+    has the higher reward, minus the share in which the longer one was chosen.
+
+    Args:
+        model: directory or hub name of a causal LM, or of a reward model to go on with.
+        centering: weight of the squared sum of a pair's rewards, which holds their mean near 0
+            (TRL's ``center_rewards_coefficient``, where 0.01 is usual).
+        optimizer: called with the parameters.
+        lr_scheduler: called with the optimizer; stepped once per optimizer step.
+        gradient_checkpointing: recompute activations in backward.
+        trust_remote_code: run code that comes with the model.
+        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        centering: float = 0.0,
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            model, optimizer, lr_scheduler, gradient_checkpointing, trust_remote_code, model_kwargs
+        )
+        require_finite(centering=centering)
+        if centering < 0:
+            raise ConfigError(f"RewardModelModule(centering={centering}) must be >= 0")
+        save_primitive_hparams(self)
+        self.centering = centering
+
+    def configure_model(self) -> None:
+        """Load the model, once."""
+        refuse_mesh(self)
+        if self.policy is None:
+            model: Any = RewardModel(str(self.model), self.loading, new_head=True)
+            if self.gradient_checkpointing:
+                model.lm.gradient_checkpointing_enable()
+            self.policy = model.train()  # or nothing is recomputed
+
+    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
+        """Return the mean loss of a batch of pairs: chosen texts first, then rejected ones."""
+        loss, metrics = self._loss(batch)
+        pairs = len(batch["margin"])
+        self.log("rm/loss", loss, prog_bar=True, batch_size=pairs)
+        self.log("rm/accuracy", metrics.pop("accuracy"), prog_bar=True, batch_size=pairs)
+        self.log_dict({f"rm/{name}": v for name, v in metrics.items()}, batch_size=pairs)
+        return loss
+
+    def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
+        """Log the same on held-out pairs, as ``rm/val_...``."""
+        loss, metrics = self._loss(batch)
+        told = {f"rm/val_{name}": value for name, value in ({"loss": loss} | metrics).items()}
+        self.log_dict(told, batch_size=len(batch["margin"]))
+
+    def _loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        if not isinstance(batch, TensorDict) or batch.get("margin", None) is None:
+            raise ConfigError(
+                f"RewardModelModule trains on pairs, but got a batch of type "
+                f"{type(batch).__name__}; use RewardPairDataModule"
+            )
+        chosen, rejected = self.loaded_policy(batch).chunk(2)
+        longer, shorter = batch["attention_mask"].sum(1).chunk(2)
+        length_gap, gap = (longer - shorter).sign(), (chosen - rejected).detach()
+        loss = bradley_terry(chosen, rejected, batch["margin"], self.centering).mean()
+        return loss, {
+            "accuracy": (gap > 0).float().mean(),
+            "gap": gap.mean(),
+            "reward": ((chosen + rejected) / 2).detach().mean(),
+            "length_bias": (length_gap * (gap.sign() - 1)).float().mean() / 2,
+        }
+
+
+@configurable(train=prompts_of, val=prompts_of)
+class RewardPairDataModule(PairDataModule):
+    """Batches of pairs for ``RewardModelModule``, from rows as ``PairDataModule`` reads them.
+
+    A completion is text, the messages that end a chat, or token ids of the same tokenizer. A chat
+    is written by the chat template, as a whole; a text is followed by the end token.
+
+    Args:
+        train: the training pairs.
+        val: held-out pairs; None: no validation.
+        chosen_column: name of the column with the better completion.
+        rejected_column: name of the column with the worse completion.
+        margin_column: name of the column with the number by which it is better; None: 0.
+        batch_size: pairs per step.
+        seed: seed of the order; None: ``seed_everything``'s.
+        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
+    """
+
+    works_with = RewardModelModule
+
+    def __init__(
+        self,
+        train: AnyPrompts,
+        val: AnyPrompts | None = None,
+        chosen_column: str = "chosen",
+        rejected_column: str = "rejected",
+        margin_column: str | None = None,
+        batch_size: int = 32,
+        seed: int | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            train, val, chosen_column, rejected_column, batch_size, seed, chat_template_kwargs
+        )
+        self.margin_column = margin_column
+
+    def row(self, prompt: Prompt) -> Any:
+        """Return the tokens of both texts, the better one first, and the margin."""
+        margin = 0.0 if self.margin_column is None else prompt.columns.get(self.margin_column)
+        if not isinstance(margin, int | float):
+            raise DataError(
+                f"row {prompt.id}: {self.margin_column!r} must be a number, got {margin!r:.80}"
+            )
+        columns = (self.completion_column, self.rejected_column)
+        return [self._text(prompt, column) for column in columns], float(margin)
+
+    def _text(self, prompt: Prompt, column: str) -> list[int]:
+        said = prompt.columns.get(column)
+        if isinstance(said, list) and said and isinstance(said[0], int):
+            said = self._tokenizer.decode(said, skip_special_tokens=True)
+        chat = isinstance(said, list) and not isinstance(prompt.prompt, str)
+        if not (isinstance(said, str) or (chat and said)):
+            raise DataError(
+                f"row {prompt.id}: {column!r} must be a string, token ids or, after a chat, "
+                f"messages, got {said!r:.80}; name the column that holds the completion"
+            )
+        return scored_text(self._tokenizer, prompt.prompt, said)
+
+    def collate(self, rows: list[Any]) -> TensorDict:  # type: ignore[override]
+        """Return a padded batch: all chosen texts, then all rejected ones, and the margins."""
+        texts = [pair[place] for place in (0, 1) for pair, _ in rows]
+        margin = torch.tensor([margin for _, margin in rows])
+        return TensorDict(padded(texts, padding_of(self._tokenizer)) | {"margin": margin}, [])
