@@ -43,7 +43,7 @@ def _prompts(given: Given, split: str, **options: Any) -> dict[str, Any] | None:
 
 
 def _rewards(given: Given, result: Conversion) -> None:
-    names = as_list(given["reward_funcs"])
+    names = [*as_list(given["reward_model_name_or_path"]), *as_list(given["reward_funcs"])]
     weights = given["reward_weights"] or [None] * len(names)
     if names and len(weights) != len(names):
         raise ConfigError(f"reward_weights: {len(weights)} for {len(names)} reward_funcs")
@@ -53,7 +53,7 @@ def _rewards(given: Given, result: Conversion) -> None:
         result.leave(
             given,
             "reward_funcs",
-            "only import paths are carried over: rewrite TRL's own rewards and reward models",
+            "only import paths and reward models are carried over: rewrite TRL's own rewards",
         )
     if not carried:
         result.missing.append("data.rewards: import paths of your reward functions")
@@ -82,4 +82,6 @@ def put_heldout(given: Given, result: Conversion, path: str | None) -> None:
 def _reward(name: str) -> Any:
     if name == "get_soft_overlong_punishment":  # TRL's script gives it these bounds
         return instance("lightning_rl.OverlongPenalty", max_tokens=1280, buffer=256)
-    return name if _IMPORT_PATH.fullmatch(name) else None  # a slash is in a reward model's
+    if "/" in name:  # a path, or a hub name
+        return instance("lightning_rl.ModelReward", model=name)
+    return name if _IMPORT_PATH.fullmatch(name) else None

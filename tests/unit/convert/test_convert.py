@@ -278,14 +278,17 @@ def test_held_out_prompts_of_the_command_line_are_kept_without_evaluations(tmp_p
 def test_data_of_the_hub_and_reward_models():
     values = {
         "dataset_name": "openai/gsm8k", "dataset_config": "main", "max_prompt_length": 64,
-        "eval_strategy": "steps", "eval_steps": 4, "reward_funcs": ["org/Reward-1.5B"],
+        "eval_strategy": "steps", "eval_steps": 4, "reward_model_name_or_path": "a/b",
+        "reward_funcs": ["org/Reward-1.5B", "accuracy_reward"],
     }  # fmt: skip
     result = convert_trl(values)
     data = result.config["data"]["init_args"]
     of_hub = {"path": "openai/gsm8k", "name": "main"}
     assert data["train_prompts"]["init_args"] == of_hub | {"split": "train"}
     assert data["eval_prompts"]["init_args"] == of_hub | {"split": "test"}
-    assert data["rewards"] == ["MODULE.FUNCTION"]  # a model is no import path
+    # TRL's own names are no import paths.
+    models = [reward["init_args"]["model"] for reward in data["rewards"]]
+    assert models == ["a/b", "org/Reward-1.5B"]
     assert {"reward_funcs", "max_prompt_length"} <= {item.key for item in result.left}
 
 
