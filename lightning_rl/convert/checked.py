@@ -12,7 +12,8 @@ PARTS = ("loss", "aggregation", "advantage", "correction", "kl", "kl_reward", "e
 
 def part_of(written: dict[str, Any]) -> Any:
     """Build the object that a ``class_path`` and its ``init_args`` describe."""
-    return public(written["class_path"])(**written.get("init_args", {}))
+    name = written["class_path"].removeprefix("lightning_rl.")  # rewards have import paths
+    return public(name)(**written.get("init_args", {}))
 
 
 def check_parts(result: Conversion) -> None:

@@ -279,7 +279,7 @@ def test_data_of_the_hub_and_reward_models():
     values = {
         "dataset_name": "openai/gsm8k", "dataset_config": "main", "max_prompt_length": 64,
         "eval_strategy": "steps", "eval_steps": 4, "reward_model_name_or_path": "a/b",
-        "reward_funcs": ["org/Reward-1.5B", "accuracy_reward"],
+        "reward_funcs": ["org/Reward-1.5B", "get_soft_overlong_punishment", "accuracy_reward"],
     }  # fmt: skip
     result = convert_trl(values)
     data = result.config["data"]["init_args"]
@@ -287,8 +287,9 @@ def test_data_of_the_hub_and_reward_models():
     assert data["train_prompts"]["init_args"] == of_hub | {"split": "train"}
     assert data["eval_prompts"]["init_args"] == of_hub | {"split": "test"}
     # TRL's own names are no import paths.
-    models = [reward["init_args"]["model"] for reward in data["rewards"]]
-    assert models == ["a/b", "org/Reward-1.5B"]
+    *models, overlong = data["rewards"]
+    assert [reward["init_args"]["model"] for reward in models] == ["a/b", "org/Reward-1.5B"]
+    assert overlong["class_path"] == "lightning_rl.OverlongPenalty"
     assert {"reward_funcs", "max_prompt_length"} <= {item.key for item in result.left}
 
 
