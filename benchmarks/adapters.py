@@ -29,7 +29,7 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.extend import PolicyEngines, TransformersAdapters, VLLMAdapters, WeightTransport
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from recipes.sort_digits.prepare import make_model, make_tokenizer, write_model
 

@@ -30,7 +30,7 @@ from lightning_rl import Rollout, Sampling, VLLMLocal
 from lightning_rl.engines.base import Engine
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.serving import AgentServer
 
 TEMPLATE = "{{ messages[-1].content }}"

@@ -34,7 +34,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.extend import RolloutRouting
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from recipes.sort_digits.prepare import make_tokenizer
 
 SAMPLING = Sampling(max_tokens=12)

@@ -16,7 +16,7 @@ import torch
 
 from lightning_rl.data.rollouts.ledger import Ledger, digest_of_file
 from lightning_rl.data.rollouts.log import RerunLog
-from lightning_rl.run.checkpoint_io import write_checkpoint
+from lightning_rl.run.files.checkpoint_io import write_checkpoint
 
 ROLLOUTS = "rerun/iteration-000003-000.parquet"
 

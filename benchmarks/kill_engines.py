@@ -33,13 +33,13 @@ import torch
 from benchmarks import forked
 from benchmarks.kill import configuration, differences, folder_of, lines_of, run_directory
 from benchmarks.results import report
-from lightning_rl.engines.server_process import ListeningServer
-from lightning_rl.engines.vllm_server import (
+from lightning_rl.engines.replicas.server import (
     SERVER_ENVIRONMENT,
     VLLMServer,
     own_cores,
     server_command,
 )
+from lightning_rl.engines.replicas.server_process import ListeningServer
 from recipes.sort_digits.prepare import prepare
 
 KEY = "KILL_ENGINES_KEY"

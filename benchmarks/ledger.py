@@ -228,7 +228,7 @@ def cost(make: Callable[[], Engine], millions: float, rounds: int) -> dict[str, 
 @contextmanager
 def noted() -> Iterator[list[float]]:
     """Seconds that vLLM in this process takes to note what it converts."""
-    from lightning_rl.engines import vllm_held
+    from lightning_rl.engines.vllm import held as vllm_held
 
     seconds: list[float] = []
     reading, converting = vllm_held.digests, [False]

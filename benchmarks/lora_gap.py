@@ -48,7 +48,7 @@ from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from recipes.sort_digits.prepare import make_model, make_tokenizer, write_model
 

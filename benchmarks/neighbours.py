@@ -4,9 +4,10 @@
 
 OpenMP's threads spin where they wait, and a core on which one spins does nothing for whoever it
 waits for. `sort_digits` trains with `TransformersEngine` on two threads: spinning as libgomp does
-by itself (GOMP_SPINCOUNT=300000), as the command has it (`lightning_rl/run/openmp.py`), and
-passively (OMP_WAIT_POLICY), each alone on the machine and beside a process that uses one core; in
-turns. `--spins`: other spin counts too. `--trl`: TRL too, with its defaults.
+by itself (GOMP_SPINCOUNT=300000), as the command has it
+(`lightning_rl/run/processes/openmp.py`), and passively (OMP_WAIT_POLICY), each alone on the machine
+and beside a process that uses one core; in turns. `--spins`: other spin counts too. `--trl`: TRL
+too, with its defaults.
 
 The last line is JSON: `quiet`, the library's / spinning, both alone; `busy`, the library's beside
 the neighbour / its fair share: what it takes alone, times 3 / 2, since of three busy threads on two

@@ -24,13 +24,13 @@ from lightning_rl.cli.check.placement import Placement
 from lightning_rl.cli.check.token_shares import token_share
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models import exchange, expert, key_exchange
-from lightning_rl.models.expert import experts_of, hosts_in
+from lightning_rl.models.parallel import exchange, expert, keys as key_exchange
+from lightning_rl.models.parallel.expert import experts_of, hosts_in
+from lightning_rl.models.parallel.sharding import ShardedStrategy
+from lightning_rl.models.parallel.sharing import head_counts, head_ranks
+from lightning_rl.models.parallel.tensor import TensorRanks
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
-from lightning_rl.models.sharding import ShardedStrategy
-from lightning_rl.models.sharing import head_counts, head_ranks
-from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout, Row
 from tests.support.followed import kept_for_backward

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_rl.models.expert import spread
+from lightning_rl.models.parallel.expert import spread
+from lightning_rl.models.parallel.tensor import TensorRanks
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.tensor import TensorRanks
 
 DEVICE = "PARALLEL_DEVICE"
 """An environment variable: the type of device that ranks compute on; by default ``cpu``."""

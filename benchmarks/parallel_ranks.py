@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from benchmarks.parallel_costs import kept, kept_recomputed, peak
 from benchmarks.parallel_layouts import begin, device, share
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models.expert import experts_of
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
+from lightning_rl.models.parallel.expert import experts_of
+from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.recompute import Recompute
-from lightning_rl.models.sharding import full_tensor
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, SamplingDistribution
 
 KINDS: dict[str, Callable[[str], dict[str, Any]]] = {

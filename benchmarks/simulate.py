@@ -26,7 +26,7 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Group, Prompt, Rollout
-from lightning_rl.run.loop import innermost
+from lightning_rl.run.loop.background import innermost
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
 
 

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.results import parser_of, report
 from benchmarks.sync_receiver import TIMEOUT_S, ReceiverEngine
-from lightning_rl.engines.vllm_server import VLLMServer
-from lightning_rl.run.loop import runtime
+from lightning_rl.engines.replicas.server import VLLMServer
+from lightning_rl.run.loop.background import runtime
 from lightning_rl.sync.adapters import merge
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport

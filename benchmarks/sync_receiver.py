@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.replica import Replica
-from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.replicas.replica import Replica
+from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.group import BroadcastGroup

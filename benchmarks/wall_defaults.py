@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]
 
 from benchmarks.peers_layouts import Layout, counted, run_trl
 from benchmarks.peers_tasks import NEVER, Task
-from lightning_rl.run.machine import usable_cores
+from lightning_rl.run.processes.machine import usable_cores
 
 CONFIG = Path("recipes/sort_digits/grpo.yaml")
 

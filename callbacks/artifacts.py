@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.files.rundir import run_dir
 
 FILES = ("summary.json", "curves.png", "config*.yaml", "metrics.jsonl", "rollouts.jsonl")
 

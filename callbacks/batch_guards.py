@@ -12,7 +12,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import token_rows
 from lightning_rl.learn.left_out import has_zero_advantage
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.dist import all_max, all_sum
+from lightning_rl.run.processes.dist import all_max, all_sum
 
 
 @configurable

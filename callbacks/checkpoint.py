@@ -25,28 +25,28 @@ from lightning_rl.errors import (
 )
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.models.soundness import require_finite_weights
-from lightning_rl.run import dist
-from lightning_rl.run.checkpoint_folders import save_folder, writes_folders
-from lightning_rl.run.checkpoint_io import (
+from lightning_rl.run.files.checkpoint_folders import save_folder, writes_folders
+from lightning_rl.run.files.checkpoint_io import (
     BackgroundCheckpointIO,
     VerifiedCheckpointIO,
     checkpoints_in,
     newest_good,
 )
-from lightning_rl.run.folders import link_to, remove
-from lightning_rl.run.interrupts import Interrupts, seconds_of
-from lightning_rl.run.loop import runtime
-from lightning_rl.run.newest import continue_newest_run
-from lightning_rl.run.peers import lost_peer
-from lightning_rl.run.resume import (
+from lightning_rl.run.files.folders import link_to, remove
+from lightning_rl.run.files.newest import continue_newest_run
+from lightning_rl.run.files.resume import (
     enter_run,
     going_on_from,
     require_one_start,
     run_id_of,
     tell_of_beginning,
 )
-from lightning_rl.run.rundir import output_path
-from lightning_rl.run.slurm import requeue_job, requeue_signal, take_signals
+from lightning_rl.run.files.rundir import output_path
+from lightning_rl.run.loop.background import runtime
+from lightning_rl.run.loop.interrupts import Interrupts, seconds_of
+from lightning_rl.run.processes import dist
+from lightning_rl.run.processes.peers import lost_peer
+from lightning_rl.run.processes.slurm import requeue_job, requeue_signal, take_signals
 
 
 @configurable

@@ -29,8 +29,8 @@ from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.run.dist import announced, every_rank, from_rank_zero
 from lightning_rl.run.hooks import datamodule_of, is_fast_dev_run
+from lightning_rl.run.processes.dist import announced, every_rank, from_rank_zero
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.base import push
 from lightning_rl.sync.memory import MemoryTransport

@@ -22,10 +22,10 @@ from lightning_rl.errors import ConfigError, DiskError, HubError, require_at_lea
 from lightning_rl.learn.base import LanguageModule, RecordingModule
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
-from lightning_rl.run.dist import every_rank
-from lightning_rl.run.folders import before_of, link_to, replace_folder
+from lightning_rl.run.files.folders import before_of, link_to, replace_folder
+from lightning_rl.run.files.rundir import output_path, refused
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
-from lightning_rl.run.rundir import output_path, refused
+from lightning_rl.run.processes.dist import every_rank
 
 STATE = "export.json"
 """File in each export with its iteration (else optimizer step) and its metrics."""

@@ -20,7 +20,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, GuardError, require_at_least, require_finite
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.dist import gather
+from lightning_rl.run.processes.dist import gather
 
 _log = logging.getLogger(__name__)
 

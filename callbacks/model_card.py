@@ -19,8 +19,8 @@ from lightning_rl.callbacks.report import (
 from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.data.rollouts.ledger import FILE, Ledger
 from lightning_rl.learn.base import LanguageModule
+from lightning_rl.run.files.rundir import run_dir
 from lightning_rl.run.hooks import find_callbacks
-from lightning_rl.run.rundir import run_dir
 
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$", re.IGNORECASE)
 """Matches keys whose values are secret."""

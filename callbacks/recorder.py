@@ -24,7 +24,7 @@ from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.rundir import output_path, run_dir
+from lightning_rl.run.files.rundir import output_path, run_dir
 
 COMPUTED = ("ref_logprobs", "advantages", "values", "returns")
 

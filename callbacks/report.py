@@ -16,10 +16,10 @@ from lightning_rl.data.rollouts.jsonl import as_lines
 from lightning_rl.data.rollouts.pictures import PictureFolder
 from lightning_rl.errors import ConfigError, DiskError, RewardError, RunInterrupted
 from lightning_rl.rollout import RolloutStatus
+from lightning_rl.run.files.metrics import MetricsLog
+from lightning_rl.run.files.rundir import run_dir, write_whole
 from lightning_rl.run.hooks import STAGES, call_hook
-from lightning_rl.run.machine import installed_version
-from lightning_rl.run.metrics import MetricsLog
-from lightning_rl.run.rundir import run_dir, write_whole
+from lightning_rl.run.processes.machine import installed_version
 
 LABELS = {
     "eval/accuracy": "accuracy",

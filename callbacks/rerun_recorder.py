@@ -17,11 +17,11 @@ from lightning_rl.data.rollouts.ledger import Ledger, digest_of_file, digest_of_
 from lightning_rl.data.rollouts.log import Outcome, RerunLog
 from lightning_rl.data.rollouts.seals import Seals, folders_in
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.run.checkpoint_io import checkpoints_in, written_digest
 from lightning_rl.run.digest import digests
+from lightning_rl.run.files.checkpoint_io import checkpoints_in, written_digest
+from lightning_rl.run.files.rundir import run_dir
 from lightning_rl.run.hooks import find_callbacks
-from lightning_rl.run.machine import cpu_model
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.processes.machine import cpu_model
 
 
 @configurable

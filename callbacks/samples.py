@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from lightning_rl.run.metrics import summarize
+from lightning_rl.run.files.metrics import summarize
 
 SMALL_EFFECT = 0.2
 """In standard deviations (Cohen 1988): a significant but smaller fall is not reported."""

@@ -11,10 +11,10 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, StalledError
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.run.files.rundir import run_dir
 from lightning_rl.run.hooks import datamodule_of
-from lightning_rl.run.loop import TURN_S, runtime
-from lightning_rl.run.rundir import run_dir
-from lightning_rl.run.stacks import describe, where_tasks_wait, where_thread_is
+from lightning_rl.run.loop.background import TURN_S, runtime
+from lightning_rl.run.loop.stacks import describe, where_tasks_wait, where_thread_is
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class Watchdog(RLCallback):
     run that generates.
 
     On a CPU with several threads an engine in this process makes its steps in the main thread while
-    that waits (:func:`lightning_rl.run.cores.compute`). If a step hangs there, that is logged; the
-    run stops as soon as the step is over.
+    that waits (:func:`lightning_rl.run.processes.cores.compute`). If a step hangs there, that is
+    logged; the run stops as soon as the step is over.
 
     Args:
         timeout_s: more than the longest time that a single rollout may take, with all its turns, or

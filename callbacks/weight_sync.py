@@ -20,8 +20,8 @@ from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.rollout import Prompt
-from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
 from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
+from lightning_rl.run.processes.dist import all_reduce_max, any_rank, every_rank
 from lightning_rl.sync.base import WeightTransport, compare, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule

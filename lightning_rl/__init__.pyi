@@ -187,6 +187,9 @@ from lightning_rl.models.heads import (
 from lightning_rl.models.lora import (
     LoRA as LoRA,
 )
+from lightning_rl.models.parallel.sharding import (
+    ShardedStrategy as ShardedStrategy,
+)
 from lightning_rl.models.quantization import (
     NF4 as NF4,
     Int8 as Int8,
@@ -198,9 +201,6 @@ from lightning_rl.models.reference import (
     BaseReference as BaseReference,
     FrozenReference as FrozenReference,
     PeriodicReference as PeriodicReference,
-)
-from lightning_rl.models.sharding import (
-    ShardedStrategy as ShardedStrategy,
 )
 from lightning_rl.module import (
     PolicyModule as PolicyModule,

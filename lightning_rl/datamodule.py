@@ -49,13 +49,13 @@ from lightning_rl.models.tokenizer import with_chat_variables
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run import dist
-from lightning_rl.run.cores import share_cores
-from lightning_rl.run.dist import announced
+from lightning_rl.run.files.resume import check_early, enter_directory, leave_directory
+from lightning_rl.run.files.rundir import output_path
 from lightning_rl.run.hooks import call_hook
-from lightning_rl.run.loop import run_async
-from lightning_rl.run.resume import check_early, enter_directory, leave_directory
-from lightning_rl.run.rundir import output_path
+from lightning_rl.run.loop.background import run_async
+from lightning_rl.run.processes import dist
+from lightning_rl.run.processes.cores import share_cores
+from lightning_rl.run.processes.dist import announced
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 

@@ -35,18 +35,18 @@ from lightning_rl.learn.left_out import LeftOut
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import make_optimizer
-from lightning_rl.models.expert import require_experts
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
+from lightning_rl.models.parallel.expert import require_experts
+from lightning_rl.models.parallel.sharding import read_by_rank_zero, shard
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.routing import require_routing
-from lightning_rl.models.sharding import read_by_rank_zero, shard
-from lightning_rl.run.dist import all_sum
+from lightning_rl.run.files.resume import settle
 from lightning_rl.run.hooks import answers
-from lightning_rl.run.resume import settle
+from lightning_rl.run.processes.dist import all_sum
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.vision.training import Vision
 

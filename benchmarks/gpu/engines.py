@@ -23,7 +23,7 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.extend import RolloutStatus, pack_rollouts
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push as push_weights
 
 KEPT_AFTER_CLOSE = (("before", "first closed", 1.5), ("first closed", "second closed", 0.1))

@@ -13,8 +13,8 @@ from benchmarks.gpu.clock import begin_peak, milliseconds, peak_bytes
 from benchmarks.gpu.made import rollouts_of, shape_of
 from lightning_rl.extend import pack_rollouts
 from lightning_rl.models import heads
-from lightning_rl.models.attention import PackLayout, build_layout, packed_attention
-from lightning_rl.models.varlen import attend, kernel_works, plain_varlen
+from lightning_rl.models.attention.packed import PackLayout, build_layout, packed_attention
+from lightning_rl.models.attention.varlen import attend, kernel_works, plain_varlen
 from tests.support.places import attended_in_places
 
 HEADS = ((14, 2, 64), (12, 2, 128), (8, 8, 64), (8, 1, 256))

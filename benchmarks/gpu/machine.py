@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.results import version_of
-from lightning_rl.run.machine import cpu_model, driver_gpus, memory_bytes, usable_cores
+from lightning_rl.run.processes.machine import cpu_model, driver_gpus, memory_bytes, usable_cores
 
 PACKAGES = [
     "torch",

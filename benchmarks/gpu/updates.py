@@ -23,7 +23,7 @@ from lightning_rl.data.batch import token_rows
 from lightning_rl.errors import PackMemoryError
 from lightning_rl.extend import pack_rollouts
 from lightning_rl.models import policy as policy_code
-from lightning_rl.models.attention import PackLayout
+from lightning_rl.models.attention.packed import PackLayout
 
 PACKS = {"60x256": (60, 256), "8x2000": (8, 2000), "1x16000": (1, 16_000)}
 TINY_PACKS = {"6x12": (6, 12), "2x40": (2, 40), "1x100": (1, 100)}

@@ -66,7 +66,7 @@ def _program_run(folder: Path) -> str:
 
 def _server_run(folder: Path) -> str:
     return (
-        "import sys, time\nfrom lightning_rl.engines.server_process import ServerProcess\n"
+        "import sys, time\nfrom lightning_rl.engines.replicas.server_process import ServerProcess\n"
         "server = ServerProcess(['/bin/sh', '-c', 'setsid sleep 600 & sleep 600'], {})\n"
         "time.sleep(2)\nprint('ready', flush=True)\ntime.sleep(600)"
     )

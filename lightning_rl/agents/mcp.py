@@ -9,7 +9,7 @@ from typing import Any, TextIO, cast
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, EpisodeError
-from lightning_rl.run.loop import innermost, run_async
+from lightning_rl.run.loop.background import innermost, run_async
 
 ServedTool = tuple[dict[str, Any], Callable[..., Awaitable[Any]]]
 """An OpenAI-style JSON schema, and what calls the tool."""

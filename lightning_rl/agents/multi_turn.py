@@ -39,8 +39,8 @@ from lightning_rl.rollout import (
     as_text,
     of_whole_characters,
 )
-from lightning_rl.run.exits import EndsProcess, UsesSignals, function_called_here
-from lightning_rl.run.stacks import name_crashes
+from lightning_rl.run.loop.stacks import name_crashes
+from lightning_rl.run.processes.exits import EndsProcess, UsesSignals, function_called_here
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.messages import pictures_of
 

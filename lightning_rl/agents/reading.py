@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.templates import ParsedCall, ToolParser
-from lightning_rl.run.threads import CallingThread
+from lightning_rl.run.loop.threads import CallingThread
 
 READ_S = 5.0
 """Time limit, in seconds, for parsing one turn."""

@@ -14,7 +14,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import MARK, QUESTION, ends_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Picture, Placed, of_whole_characters
-from lightning_rl.run.strict_json import loads
+from lightning_rl.run.files.strict_json import loads
 from lightning_rl.vision.reader import encode
 
 THOUGHT = "<think>\nFirst.\n</think>\n\nSecond."

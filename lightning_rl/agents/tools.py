@@ -39,8 +39,8 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EpisodeError, require_at_least
 from lightning_rl.rollout import Message, Rollout
-from lightning_rl.run.exits import UsesSignals, function_called_here
-from lightning_rl.run.threads import CallingThreads, storable
+from lightning_rl.run.loop.threads import CallingThreads, storable
+from lightning_rl.run.processes.exits import UsesSignals, function_called_here
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.messages import pictures_of
 from lightning_rl.vision.results import as_content

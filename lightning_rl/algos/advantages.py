@@ -12,7 +12,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import episode_rows, token_rows
 from lightning_rl.data.episodes import CallTable, calls_of, received
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.run.dist import global_mean_std
+from lightning_rl.run.processes.dist import global_mean_std
 
 
 def group_means(rewards: Tensor, group: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_rl.algos.advantages import (
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.episodes import CallTable, calls_of
 from lightning_rl.errors import ConfigError, require_finite
-from lightning_rl.run.dist import global_mean_std
+from lightning_rl.run.processes.dist import global_mean_std
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.models.routing import Heard
-from lightning_rl.run.dist import all_sum
+from lightning_rl.run.processes.dist import all_sum
 
 
 @configurable

@@ -18,7 +18,7 @@ from lightning_rl.data.batch import episode_rows, token_rows
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.reference import Reference
-from lightning_rl.run.dist import all_sum, world_size
+from lightning_rl.run.processes.dist import all_sum, world_size
 
 
 class Aggregation(ABC):

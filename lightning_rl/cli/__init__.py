@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning_rl.config import packages
 from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
 from lightning_rl.run.garbage import uncollected
-from lightning_rl.run.openmp import spin_briefly
+from lightning_rl.run.processes.openmp import spin_briefly
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -159,7 +159,7 @@ def _run(arguments: list[str]) -> int:
         from lightning_rl.cli.process import quiet
     with quiet(), ExitStack() as stack:
         if name == "fit" and command.module == _APP:
-            from lightning_rl.run.interrupts import stopped_while_starting
+            from lightning_rl.run.loop.interrupts import stopped_while_starting
 
             stack.enter_context(stopped_while_starting())
         with uncollected():

@@ -43,12 +43,12 @@ from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.recorded import OfflineDataModule
 from lightning_rl.learn.sft import SupervisedModule
-from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, require_good
+from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
+from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
+from lightning_rl.run.files.rundir import require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
-from lightning_rl.run.interrupts import leave_signals
-from lightning_rl.run.peers import lost_peer
-from lightning_rl.run.resume import KeepConfigs, configured_as, going_on_from
-from lightning_rl.run.rundir import require_writable_dirs
+from lightning_rl.run.loop.interrupts import leave_signals
+from lightning_rl.run.processes.peers import lost_peer
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
 
 # Short class names work in YAML for what has been imported: all that is public.

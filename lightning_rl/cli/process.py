@@ -106,7 +106,7 @@ def _failing(leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
 
 
 def _something_hangs() -> bool:
-    threads = sys.modules.get("lightning_rl.run.threads")  # which not all commands need
+    threads = sys.modules.get("lightning_rl.run.loop.threads")  # which not all commands need
     return threads is not None and bool(threads.hanging_threads())
 
 

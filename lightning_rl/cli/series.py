@@ -14,9 +14,9 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.estimates import Comparison
 from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.run.checkpoint_io import about, checkpoints_in, require_good
+from lightning_rl.run.files.checkpoint_io import about, checkpoints_in, require_good
+from lightning_rl.run.files.rundir import run_dir, write_whole
 from lightning_rl.run.hooks import find_callbacks
-from lightning_rl.run.rundir import run_dir, write_whole
 
 Row = dict[str, Any]
 """A row of the table: ``checkpoint``, ``iteration``, metrics, and ``against`` the first row."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_rl.collect.loader import LazyLoader
-from lightning_rl.run.rundir import require_writable_dirs
+from lightning_rl.run.files.rundir import require_writable_dirs
 
 
 class Hanging(NamedTuple):

@@ -13,7 +13,7 @@ from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.dist import world_size
+from lightning_rl.run.processes.dist import world_size
 from lightning_rl.sync.schedule import SyncSchedule
 
 

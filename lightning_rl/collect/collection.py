@@ -18,9 +18,9 @@ from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.errors import FilterError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
-from lightning_rl.run import dist
-from lightning_rl.run.cores import beside_engine
-from lightning_rl.run.loop import run_async, runtime
+from lightning_rl.run.loop.background import run_async, runtime
+from lightning_rl.run.processes import dist
+from lightning_rl.run.processes.cores import beside_engine
 
 
 class Collection:

@@ -12,7 +12,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.rollouts.form import whole
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.rollout import Group, Rollout, RolloutStatus, own
-from lightning_rl.run.loop import require_awaited
+from lightning_rl.run.loop.background import require_awaited
 from lightning_rl.sync.schedule import CollectorStatus
 
 

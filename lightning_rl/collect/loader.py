@@ -12,7 +12,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.rollouts.form import whole
 from lightning_rl.errors import RewardError
 from lightning_rl.rollout import Rollout
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 
 
 class EpochLoader(ABC):

@@ -15,8 +15,8 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.rollouts.store import RolloutStore
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Group, RolloutStatus
-from lightning_rl.run import dist
-from lightning_rl.run.metrics import summarize
+from lightning_rl.run.files.metrics import summarize
+from lightning_rl.run.processes import dist
 from lightning_rl.run.seeding import run_seed
 
 

@@ -12,7 +12,7 @@ from lightning_rl.collect.estimates import maj_at_k, mean_by_prompt, pass_at_k, 
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rewards.log import mean
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
-from lightning_rl.run.metrics import summarize
+from lightning_rl.run.files.metrics import summarize
 
 _CUT = (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)
 """Statuses of rollouts that a collector cut, whose length and ending carry no information."""

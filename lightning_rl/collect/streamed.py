@@ -8,7 +8,7 @@ from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least
 from lightning_rl.rollout import Group, Rollout
-from lightning_rl.run.loop import cancel_here, innermost
+from lightning_rl.run.loop.background import cancel_here, innermost
 
 
 class Consumer(Protocol):

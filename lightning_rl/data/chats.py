@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Message
-from lightning_rl.run.strict_json import loads
+from lightning_rl.run.files.strict_json import loads
 
 _SIGN = "sign3f9a"
 _CALL = {"name": "look_up", "arguments": {"what": _SIGN}}

@@ -18,7 +18,7 @@ from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.tables import DatasetTable, JSONLTable, Table
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, answer_in
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 from lightning_rl.vision.limits import OWN, PictureAccess
 
 

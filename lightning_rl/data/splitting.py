@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.data.batch import host_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.dist import gather, rank, world_size
+from lightning_rl.run.processes.dist import gather, rank, world_size
 
 
 def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator) -> list[Tensor]:

@@ -3,13 +3,13 @@
 from importlib.util import find_spec
 
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.ray_engine import RayEngine
+from lightning_rl.engines.hf.adapters import TransformersAdapters
+from lightning_rl.engines.hf.engine import TransformersEngine
+from lightning_rl.engines.replicas.ray import RayEngine
+from lightning_rl.engines.replicas.server import VLLMServer
 from lightning_rl.engines.sampling import Completion, Sampling, StructuredOutputs, request_seed
-from lightning_rl.engines.transformers import TransformersEngine
-from lightning_rl.engines.transformers_adapters import TransformersAdapters
-from lightning_rl.engines.vllm_adapters import VLLMAdapters
-from lightning_rl.engines.vllm_local import VLLMLocal
-from lightning_rl.engines.vllm_server import VLLMServer
+from lightning_rl.engines.vllm.adapters import VLLMAdapters
+from lightning_rl.engines.vllm.local import VLLMLocal
 
 __all__ = [
     "Completion",

@@ -15,7 +15,7 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import Placed
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 
 
 class RunState(StrEnum):

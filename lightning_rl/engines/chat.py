@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
+from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message
 

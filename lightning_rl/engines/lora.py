@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.run.dist import sum_over_ranks
+from lightning_rl.run.files.metrics import TokenMetrics, named
 from lightning_rl.run.hooks import (
     answers,
     datamodule_of,
@@ -25,7 +25,7 @@ from lightning_rl.run.hooks import (
     named_callbacks,
     skip_profiling,
 )
-from lightning_rl.run.metrics import TokenMetrics, named
+from lightning_rl.run.processes.dist import sum_over_ranks
 
 Measured = dict[str, list[Tensor]]
 """Per-step metrics (M,) by name; averaging them all at once is faster than one by one."""

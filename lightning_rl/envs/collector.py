@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.envs.networks.space import Space
 from lightning_rl.errors import LightningRLError
-from lightning_rl.run.exits import EndsProcess
-from lightning_rl.run.loop import note_progress
+from lightning_rl.run.loop.background import note_progress
+from lightning_rl.run.processes.exits import EndsProcess
 
 Agents = Mapping[str, EnvAgent]
 

@@ -21,10 +21,10 @@ from lightning_rl.envs.networks.space import Space, require_same
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
 from lightning_rl.envs.watch import Watch
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.run import dist
-from lightning_rl.run.cores import share_cores
+from lightning_rl.run.files.resume import check_early, enter_directory, leave_directory
 from lightning_rl.run.hooks import call_hook
-from lightning_rl.run.resume import check_early, enter_directory, leave_directory
+from lightning_rl.run.processes import dist
+from lightning_rl.run.processes.cores import share_cores
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 EVALUATION = 2**31

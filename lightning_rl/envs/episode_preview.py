@@ -14,8 +14,8 @@ from lightning_rl.callbacks.evaluate import is_last
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.run.files.rundir import run_dir
 from lightning_rl.run.hooks import datamodule_of
-from lightning_rl.run.rundir import run_dir
 
 
 @configurable

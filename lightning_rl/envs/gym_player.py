@@ -16,8 +16,8 @@ from lightning_rl.envs.gym_form import form_of, shown
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.space import Observed
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.loop.stacks import name_crashes
 from lightning_rl.run.seeding import derived_seed
-from lightning_rl.run.stacks import name_crashes
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from lightning_rl.collect.loader import EpochLoader
 from lightning_rl.envs.collector import EnvCollector
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 
 
 class EnvLoader(EpochLoader):

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.hints import did_you_mean, import_object, parameters
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.stacks import name_crashes
+from lightning_rl.run.loop.stacks import name_crashes
 
 AGENT = "agent"
 """The name of the single agent of an environment without groups."""

@@ -25,7 +25,7 @@ from lightning_rl.envs.step_loss import JointLoss, Made, StepLoss
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.update_schedules import EveryIteration
-from lightning_rl.run.dist import all_sum, any_rank
+from lightning_rl.run.processes.dist import all_sum, any_rank
 from lightning_rl.run.seeding import derived_generator, run_seed
 
 

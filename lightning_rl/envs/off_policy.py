@@ -18,7 +18,7 @@ from lightning_rl.envs.networks.exploring import ExploringAgent
 from lightning_rl.envs.networks.targets import TargetUpdate
 from lightning_rl.envs.transitions import TransitionBuffer, Transitions, transitions_of
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.run.dist import all_reduce_max, rank, world_size
+from lightning_rl.run.processes.dist import all_reduce_max, rank, world_size
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 UPDATES = 2**31 + 1

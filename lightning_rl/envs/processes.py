@@ -18,7 +18,7 @@ from lightning_rl.envs.gym_player import close
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import LightningRLError
-from lightning_rl.run.child import PythonChild, ending
+from lightning_rl.run.processes.child import PythonChild, ending
 
 
 @contextmanager

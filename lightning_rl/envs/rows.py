@@ -13,7 +13,7 @@ from lightning_rl.envs.batches import last_places, steps_of
 from lightning_rl.envs.networks.actor_critic import ActorCritic
 from lightning_rl.envs.networks.memory import RecurrentBody
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.run.dist import global_mean_std
+from lightning_rl.run.processes.dist import global_mean_std
 
 
 @configurable

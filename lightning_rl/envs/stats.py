@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lightning_rl.envs.collector import EnvEpisode
 from lightning_rl.errors import DataError
-from lightning_rl.run.metrics import summarize
+from lightning_rl.run.files.metrics import summarize
 
 
 def episode_metrics(

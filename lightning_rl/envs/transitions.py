@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.batches import EpisodeSource, steps_of
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from lightning_rl.envs.collector import EnvCollector, EnvError, raised
-from lightning_rl.run.exits import no_exit
-from lightning_rl.run.loop import wait
-from lightning_rl.run.stacks import where_thread_is
-from lightning_rl.run.threads import CallingThread
+from lightning_rl.run.loop.background import wait
+from lightning_rl.run.loop.stacks import where_thread_is
+from lightning_rl.run.loop.threads import CallingThread
+from lightning_rl.run.processes.exits import no_exit
 
 _log = logging.getLogger(__name__)
 

@@ -146,7 +146,7 @@ from lightning_rl.engines.push import (
     Push as Push,
     require_same_weights as require_same_weights,
 )
-from lightning_rl.engines.server_list import (
+from lightning_rl.engines.replicas.server_list import (
     ServerList as ServerList,
     ServersByName as ServersByName,
     ServersInFile as ServersInFile,
@@ -170,7 +170,7 @@ from lightning_rl.learn.update_schedules import (
     Periodic as Periodic,
     UpdateSchedule as UpdateSchedule,
 )
-from lightning_rl.models.attention import (
+from lightning_rl.models.attention.packed import (
     PackLayout as PackLayout,
 )
 from lightning_rl.models.heads import (
@@ -216,13 +216,13 @@ from lightning_rl.rollout import (
     Row as Row,
     SamplingDistribution as SamplingDistribution,
 )
-from lightning_rl.run.checkpoint_io import (
-    VerifiedCheckpointIO as VerifiedCheckpointIO,
-)
 from lightning_rl.run.digest import (
     digests as digests,
 )
-from lightning_rl.run.dist import (
+from lightning_rl.run.files.checkpoint_io import (
+    VerifiedCheckpointIO as VerifiedCheckpointIO,
+)
+from lightning_rl.run.processes.dist import (
     global_mean_std as global_mean_std,
 )
 from lightning_rl.run.retry import (

@@ -26,7 +26,7 @@ from lightning_rl.games.algos.updates import SOS
 from lightning_rl.games.protocols.base import VERIFIER
 from lightning_rl.games.protocols.leaders import check_order, levels_of
 from lightning_rl.learn.base import save_primitive_hparams
-from lightning_rl.run.dist import world_size
+from lightning_rl.run.processes.dist import world_size
 from lightning_rl.run.seeding import derived_generator
 
 

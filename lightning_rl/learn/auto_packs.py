@@ -13,8 +13,8 @@ from lightning_rl.data.batch import empty_like, select, with_host
 from lightning_rl.data.splitting import SHARED, Filling, split_packs
 from lightning_rl.learn.optimizer_state import state_bytes
 from lightning_rl.models.memory import forward_tokens, is_out_of_memory
-from lightning_rl.models.tensor import local
-from lightning_rl.run.dist import all_max, rank
+from lightning_rl.models.parallel.tensor import local
+from lightning_rl.run.processes.dist import all_max, rank
 
 _log = logging.getLogger(__name__)
 

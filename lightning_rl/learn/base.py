@@ -26,10 +26,10 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import GivenModel, Loading
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.tokenizer import RunDay
-from lightning_rl.run.dist import any_rank, rank
+from lightning_rl.run.files.metrics import named
+from lightning_rl.run.files.resume import check_resume, configuration_of, use_new_optimizer_settings
 from lightning_rl.run.hooks import StageClock, call_hook
-from lightning_rl.run.metrics import named
-from lightning_rl.run.resume import check_resume, configuration_of, use_new_optimizer_settings
+from lightning_rl.run.processes.dist import any_rank, rank
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
 from lightning_rl.vision.training import Vision
 

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.sharding import full_tensor
 from lightning_rl.run.digest import digests
 
 _KEY = "frozen_base"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_rl.models.sharding import full_tensor
+from lightning_rl.models.parallel.sharding import full_tensor
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from lightning_rl.learn.dpo import ComparedModule, completion_logprobs
 from lightning_rl.learn.sft import SFTDataModule
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.rollout import Prompt, Rollout, Row
-from lightning_rl.run.dist import all_sum
+from lightning_rl.run.processes.dist import all_sum
 
 
 def kto(log_ratios: Tensor, desirable: Tensor, kl: Tensor, beta: float) -> Tensor:

@@ -22,12 +22,12 @@ from lightning_rl.learn.ahead import NothingAhead
 from lightning_rl.learn.gradients import clip_gradients, scale_gradients
 from lightning_rl.learn.left_out import LeftOut, rows_beside, without, without_flags
 from lightning_rl.models.memory import smaller_budget
+from lightning_rl.models.parallel.sequence import turns
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import Reference
-from lightning_rl.models.sequence import turns
-from lightning_rl.run.dist import all_sum, world_size
+from lightning_rl.run.files.metrics import TokenMetrics
 from lightning_rl.run.hooks import StageClock
-from lightning_rl.run.metrics import TokenMetrics
+from lightning_rl.run.processes.dist import all_sum, world_size
 from lightning_rl.run.seeding import derived_generator
 
 

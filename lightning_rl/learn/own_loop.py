@@ -21,7 +21,7 @@ from lightning_rl.learn.base import LearningModule, RecordingModule
 from lightning_rl.learn.learner import Learner
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.dist import every_rank
+from lightning_rl.run.processes.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights

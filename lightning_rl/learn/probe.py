@@ -24,8 +24,8 @@ from lightning_rl.errors import NonFiniteWeightsError, StaleWeightsError
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.soundness import ADVICE
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.dist import any_rank, every_rank, from_rank_zero
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
+from lightning_rl.run.processes.dist import any_rank, every_rank, from_rank_zero
 
 _log = logging.getLogger(__name__)
 

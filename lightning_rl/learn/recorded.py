@@ -18,10 +18,10 @@ from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.models.pretrained import load_config
 from lightning_rl.rollout import Group, Rollout
-from lightning_rl.run import dist
-from lightning_rl.run.cores import share_cores
-from lightning_rl.run.metrics import summarize
-from lightning_rl.run.resume import enter_directory
+from lightning_rl.run.files.metrics import summarize
+from lightning_rl.run.files.resume import enter_directory
+from lightning_rl.run.processes import dist
+from lightning_rl.run.processes.cores import share_cores
 from lightning_rl.run.seeding import permutation, run_seed
 
 

@@ -14,9 +14,9 @@ from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.dpo import PairDataModule
 from lightning_rl.learn.sft import SupervisedModule
+from lightning_rl.models.parallel.sharding import refuse_mesh
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reward_model import RewardModel, padded, padding_of, scored_text
-from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.rollout import Prompt
 
 

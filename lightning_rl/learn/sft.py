@@ -20,14 +20,14 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.offline_rows import OfflineRows
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
+from lightning_rl.models.parallel.sharding import refuse_mesh
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.recompute import Recompute
-from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.cores import share_cores
 from lightning_rl.run.hooks import named_callbacks
+from lightning_rl.run.processes.cores import share_cores
 from lightning_rl.run.seeding import derived_generator, run_seed
 from lightning_rl.vision.training import Vision
 

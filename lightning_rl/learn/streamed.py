@@ -17,7 +17,7 @@ from lightning_rl.learn.ahead import NothingAhead
 from lightning_rl.learn.learner import Learner
 from lightning_rl.models.memory import is_out_of_memory
 from lightning_rl.rollout import Group, Rollout
-from lightning_rl.run.dist import any_rank, rank, world_size
+from lightning_rl.run.processes.dist import any_rank, rank, world_size
 
 _log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import ATTENTION, build_layout
+from lightning_rl.models.attention.packed import ATTENTION, build_layout
 from lightning_rl.models.passes import OF_ANY_ATTENTION, PACKED, WITHOUT_CHOICE, BodyPass
 from lightning_rl.rollout import Prompt, Rollout, Row
-from lightning_rl.run.dist import take_from_rank_zero
+from lightning_rl.run.processes.dist import take_from_rank_zero
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.loading import load_picture
 from lightning_rl.vision.reader import PictureReader, attention

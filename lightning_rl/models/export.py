@@ -15,12 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.lora import ADAPTER, LoRA
+from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.pretrained import Loading, load_config
-from lightning_rl.models.sharding import full_tensor
 from lightning_rl.models.soundness import held_dtypes
 from lightning_rl.models.tokenizer import save_tokenizer
-from lightning_rl.run.checkpoint_io import in_host_memory
-from lightning_rl.run.dist import rank
+from lightning_rl.run.files.checkpoint_io import in_host_memory
+from lightning_rl.run.processes.dist import rank
 
 _METADATA = {"format": "pt"}
 

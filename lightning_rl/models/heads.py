@@ -20,8 +20,10 @@ from transformers import (
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import ATTENTION, PackLayout
+from lightning_rl.models.attention.packed import ATTENTION, PackLayout
 from lightning_rl.models.logit_map import LogitMap
+from lightning_rl.models.parallel.tensor import TensorRanks, replicate, split
+from lightning_rl.models.parallel.vocabulary import WHOLE, Sums, Vocabulary
 from lightning_rl.models.pretrained import (
     PLAIN,
     keep_own_attention,
@@ -37,8 +39,6 @@ from lightning_rl.models.sampling import (
     sampled_by,
     sampled_logits,
 )
-from lightning_rl.models.tensor import TensorRanks, replicate, split
-from lightning_rl.models.vocabulary import WHOLE, Sums, Vocabulary
 from lightning_rl.vision.reader import attention
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantized_layers, unpacked_state
-from lightning_rl.models.sharding import full_tensor
 from lightning_rl.models.stacked import all_linear
 
 ADAPTER = "default"

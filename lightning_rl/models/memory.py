@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_rl.data.batch import empty_like, select, with_host
 from lightning_rl.data.splitting import SHARED, Filling, split_packs
 from lightning_rl.errors import PackMemoryError
-from lightning_rl.models.sequence import PackRanks, turns
-from lightning_rl.run.dist import world_size
+from lightning_rl.models.parallel.sequence import PackRanks, turns
+from lightning_rl.run.processes.dist import world_size
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from lightning_rl.data.splitting import PADDED, SHARED, Filling
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import ATTENTION, PackLayout
-from lightning_rl.models.lines import Lines
-from lightning_rl.models.row_attention import ROWS
+from lightning_rl.models.attention.lines import Lines
+from lightning_rl.models.attention.packed import ATTENTION, PackLayout
+from lightning_rl.models.attention.rows import ROWS
 from lightning_rl.vision.reader import attention
 
 
@@ -37,7 +37,7 @@ class BodyPass(ABC):
 
 @dataclass(frozen=True)
 class PackedPass(BodyPass):
-    """All tokens in one row, shared prompts once (:mod:`lightning_rl.models.attention`)."""
+    """All tokens in one row, shared prompts once (:mod:`lightning_rl.models.attention.packed`)."""
 
     packed = True
     filling = SHARED

@@ -16,7 +16,7 @@ from lightning_rl.data.ends import ends_of
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.data.splitting import SHARED, Filling
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import PackLayout, build_layout, of_all_tokens
+from lightning_rl.models.attention.packed import PackLayout, build_layout, of_all_tokens
 from lightning_rl.models.exact_passes import agreed, exact_pass, exact_pass_of_body, own_logprobs
 from lightning_rl.models.export import ModelExport, StoredDtypes
 from lightning_rl.models.heads import ValueHead, token_logprobs
@@ -30,6 +30,10 @@ from lightning_rl.models.lora import (
     merged_weights,
 )
 from lightning_rl.models.memory import each_pack
+from lightning_rl.models.parallel.sequence import PackRanks, Scores as Scores
+from lightning_rl.models.parallel.sharding import full_tensor, shape_of
+from lightning_rl.models.parallel.tensor import TensorRanks, split
+from lightning_rl.models.parallel.vocabulary import WHOLE, SplitVocabulary, Vocabulary
 from lightning_rl.models.passes import PACKED, BodyPass, require_packed
 from lightning_rl.models.preparation import (
     compile_each_layer,
@@ -40,15 +44,11 @@ from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
 from lightning_rl.models.recompute import Recompute, as_recompute
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import penalties_of, settings_in_use
-from lightning_rl.models.sequence import PackRanks, Scores as Scores
-from lightning_rl.models.sharding import full_tensor, shape_of
 from lightning_rl.models.soundness import require_embedded
 from lightning_rl.models.stacked import FileNames
-from lightning_rl.models.tensor import TensorRanks, split
 from lightning_rl.models.tensor_limits import require_splittable
 from lightning_rl.models.tokenizer import load_tokenizer
-from lightning_rl.models.vocabulary import WHOLE, SplitVocabulary, Vocabulary
-from lightning_rl.run.dist import rank, world_size
+from lightning_rl.run.processes.dist import rank, world_size
 from lightning_rl.vision.batch import NAME as PICTURES, with_sight
 from lightning_rl.vision.embedding import scored_states
 from lightning_rl.vision.reader import reader_of, supported
@@ -157,7 +157,7 @@ class Policy(nn.Module):
         self.compiled = True
 
     def split(self, ranks: TensorRanks) -> None:
-        """Keep only this rank's part of the matrices (:mod:`lightning_rl.models.tensor`).
+        """Keep only this rank's part of the matrices (:mod:`lightning_rl.models.parallel.tensor`).
 
         Raises:
             ConfigError: if the ranks cannot share them.

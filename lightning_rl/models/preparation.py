@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.stacked import FileNames
-from lightning_rl.run.dist import fell_back
+from lightning_rl.run.processes.dist import fell_back
 
 EXPERTS = "lightning_rl_experts"
 

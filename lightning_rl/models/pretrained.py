@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import ATTENTION
+from lightning_rl.models.attention.packed import ATTENTION
 from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.packed_reading import PackedReading
 from lightning_rl.models.quantization import Quantization

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.quantization import Quantization
-from lightning_rl.models.sharding import full_tensor
 
 
 class QuantizedLinear(nn.Linear):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.lines import Lines
+from lightning_rl.models.attention.lines import Lines
 
 
 class Weighing(NamedTuple):

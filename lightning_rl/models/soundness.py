@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.errors import ConfigError, NonFiniteWeightsError
-from lightning_rl.run.dist import any_rank
+from lightning_rl.run.processes.dist import any_rank
 
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.tiktoken")

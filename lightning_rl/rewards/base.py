@@ -21,7 +21,7 @@ from lightning_rl.rewards.calling import (
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
 from lightning_rl.rollout import Rollout, RolloutStatus, own
-from lightning_rl.run.loop import note_progress, run_async
+from lightning_rl.run.loop.background import note_progress, run_async
 from lightning_rl.vision.decoded import DecodedPictures, seen_in
 
 if TYPE_CHECKING:  # worker processes of rewards need no tokenizers

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import PlainScore
-from lightning_rl.run.exits import EndsProcess, UsesSignals, function_called_here
-from lightning_rl.run.loop import wait
-from lightning_rl.run.threads import CallingThread
+from lightning_rl.run.loop.background import wait
+from lightning_rl.run.loop.threads import CallingThread
+from lightning_rl.run.processes.exits import EndsProcess, UsesSignals, function_called_here
 
 RewardFunction = Callable[..., list[Any]]
 """``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.

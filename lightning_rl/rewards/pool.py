@@ -25,8 +25,8 @@ from lightning_rl.rewards.calling import (
 )
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.pool_worker import Limits
-from lightning_rl.run.child import PythonChild
-from lightning_rl.run.machine import ALLOW_SANDBOX, usable_cores
+from lightning_rl.run.processes.child import PythonChild
+from lightning_rl.run.processes.machine import ALLOW_SANDBOX, usable_cores
 
 START_S = 120.0
 """Time limit, in seconds, for a worker to start and import the function's module."""

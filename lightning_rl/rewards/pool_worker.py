@@ -26,8 +26,8 @@ from lightning_rl.rewards.calling import RewardFailure, only_score
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import plain_score
 from lightning_rl.rewards.sandbox import forks_into_a_room, run_in_sandbox, shut
-from lightning_rl.run.child import ending
-from lightning_rl.run.keeper import adopt_orphans, die_with_parent, end_all
+from lightning_rl.run.processes.child import ending
+from lightning_rl.run.processes.keeper import adopt_orphans, die_with_parent, end_all
 
 FILES_MB = 64
 """Megabytes that a sample may write: in total if sandboxed, else per file."""

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_rl.rewards import tested_program
 from lightning_rl.rewards.program_object import RemoteObject, number_of
 from lightning_rl.rewards.tested_program import JSONSocket, error_of, read, written
-from lightning_rl.run.keeper import keep_others_out
+from lightning_rl.run.processes.keeper import keep_others_out
 
 _ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
 

@@ -12,8 +12,8 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 
-from lightning_rl.run.keeper import die_with_parent, keep_others_out
-from lightning_rl.run.namespaces import (
+from lightning_rl.run.processes.keeper import die_with_parent, keep_others_out
+from lightning_rl.run.processes.namespaces import (
     MS_NODEV,
     MS_NOSUID,
     MS_PRIVATE,

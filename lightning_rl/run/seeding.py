@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.run.dist import gather, rank
+from lightning_rl.run.processes.dist import gather, rank
 
 LARGEST_SEED = 2**32 - 1
 """The largest seed of ``seed_everything`` and numpy."""

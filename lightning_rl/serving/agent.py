@@ -15,7 +15,7 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.loop import cancel_here, run_async
+from lightning_rl.run.loop.background import cancel_here, run_async
 from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import Ending, note_result
 from lightning_rl.serving.server import AgentServer

@@ -14,7 +14,7 @@ from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Picture, Placed
-from lightning_rl.run.strict_json import loads
+from lightning_rl.run.files.strict_json import loads
 from lightning_rl.serving.messages import Said
 from lightning_rl.serving.strangers_template import RendererApart, StrangersTemplate
 from lightning_rl.vision.reader import encode

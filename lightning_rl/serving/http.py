@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.run.strict_json import loads
+from lightning_rl.run.files.strict_json import loads
 from lightning_rl.serving.door import Door
 from lightning_rl.serving.errors import RequestError, too_large
 

@@ -35,7 +35,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_rl.run import keeper as kept, namespaces
+    from lightning_rl.run.processes import keeper as kept, namespaces
 else:
 
     def _of_run(name: str) -> Any:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.child import ending, last_lines
-from lightning_rl.run.machine import ALLOW_SANDBOX
+from lightning_rl.run.processes.child import ending, last_lines
+from lightning_rl.run.processes.machine import ALLOW_SANDBOX
 from lightning_rl.serving.results import Ending
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_rl.rewards.log import as_plain
 from lightning_rl.rewards.parts import LARGEST_REWARD
 from lightning_rl.rollout import Message, Rollout
-from lightning_rl.run.strict_json import require_plain
+from lightning_rl.run.files.strict_json import require_plain
 
 RESULT_KEYS = ("reward", "role_rewards", "call_rewards", "metrics", "answer")
 """A line of output is a result if it has one of these keys."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rl.engines.lora import is_adapter
 from lightning_rl.errors import IncompleteWeightsError
 from lightning_rl.run.digest import digest, digests
-from lightning_rl.run.dist import any_rank
+from lightning_rl.run.processes.dist import any_rank
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
     from lightning_rl.models.policy import Policy

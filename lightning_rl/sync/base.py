@@ -13,7 +13,7 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import divide
 from lightning_rl.engines.push import Push
 from lightning_rl.errors import ConfigError, WrongWeightsError
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.adapters import merged, seen_apart, weights_apart
 from lightning_rl.sync.frozen import FrozenWeights
 from lightning_rl.sync.sent import SentWeights

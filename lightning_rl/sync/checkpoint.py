@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
-from lightning_rl.run.rundir import sync_directory
+from lightning_rl.run.files.rundir import sync_directory
 from lightning_rl.sync.adapters import unit_of
 from lightning_rl.sync.staged import StagedTransport
 from lightning_rl.sync.stream import Bucket, Kind, Weights, WeightStream

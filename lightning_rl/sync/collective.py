@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.replica import Replica, ReplicaLost
-from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError, first_line, require_at_least
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.group import BroadcastGroup, BroadcastReceiver, require_backend

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_rl.engines.push import Push
-from lightning_rl.run.dist import any_rank
+from lightning_rl.run.processes.dist import any_rank
 from lightning_rl.sync.adapters import unit_of
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's

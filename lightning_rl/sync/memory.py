@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.sync.adapters import unit_of
 from lightning_rl.sync.staged import StagedTransport

@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.push import Push
-from lightning_rl.engines.replica import Replica, ReplicaLost
-from lightning_rl.engines.server_process import free_port
-from lightning_rl.engines.vllm_process import last_line
-from lightning_rl.engines.vllm_server import VLLMServer
+from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicas.server import VLLMServer
+from lightning_rl.engines.replicas.server_process import free_port
+from lightning_rl.engines.vllm.process import last_line
 from lightning_rl.errors import (
     ConfigError,
     LightningRLError,
@@ -26,7 +26,7 @@ from lightning_rl.errors import (
     WeightSyncError,
     require_at_least,
 )
-from lightning_rl.run.dist import world_size
+from lightning_rl.run.processes.dist import world_size
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.replicas import submit
 from lightning_rl.sync.stream import Weights

@@ -12,10 +12,10 @@ import torch
 
 from lightning_rl.engines.base import drives_engine
 from lightning_rl.engines.push import Ledger, Push
-from lightning_rl.engines.replica import Replica, ReplicaLost
-from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError
-from lightning_rl.run.loop import runtime
+from lightning_rl.run.loop.background import runtime
 from lightning_rl.sync.adapters import weights_apart
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.frozen import FrozenWeights

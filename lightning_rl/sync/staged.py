@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.holdings import Holdings
-from lightning_rl.engines.replica import Replica
-from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
+from lightning_rl.engines.replicas.replica import Replica
+from lightning_rl.engines.replicas.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, WeightSyncError, require_at_least
 from lightning_rl.sync.base import InProcess, MergedInProcess, WeightTransport
 from lightning_rl.sync.replicas import ReplicaPush, submit

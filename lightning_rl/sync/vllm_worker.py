@@ -25,15 +25,15 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from lightning_rl.engines.vllm_adapter import require_all_loaded
-from lightning_rl.engines.vllm_cpu import (
+from lightning_rl.engines.vllm.cpu import (
     pack_pushed_experts,
     skip_rank_compilation,
     use_cpu_kernels,
 )
-from lightning_rl.engines.vllm_held import held_weights, watch_conversions
-from lightning_rl.engines.vllm_lora import PolicyAdapter, keep_apart, policy_adapter
-from lightning_rl.engines.vllm_process import last_line
+from lightning_rl.engines.vllm.forms import require_all_loaded
+from lightning_rl.engines.vllm.held import held_weights, watch_conversions
+from lightning_rl.engines.vllm.lora import PolicyAdapter, keep_apart, policy_adapter
+from lightning_rl.engines.vllm.process import last_line
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.stream import WeightReceiver, receiver_of

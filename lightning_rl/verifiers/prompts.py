@@ -9,7 +9,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import DataError, require_at_least
 from lightning_rl.rollout import Message
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.verifiers.hosting import Hosting
 from lightning_rl.verifiers.worker import WorkerError
 from lightning_rl.verifiers.workers import workers_of

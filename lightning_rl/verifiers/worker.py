@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.child import ending, last_lines, tail
-from lightning_rl.run.keeper import kept
-from lightning_rl.run.loop import cancel_here
+from lightning_rl.run.loop.background import cancel_here
+from lightning_rl.run.processes.child import ending, last_lines, tail
+from lightning_rl.run.processes.keeper import kept
 from lightning_rl.verifiers.hosting import Hosting
 
 _HOST = str(Path(__file__).with_name("host"))

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
-from lightning_rl.run.threads import CallingThread
+from lightning_rl.run.loop.threads import CallingThread
 from lightning_rl.vision.fetching import fetched
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
 

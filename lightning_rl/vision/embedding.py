@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl.run.dist import world_size
+from lightning_rl.run.processes.dist import world_size
 from lightning_rl.vision.batch import NAME, pictures_in, position_names
 from lightning_rl.vision.families import Family, Features, Prepared
 from lightning_rl.vision.reader import PictureReader

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from lightning_rl.run.machine import driver_gpus, memory_bytes
+from lightning_rl.run.processes.machine import driver_gpus, memory_bytes
 from recipes.smollm2.prepare import prepare
 from recipes.smollm2.weights import WeightsUnavailable, fetch
 from recipes.sort_digits import quickstart as sort_digits

@@ -18,7 +18,7 @@ from lightning.fabric import Fabric
 from lightning_rl import GRPO, JSONLPrompts, PolicyModule, Rewards, Sampling, SingleTurn, VLLMLocal
 from lightning_rl.extend import FabricDDP, GroupSource, RolloutPipeline, pack_rollouts
 from lightning_rl.models.model_files import save_skeleton
-from lightning_rl.run.dist import all_reduce_max, every_rank, global_mean_std
+from lightning_rl.run.processes.dist import all_reduce_max, every_rank, global_mean_std
 from recipes.sort_digits.reward import exact_match
 
 

@@ -18,7 +18,7 @@ from lightning_rl.models.lora import LoRA
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.stacked import FileNames
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from tests.support.architectures import own_scores
 from tests.support.families import ARCHITECTURES
 from tests.support.tolerances import distance

@@ -21,8 +21,7 @@ from lightning_rl import (
     WeightSync,
 )
 from lightning_rl.extend import Policy, RolloutStatus, Row, SamplingDistribution, pack_rollouts
-from lightning_rl.models import varlen
-from lightning_rl.models.attention import build_layout, packed_attention
+from lightning_rl.models.attention.packed import build_layout, packed_attention, varlen
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

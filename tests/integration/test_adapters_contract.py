@@ -7,7 +7,7 @@ import torch
 
 from lightning_rl.engines import Sampling, TransformersAdapters, VLLMAdapters
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError, WeightSyncError
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from tests.support.adapter_engines import ROLES, Trainers, asked
 from tests.support.engine_checks import PROMPTS, require_switch, same_draws
 from tests.support.shared_engines import SIZES

@@ -19,7 +19,7 @@ from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.base import RunState
 from lightning_rl.errors import EngineError, RewardError
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from tests.support import small_run
 from tests.support.small_run import numbers, trainer_of

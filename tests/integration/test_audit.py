@@ -12,7 +12,7 @@ from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main
 from lightning_rl.data.rollouts.ledger import Ledger, hash_of
 from lightning_rl.data.rollouts.log import RerunLog
-from lightning_rl.run.checkpoint_io import write_checkpoint
+from lightning_rl.run.files.checkpoint_io import write_checkpoint
 from tests.support.recorded_run import make_place, stand_in, train
 
 

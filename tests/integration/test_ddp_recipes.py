@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.run.machine import usable_cores
+from lightning_rl.run.processes.machine import usable_cores
 from tests.support.two_ranks import ROOT, TOLERANCE
 
 SECONDS = 590

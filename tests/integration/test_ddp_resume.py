@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_rl.errors import CheckpointError
-from lightning_rl.run.checkpoint_io import newest_good, require_good
+from lightning_rl.run.files.checkpoint_io import newest_good, require_good
 from tests.support.ranks_run import GROUP_SIZE, GROUPS
 from tests.support.ranks_settings import failing, trained
 from tests.support.two_ranks import (

@@ -13,7 +13,7 @@ HEAVY = ("vllm", "ray", "torchrl", "gymnasium", "openai")
 def test_vllm_version_is_read_without_importing_it_or_what_else_is_heavy():
     command = (
         "import sys, lightning_rl;"
-        "from lightning_rl.run.machine import read_vllm_version as r;"
+        "from lightning_rl.run.processes.machine import read_vllm_version as r;"
         f"print(r(), lightning_rl.RayEngine and any(m in sys.modules for m in {HEAVY}))"
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)

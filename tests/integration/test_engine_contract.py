@@ -15,7 +15,7 @@ from lightning_rl.engines import RayEngine, Sampling, TransformersEngine, VLLMLo
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import (

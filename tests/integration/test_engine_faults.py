@@ -79,7 +79,7 @@ def test_vllm_that_hangs_within_a_step(tiny_model, tmp_path):
     try:
         with pytest.raises(StalledError, match=r"hangs and blocks the event loop at "
                            r"integration/test_engine_faults.py:\d+ in counted \(called by "
-                           r"engines/vllm_local.py:\d+ in _step\)"):  # fmt: skip
+                           r"engines/vllm/local.py:\d+ in _step\)"):  # fmt: skip
             fit(tiny_model, tmp_path, Faulty(14, release.wait), timeout_s=10)
         stacks = (run_directory(tmp_path) / "watchdog_0.txt").read_text()
         assert "in sample_tokens" not in stacks  # it never got there

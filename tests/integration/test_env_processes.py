@@ -26,7 +26,7 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import RunInterrupted
-from lightning_rl.run.loop import runtime
+from lightning_rl.run.loop.background import runtime
 from tests.support.engine_checks import is_running
 from tests.support.env_agents import agent_for, collected
 from tests.support.small_run import trainer_of

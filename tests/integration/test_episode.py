@@ -16,7 +16,7 @@ from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from tests.support.engine_checks import same_draws
 from tests.support.small_run import data_module, grpo, numbers, trainer_of
 from tests.support.three_calls import ThreeCalls

@@ -25,7 +25,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.data.rollouts.ledger import Ledger
 from lightning_rl.errors import ConfigError, DiskError
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.files.rundir import run_dir
 from tests.support.small_run import SaveAfter, data_module, grpo, trainer_of
 
 

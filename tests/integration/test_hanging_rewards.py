@@ -25,8 +25,8 @@ from lightning_rl.callbacks import (
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import RunInterrupted, StalledError
-from lightning_rl.run.loop import require_awaited, run_async, runtime
-from lightning_rl.run.threads import hanging_threads
+from lightning_rl.run.loop.background import require_awaited, run_async, runtime
+from lightning_rl.run.loop.threads import hanging_threads
 from tests.support.bad_configs import CONFIG
 from tests.support.small_run import data_module, grpo, share_of_sevens, trainer_of
 from tests.support.tiers import slow
@@ -37,8 +37,8 @@ GROUPS, GROUP_SIZE = 2, 4
 @pytest.fixture
 def release(monkeypatch):
     """What hangs in a test goes on when it is over; and is given up sooner than in earnest."""
-    monkeypatch.setattr("lightning_rl.run.loop._CLEAN_UP_S", 1.0)
-    monkeypatch.setattr("lightning_rl.run.loop.TURN_S", 1.0)
+    monkeypatch.setattr("lightning_rl.run.loop.background._CLEAN_UP_S", 1.0)
+    monkeypatch.setattr("lightning_rl.run.loop.background.TURN_S", 1.0)
     event = threading.Event()
     yield event
     event.set()

@@ -7,16 +7,16 @@ from benchmarks.house import ROOT, ways
 pytestmark = pytest.mark.slow
 
 ON_THE_WAY = {
-    "prompt_to_token": {"collect/loader.py", "agents/base.py", "engines/decoding.py"},
+    "prompt_to_token": {"collect/loader.py", "agents/base.py", "engines/hf/decoding.py"},
     "batch_to_backward": {"data/batch.py", "algos/advantages.py", "algos/losses.py"},
-    "step_to_engine": {"callbacks/weight_sync.py", "sync/base.py", "engines/transformers.py"},
+    "step_to_engine": {"callbacks/weight_sync.py", "sync/base.py", "engines/hf/engine.py"},
     "env_step_to_loss": {"envs/gym_collector.py", "envs/algos/steps.py", "algos/losses.py"},
     "call_to_row": {"serving/app.py", "agents/episode.py", "agents/rows.py"},
 }
 """Some files without which it could not be done; where modules move, these move."""
 NOT_THERE = {
     "prompt_to_token": "algos/losses.py",  # later
-    "batch_to_backward": "engines/decoding.py",  # earlier, and in other threads
+    "batch_to_backward": "engines/hf/decoding.py",  # earlier, and in other threads
     "step_to_engine": "data/batch.py",
     "env_step_to_loss": "engines/base.py",
     "call_to_row": "serving/program_agent.py",  # imported, but not called

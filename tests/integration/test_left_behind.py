@@ -84,7 +84,7 @@ asyncio.run(run())
 """
 SERVER = f"""
 import sys
-from lightning_rl.engines.server_process import ServerProcess
+from lightning_rl.engines.replicas.server_process import ServerProcess
 server = ServerProcess([sys.executable, "-c", {DAEMON + "import time; time.sleep(600)"!r}], {{}})
 import time; time.sleep(3)
 """

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lightning_rl.callbacks import Evaluate, HFExport, IterationCheckpoint, RLCallback, WeightSync
 from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, Verdict
 from lightning_rl.errors import ConfigError, StaleWeightsError
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.files.rundir import run_dir
 from tests.support.small_run import data_module, grpo, trainer_of
 
 

@@ -9,12 +9,12 @@ from transformers import GPT2Config
 
 from benchmarks.lora_gap import measure
 from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal
-from lightning_rl.engines.vllm_lora import RANKS
+from lightning_rl.engines.vllm.lora import RANKS
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.memory import MemoryTransport
 from recipes.sort_digits.prepare import make_tokenizer

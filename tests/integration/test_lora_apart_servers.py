@@ -8,10 +8,10 @@ Slow: these servers and actors are started with adapters, so they cannot be shar
 import pytest
 
 from lightning_rl.engines import RayEngine, VLLMServer
-from lightning_rl.engines.server_access import CLAIM
+from lightning_rl.engines.replicas.server_access import CLAIM
 from lightning_rl.errors import EngineError
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport

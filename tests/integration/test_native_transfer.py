@@ -11,8 +11,8 @@ from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_ten
 
 from lightning_rl import MemoryTransport
 from lightning_rl.engines import TransformersEngine
-from lightning_rl.engines.replica import Replica, ReplicaLost
-from lightning_rl.engines.vllm_server import VLLMServer, server_command
+from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicas.server import VLLMServer, server_command
 from lightning_rl.errors import (
     ConfigError,
     IncompleteWeightsError,

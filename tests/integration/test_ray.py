@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.engines import RayEngine, Sampling
-from lightning_rl.engines.server_process import free_port
+from lightning_rl.engines.replicas.server_process import free_port
 from lightning_rl.errors import EngineError, IncompleteWeightsError, ReplicaError
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import (

@@ -18,8 +18,8 @@ from lightning_rl.cli import main
 from lightning_rl.errors import ConfigError, NonFiniteWeightsError
 from lightning_rl.learn import auto_packs
 from lightning_rl.models.memory import forward_tokens
-from lightning_rl.run import rundir as runlock
-from lightning_rl.run.checkpoint_io import newest_good, write_checkpoint
+from lightning_rl.run.files import rundir as runlock
+from lightning_rl.run.files.checkpoint_io import newest_good, write_checkpoint
 from lightning_rl.sync.schedule import FixedSchedule
 from tests.support.bad_configs import CONFIG
 from tests.support.small_run import adamw, data_module, grpo, trainer_of
@@ -197,7 +197,7 @@ def test_the_newest_is_of_the_highest_iteration_and_of_this_run(run):
 
 HOLDS = """
 import sys, pathlib
-from lightning_rl.run.rundir import hold
+from lightning_rl.run.files.rundir import hold
 hold(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -17,11 +17,11 @@ import aiohttp
 import pytest
 
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
-from lightning_rl.engines.server_process import ServerProcess, free_port
+from lightning_rl.engines.replicas.server_process import ServerProcess, free_port
 from lightning_rl.errors import ReplicaError, WeightSyncError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport

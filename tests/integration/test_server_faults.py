@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import benchmarks
 from lightning_rl.engines import Sampling, VLLMServer
-from lightning_rl.engines.server_access import CLAIM
+from lightning_rl.engines.replicas.server_access import CLAIM
 from lightning_rl.errors import (
     DamagedWeightsError,
     EngineError,
@@ -26,7 +26,7 @@ from lightning_rl.errors import (
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.loop import run_async, runtime
+from lightning_rl.run.loop.background import run_async, runtime
 from lightning_rl.serving import ScriptAgent
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport

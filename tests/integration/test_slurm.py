@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from benchmarks import forked
-from lightning_rl.engines.server_process import free_port
+from lightning_rl.engines.replicas.server_process import free_port
 from tests.support import slurm_cluster
 from tests.support.signalled import configure
 

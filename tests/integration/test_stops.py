@@ -30,8 +30,8 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.errors import CheckpointError, DiskError, RewardError, RunInterrupted
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.checkpoint_io import checkpoints_in, damage, newest_good
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.files.checkpoint_io import checkpoints_in, damage, newest_good
+from lightning_rl.run.files.rundir import run_dir
 from tests.support.engine_checks import wait_for
 from tests.support.lots import LotEngine
 from tests.support.resumed import is_time, state_of

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-from lightning_rl.engines.vllm_cpu import use_cpu_kernels
+from lightning_rl.engines.vllm.cpu import use_cpu_kernels
 from tests.support.tolerances import rounding
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM computes on the GPU")
@@ -117,7 +117,7 @@ def test_other_types_than_the_weights_stay_vllms():
 BINDS = """
 import os, torch
 from vllm.platforms import current_platform
-from lightning_rl.engines.vllm_cpu import leave_memory_nodes_unsaid
+from lightning_rl.engines.vllm.cpu import leave_memory_nodes_unsaid
 current_platform.import_kernels()
 torch.ops._C.init_cpu_memory_env([0])
 os.write(2, b"--\\n")

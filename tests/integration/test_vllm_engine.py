@@ -19,7 +19,7 @@ import torch
 
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from tests.support.engine_checks import (
     PROMPTS,
     ROUNDING,
@@ -109,7 +109,7 @@ import sys
 from pathlib import Path
 import torch
 from lightning_rl import Sampling, VLLMLocal
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.models.policy import Policy
 
 torch.set_num_threads(1)

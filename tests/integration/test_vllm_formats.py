@@ -8,7 +8,7 @@ import vllm.model_executor.model_loader.reload.layerwise as layerwise
 
 from lightning_rl.engines import Sampling
 from lightning_rl.engines.base import logprob_tolerance
-from lightning_rl.engines.vllm_adapter import require_all_loaded
+from lightning_rl.engines.vllm.forms import require_all_loaded
 from lightning_rl.errors import IncompleteWeightsError
 from tests.support.engine_checks import PROMPTS, generate, plain_model, scaled, true_logprobs
 

@@ -13,8 +13,8 @@ from lightning_rl.callbacks import IterationCheckpoint, Watchdog, WeightSync
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.errors import ConfigError, EngineError, StalledError
-from lightning_rl.run.loop import run_async, runtime
-from lightning_rl.run.stacks import where_tasks_wait
+from lightning_rl.run.loop.background import run_async, runtime
+from lightning_rl.run.loop.stacks import where_tasks_wait
 from tests.support.lots import LotEngine
 from tests.support.small_run import data_module, grpo, trainer_of
 from tests.support.tiers import slow
@@ -89,7 +89,7 @@ def whole(tiny_model, tmp_path_factory):
          r".*test_watchdog.py:\d+ in NeverAnswers.generate \(called by agents/base.py:\d+ in "
          r"completion_of\); all stacks are in .*_0.txt. If a"),
         slow(BlocksTheLoop, StalledError, r"hangs and blocks the event loop at .*test_watchdog.py:"
-         r"\d+ in _step \(called by engines/transformers.py:\d+ in _advance\)"),
+         r"\d+ in _step \(called by engines/hf/engine.py:\d+ in _advance\)"),
         slow(Raises, EngineError, "failed while generating: the device fell off the bus"),
     ],
 )  # fmt: skip

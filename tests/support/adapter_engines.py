@@ -11,7 +11,7 @@ from lightning_rl.engines import Sampling
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import PROMPTS, plain_model, require_written_by, train_adapters

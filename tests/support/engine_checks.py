@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.engines.vllm_local import VLLMLocal
+from lightning_rl.engines.vllm.local import VLLMLocal
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.tolerances import rounding
 

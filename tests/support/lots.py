@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl.engines.decoding import Decoder
-from lightning_rl.engines.requests import DecodeRequest
-from lightning_rl.engines.transformers import TransformersEngine
-from lightning_rl.engines.transformers_adapters import TransformersAdapters
+from lightning_rl.engines.hf.adapters import TransformersAdapters
+from lightning_rl.engines.hf.decoding import Decoder
+from lightning_rl.engines.hf.engine import TransformersEngine
+from lightning_rl.engines.hf.requests import DecodeRequest
 
 END, DIGITS = 1, range(3, 13)  # of the tiny model's tokenizer
 END_SHARE = 0.1

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.models.attention import PackLayout, packed_attention
-from lightning_rl.models.key_exchange import KeyExchange
-from lightning_rl.models.sharing import QuerySharing
+from lightning_rl.models.attention.packed import PackLayout, packed_attention
+from lightning_rl.models.parallel.keys import KeyExchange
+from lightning_rl.models.parallel.sharing import QuerySharing
 
 
 class AsPlace:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import forked
-from lightning_rl.engines.server_process import free_port
+from lightning_rl.engines.replicas.server_process import free_port
 
 SECONDS = 280
 """How long one function may take, less than pytest gives the test that asked for it."""

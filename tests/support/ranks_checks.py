@@ -26,12 +26,12 @@ from lightning_rl.callbacks import (
 from lightning_rl.cli import main
 from lightning_rl.data.batch import token_rows
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import GuardError
 from lightning_rl.module import PolicyModule
-from lightning_rl.run import dist
 from lightning_rl.run.digest import digests
+from lightning_rl.run.processes import dist
 from tests.support.ranks_run import prompts, rows, share_of_even_digits
 from tests.support.small_run import trainer_of
 

@@ -10,9 +10,9 @@ import torch
 
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.collect.collector import GroupFilter
-from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.errors import LightningRLError
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 
 
 class PoisonsRankOne(RLCallback):

@@ -21,7 +21,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from lightning_rl.run.folders import cache_folder, replace_folder
+from lightning_rl.run.files.folders import cache_folder, replace_folder
 from tests.support.tiny_models import TEMPLATES
 
 VERSION = "3.7.2"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_rl.models.tensor import TensorRanks
+from lightning_rl.models.parallel.tensor import TensorRanks
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ import asyncio
 import torch
 
 from lightning_rl.engines.holdings import Holdings
-from lightning_rl.engines.replica import Replica, ReplicaLost
-from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ReplicaError, SyncTimeoutError
 from lightning_rl.run.digest import digests

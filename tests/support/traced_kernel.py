@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.models.varlen import plain_varlen
+from lightning_rl.models.attention.varlen import plain_varlen
 
 
 @torch.library.custom_op("lightning_rl_tests::varlen", mutates_args={})

@@ -8,8 +8,8 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.config.lightning_flags import refuse_flags
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.run.files.resume import enter_directory, leave_directory
 from lightning_rl.run.hooks import named_callbacks
-from lightning_rl.run.resume import enter_directory, leave_directory
 
 
 class Walker(RecordingModule):

@@ -10,7 +10,7 @@ from lightning_rl.data.rollouts.ledger import Entry, Ledger, digest_of_file, dig
 from lightning_rl.data.rollouts.parquet import ParquetRollouts
 from lightning_rl.data.rollouts.seals import Seal, folders_in, result_files, seal_of
 from lightning_rl.errors import DataError
-from lightning_rl.run.checkpoint_io import damage, written_digest
+from lightning_rl.run.files.checkpoint_io import damage, written_digest
 
 
 @dataclass

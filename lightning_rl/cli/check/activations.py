@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from lightning_rl.cli.check.allocations import Allocations, Held, largest
 from lightning_rl.models import heads, host_inputs
-from lightning_rl.models.attention import build_layout
+from lightning_rl.models.attention.packed import build_layout
 from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.host_inputs import host_memory
 from lightning_rl.models.memory import forward_tokens
+from lightning_rl.models.parallel.tensor import local
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import QuantizedLinear
 from lightning_rl.models.recompute import layers_of, tiled_mlps
 from lightning_rl.models.sampling import sampled_logits
-from lightning_rl.models.tensor import local
 
 
 @dataclass(frozen=True)

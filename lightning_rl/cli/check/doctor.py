@@ -27,7 +27,7 @@ from lightning_rl.cli.check.doctor_gpu import (
     gpu_checks,
     try_sandbox,
 )
-from lightning_rl.run.machine import (
+from lightning_rl.run.processes.machine import (
     GPU,
     IN_PROCESS,
     cpu_model,
@@ -181,8 +181,8 @@ def check_torchvision() -> Check:
 def check_threads(threads: int, cores: int, load: float, wait_policy: str | None) -> Check:
     """Check that each of torch's OpenMP threads gets its own core.
 
-    A run's threads soon sleep while they wait (``run/openmp.py``), but operations on several
-    threads are slower all the same.
+    A run's threads soon sleep while they wait (``run/processes/openmp.py``), but operations on
+    several threads are slower all the same.
     """
     omp, spins = (os.environ.get(name, "unset") for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"))
     value = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_rl.run.machine import (
+from lightning_rl.run.processes.machine import (
     ALLOW_SANDBOX,
     GPU,
     c_compiler,

@@ -21,7 +21,7 @@ from lightning_rl.cli.check.training import Learning, card_plan
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.models.expert import experts_of
+from lightning_rl.models.parallel.expert import experts_of
 from lightning_rl.rollout import Prompt
 
 SPARE = 0.05

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from lightning_rl.cli.check.allocations import Held
-from lightning_rl.models.expert import hosts_in
+from lightning_rl.models.parallel.expert import hosts_in
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.recompute import layers_of
 

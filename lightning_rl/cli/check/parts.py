@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightning_rl.models.expert import require_experts, spread
+from lightning_rl.models.parallel.expert import require_experts, spread
+from lightning_rl.models.parallel.tensor import TensorRanks
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.tensor import TensorRanks
 
 Module = TypeVar("Module", bound=nn.Module)
 

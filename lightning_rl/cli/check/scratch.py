@@ -1,7 +1,7 @@
 """Builds a configuration for ``lightning-rl check`` as ``fit`` would, in a scratch directory."""
 
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.run.rundir import require_writable
+from lightning_rl.run.files.rundir import require_writable
 
 
 class Built(RLCLI):

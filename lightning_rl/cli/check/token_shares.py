@@ -6,11 +6,11 @@ from typing import NamedTuple
 from tensordict import TensorDict
 
 from lightning_rl.cli.check.allocations import Held
-from lightning_rl.models.attention import build_layout
+from lightning_rl.models.attention.packed import build_layout
+from lightning_rl.models.parallel.queries import most_keys
+from lightning_rl.models.parallel.sharing import head_counts, head_ranks
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.query_shares import most_keys
 from lightning_rl.models.recompute import layers_of
-from lightning_rl.models.sharing import head_counts, head_ranks
 
 
 class TokenShare(NamedTuple):

@@ -13,7 +13,7 @@ from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 
 
 @dataclass(frozen=True)

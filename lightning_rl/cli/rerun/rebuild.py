@@ -25,8 +25,8 @@ from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rollout import Rollout
-from lightning_rl.run import dist
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
+from lightning_rl.run.processes import dist
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.memory import MemoryTransport
 

@@ -20,7 +20,7 @@ from lightning_rl.learn.fitting import follow_trainer
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout, Row
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from lightning_rl.data.rollouts.files import recorded_files
 from lightning_rl.data.rollouts.log import FILE, RerunLog
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.checkpoint_io import about, require_good
-from lightning_rl.run.metrics import MetricsLog, read_rows
-from lightning_rl.run.resume import run_day_of
+from lightning_rl.run.files.checkpoint_io import about, require_good
+from lightning_rl.run.files.metrics import MetricsLog, read_rows
+from lightning_rl.run.files.resume import run_day_of
 
 
 def _ckpt_path_in(config: Path) -> str | None:

@@ -64,7 +64,7 @@ class JSONLRollouts(RolloutFile):
         Raises:
             DiskError: if they cannot be written; the file is unchanged then.
         """
-        from lightning_rl.run.rundir import append  # with Lightning, which readers do without
+        from lightning_rl.run.files.rundir import append  # with Lightning, which readers do without
 
         return append(self.path, as_lines(records))
 

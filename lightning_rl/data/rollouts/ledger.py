@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import DataError
-from lightning_rl.run.rundir import append, refused
+from lightning_rl.run.files.rundir import append, refused
 
 Entry = dict[str, Any]
 FILE = "ledger.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_rl.data.rollouts.parquet import ParquetRollouts, write_part
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.rundir import append, write_whole
+from lightning_rl.run.files.rundir import append, write_whole
 
 FILE = "iteration-{:06d}-{:03d}.parquet"
 """The name of the file of an iteration and a rank."""

@@ -49,7 +49,9 @@ class PictureFolder:
                 self._written.add(picture.digest)
 
     def _write(self, picture: Picture) -> None:
-        from lightning_rl.run.rundir import refused  # with Lightning, which readers do without
+        from lightning_rl.run.files.rundir import (
+            refused,  # with Lightning, which readers do without
+        )
 
         file = self.path / f"{picture.digest}{ending_of(picture.data)}"
         if file.exists():

@@ -28,8 +28,8 @@ from lightning_rl.games.roles.module import RolesModule
 from lightning_rl.games.roles.player import PolicyPlayer
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.models.pretrained import model_of
+from lightning_rl.run.files.metrics import TokenMetrics
 from lightning_rl.run.hooks import datamodule_of
-from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import derived_generator, run_seed
 
 

@@ -18,8 +18,8 @@ from lightning_rl.models.lora import as_lora
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.dist import all_max, sum_over_ranks, world_size
-from lightning_rl.run.metrics import named
+from lightning_rl.run.files.metrics import named
+from lightning_rl.run.processes.dist import all_max, sum_over_ranks, world_size
 
 
 @configurable(model=model_of, lora=as_lora)

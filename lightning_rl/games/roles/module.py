@@ -19,7 +19,7 @@ from lightning_rl.learn.base import LanguageModule, save_primitive_hparams
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import load_lm, model_of, of_same_weights
-from lightning_rl.run.dist import any_rank
+from lightning_rl.run.processes.dist import any_rank
 
 
 @configurable(model=model_of)

@@ -16,7 +16,7 @@ from lightning_rl.games.algos.game import flat
 from lightning_rl.games.algos.scores import GamePlayer
 from lightning_rl.games.roles.group import SharedModelGroup
 from lightning_rl.learn.left_out import without
-from lightning_rl.run.metrics import TokenMetrics
+from lightning_rl.run.files.metrics import TokenMetrics
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lightning_rl.config.layers import Change, differences, flatten, load_yaml
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.errors import ConfigError, RunInterrupted
 from lightning_rl.games.staged.trainer import STATE, StagedTrainer
-from lightning_rl.run.rundir import holding, write_whole
+from lightning_rl.run.files.rundir import holding, write_whole
 
 HELP = """\
 usage: lightning-rl staged --config FILE [--config FILE ...] [--key value ...]

@@ -20,7 +20,7 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.games.staged import job_process
 from lightning_rl.games.staged.job_process import LOG, MODEL, PARTIAL, PID, RESULT, STARTS
 from lightning_rl.games.staged.jobs import FineTuneJobs, JobReport, JobRequest, JobStatus
-from lightning_rl.run.rundir import sync_directory, write_whole
+from lightning_rl.run.files.rundir import sync_directory, write_whole
 
 _MOST_STARTS = 3
 """The most times that a job's process is started, e.g. after its machine restarted."""

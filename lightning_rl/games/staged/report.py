@@ -13,8 +13,8 @@ from lightning_rl.games.protocols.metrics import protocol_metrics
 from lightning_rl.games.staged.sampler import cut_answers
 from lightning_rl.games.staged.state import StagedState
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.metrics import read_rows, summarize
-from lightning_rl.run.rundir import write_whole
+from lightning_rl.run.files.metrics import read_rows, summarize
+from lightning_rl.run.files.rundir import write_whole
 
 Row = dict[str, Any]
 

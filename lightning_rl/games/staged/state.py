@@ -10,7 +10,7 @@ from uuid import uuid4
 from lightning_rl.config.schema import one_line, parsed
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.games.staged.jobs import JobStatus
-from lightning_rl.run.rundir import write_whole
+from lightning_rl.run.files.rundir import write_whole
 
 FIRST_STAGE, LAST_STAGE = "sample_rollouts", "done"
 

@@ -26,9 +26,9 @@ from lightning_rl.games.staged.sampler import InteractionSampler, Tree, remove_r
 from lightning_rl.games.staged.state import FIRST_STAGE, LAST_STAGE, StagedState
 from lightning_rl.games.staged.units import Unit, all_units, rows_of, train_units
 from lightning_rl.rewards.openai_api import APIRefusal
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.files.rundir import holding, write_whole
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.retry import ServerError
-from lightning_rl.run.rundir import holding, write_whole
 from lightning_rl.run.seeding import run_seed
 
 STATE = "state.json"

@@ -13,7 +13,7 @@ import pytest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.verifiers import VerifiersAgent, VerifiersPrompts
 from lightning_rl.verifiers.workers import workers_of
 from tests.integration.verifiers.games import write_games

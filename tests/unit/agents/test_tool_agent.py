@@ -16,8 +16,8 @@ from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.collect.pipeline import run_agent
 from lightning_rl.data.ends import find_ends
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy, load_tokenizer

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning_rl.callbacks import RunArtifacts
 from lightning_rl.callbacks.artifacts import keep_files
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.files.rundir import run_dir
 from tests.support.small_run import trainer_of
 from tests.support.walker import Walker, Walks
 

@@ -8,7 +8,7 @@ import yaml
 
 from lightning_rl.callbacks import latest_hf_checkpoint
 from lightning_rl.callbacks.model_card import without_secrets
-from lightning_rl.run.folders import replace_folder
+from lightning_rl.run.files.folders import replace_folder
 
 
 def test_secrets_stay_out_of_the_card():

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.callbacks.report import RunReport, draw_curves, headline, plot_curves
 from lightning_rl.callbacks.samples import FirstAndLast, Sample
-from lightning_rl.run.dist import announced
+from lightning_rl.run.processes.dist import announced
 
 
 def history(accuracies, rewards, sampled=(), **extra):

@@ -28,7 +28,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.errors import ConfigError, GuardError
 from lightning_rl.learn.sft import SFTDataModule
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.files.rundir import run_dir
 from tests.support.small_run import trainer_of
 from tests.support.walker import Walker, Walks
 

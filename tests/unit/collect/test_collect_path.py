@@ -28,7 +28,7 @@ class Watched(TransformersEngine):
             frames = [*up_to_the_wait(waiting), *outer, *frames_of(sys._getframe())]
             paths = (Path(file).resolve() for file, _ in frames)
             ours = [str(p.relative_to(LIBRARY)) for p in paths if p.is_relative_to(LIBRARY)]
-            self.files = list(dict.fromkeys([*ours, "engines/transformers.py"]))
+            self.files = list(dict.fromkeys([*ours, "engines/hf/engine.py"]))
         return await super().generate(token_ids, sampling, seed)
 
 
@@ -64,9 +64,9 @@ def test_the_first_token_is_eight_files_from_the_loader(tiny_model, tmp_path):
         "collect/loader.py",
         "datamodule.py",
         "collect/collection.py",
-        "run/loop.py",
+        "run/loop/background.py",
         "collect/collector.py",
         "collect/pipeline.py",
         "agents/base.py",
-        "engines/transformers.py",
+        "engines/hf/engine.py",
     ]

@@ -24,7 +24,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout, RolloutStatus
-from lightning_rl.run.loop import require_awaited, run_async, runtime
+from lightning_rl.run.loop.background import require_awaited, run_async, runtime
 from lightning_rl.sync.schedule import CollectorSchedule
 
 

@@ -10,8 +10,8 @@ from lightning_rl.collect.stats import evaluation_metrics, own_metrics, rollout_
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run import hooks as stages
+from lightning_rl.run.files.metrics import TokenMetrics, summarize
 from lightning_rl.run.hooks import STAGES, StageClock
-from lightning_rl.run.metrics import TokenMetrics, summarize
 
 # ---------------------------------------------------------------- token metrics
 

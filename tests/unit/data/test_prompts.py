@@ -19,7 +19,7 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.models.tokenizer import with_chat_variables
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.resume import enter_run
+from lightning_rl.run.files.resume import enter_run
 from tests.support.tiny_models import chat_tokenizer
 
 ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in (12, 3, 456, 7, 89)]

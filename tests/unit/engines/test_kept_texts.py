@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.engines import Sampling
-from lightning_rl.engines.decoding import Decoder
+from lightning_rl.engines.hf.decoding import Decoder
 from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import save_skeleton

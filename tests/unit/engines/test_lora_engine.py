@@ -6,13 +6,8 @@ import math
 import pytest
 import torch
 
-from lightning_rl.engines import (
-    Sampling,
-    TransformersEngine,
-    VLLMLocal,
-    VLLMServer,
-    vllm_settings,
-)
+from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal, VLLMServer
+from lightning_rl.engines.vllm import settings as vllm_settings
 from lightning_rl.errors import ConfigError, WeightSyncError
 from lightning_rl.learn.fitting import follow_trainer
 from lightning_rl.models.lora import LoRA

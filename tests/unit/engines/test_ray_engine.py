@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from lightning_rl.engines import RayEngine, ray_engine
+from lightning_rl.engines import RayEngine
+from lightning_rl.engines.replicas import ray as ray_engine
 from lightning_rl.errors import ConfigError
 
 

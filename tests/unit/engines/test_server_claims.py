@@ -9,12 +9,12 @@ import aiohttp
 import pytest
 import uvicorn
 
-from lightning_rl.engines import http_replica
-from lightning_rl.engines.http_replica import HTTPReplica, ServerTaken
-from lightning_rl.engines.replica import ReplicaLost
-from lightning_rl.engines.server_access import CLAIM, ServerAccess
+from lightning_rl.engines.replicas import http as http_replica
+from lightning_rl.engines.replicas.http import HTTPReplica, ServerTaken
+from lightning_rl.engines.replicas.replica import ReplicaLost
+from lightning_rl.engines.replicas.server_access import CLAIM, ServerAccess
 from lightning_rl.errors import EngineError
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 
 KEY = "secret"
 ANSWERS = {
@@ -144,7 +144,8 @@ def test_a_server_without_the_guard_is_warned_of(run, caplog):
     try:
         replica = run(at=at)
         run_async(replica.start())
-        assert "--middleware lightning_rl.engines.server_access.ServerAccess" in caplog.text
+        access = "lightning_rl.engines.replicas.server_access.ServerAccess"
+        assert f"--middleware {access}" in caplog.text
         run_async(replica.close())
     finally:
         stop()

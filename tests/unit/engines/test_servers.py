@@ -14,17 +14,17 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from lightning_rl.engines import http_replica, server_process
-from lightning_rl.engines.http_replica import ServerRefusal, completion_of, refusal
-from lightning_rl.engines.replica import ReplicaLost
-from lightning_rl.engines.sampling import Completion
-from lightning_rl.engines.server_process import (
+from lightning_rl.engines.replicas import http as http_replica, server_process
+from lightning_rl.engines.replicas.http import ServerRefusal, completion_of, refusal
+from lightning_rl.engines.replicas.replica import ReplicaLost
+from lightning_rl.engines.replicas.server import VLLMServer, own_cores, server_command
+from lightning_rl.engines.replicas.server_process import (
     ListeningServer,
     ServerProcess,
     free_port,
     validation_failure,
 )
-from lightning_rl.engines.vllm_server import VLLMServer, own_cores, server_command
+from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import (
     ConfigError,
     DamagedWeightsError,

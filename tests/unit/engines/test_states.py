@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers as hf
 
-from lightning_rl.engines.decoding import Decoder
-from lightning_rl.engines.requests import DecodeRequest
+from lightning_rl.engines.hf.decoding import Decoder
+from lightning_rl.engines.hf.engine import TransformersEngine
+from lightning_rl.engines.hf.requests import DecodeRequest
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError
 from tests.support.architectures import GROUPED, TOKENS, UNPACKED, saved
 from tests.support.doubles import EXACT, in_double as in_double

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from lightning_rl.engines.supervision import Supervision
+from lightning_rl.engines.replicas.supervision import Supervision
 from tests.support.thread_replicas import ThreadReplica
 
 

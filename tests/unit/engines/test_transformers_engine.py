@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.engines import Sampling, TransformersEngine, request_seed
-from lightning_rl.engines.decoding import Decoder
+from lightning_rl.engines.hf.decoding import Decoder
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.models.model_files import save_skeleton
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from tests.support.engine_checks import PROMPTS, generate, same_draws
 
 

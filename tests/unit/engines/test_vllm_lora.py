@@ -4,7 +4,7 @@ from types import SimpleNamespace as Namespace
 
 import pytest
 
-from lightning_rl.engines.vllm_lora import keep_apart
+from lightning_rl.engines.vllm.lora import keep_apart
 from lightning_rl.errors import WeightSyncError
 
 

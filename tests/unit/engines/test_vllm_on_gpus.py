@@ -17,21 +17,18 @@ import torch
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.checks import check_sleep
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.engines import (
-    RayEngine,
-    Sampling,
-    VLLMLocal,
-    VLLMServer,
-    vllm_local,
-    vllm_process,
-    vllm_settings,
-)
+from lightning_rl.engines import RayEngine, Sampling, VLLMLocal, VLLMServer
 from lightning_rl.engines.base import logprob_tolerance
-from lightning_rl.engines.vllm_process import contained
-from lightning_rl.engines.vllm_settings import EngineSettings
-from lightning_rl.engines.vllm_start import captured_sizes
+from lightning_rl.engines.vllm import (
+    local as vllm_local,
+    process as vllm_process,
+    settings as vllm_settings,
+)
+from lightning_rl.engines.vllm.process import contained
+from lightning_rl.engines.vllm.settings import EngineSettings
+from lightning_rl.engines.vllm.start import captured_sizes
 from lightning_rl.errors import ConfigError, EngineError
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.schedule import FixedSchedule
 
 

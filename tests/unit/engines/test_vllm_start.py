@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_rl.engines.vllm_start import lasting
+from lightning_rl.engines.vllm.start import lasting
 
 
 @pytest.fixture

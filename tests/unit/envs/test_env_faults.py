@@ -14,7 +14,7 @@ from lightning_rl.envs import ActorCriticModule, DQNModule, EnvDataModule, EnvEr
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.watch import Watch
 from lightning_rl.errors import ConfigError, RunInterrupted, StalledError
-from lightning_rl.run.threads import hanging_threads
+from lightning_rl.run.loop.threads import hanging_threads
 from tests.support import rude_worlds
 from tests.support.env_agents import agent_for, collected
 from tests.support.small_run import trainer_of

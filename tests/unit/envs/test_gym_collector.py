@@ -9,7 +9,7 @@ from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.actor_critic import joint_log_prob
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.threads import hanging_threads
+from lightning_rl.run.loop.threads import hanging_threads
 from tests.support import worlds  # registers the environments
 from tests.support.env_agents import agent_for, collected
 

@@ -24,7 +24,7 @@ from lightning_rl.games.protocols.scenario import Reading
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Call
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 SAMPLING = Sampling(max_tokens=5)

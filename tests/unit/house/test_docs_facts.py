@@ -18,7 +18,7 @@ from lightning_rl.algos.losses import PolicyLoss
 from lightning_rl.config.hints import class_names
 from lightning_rl.config.names import MODULE_OF, SURFACES, public as public_name
 from lightning_rl.engines.base import Engine
-from lightning_rl.run.openmp import SPINS, WAITING
+from lightning_rl.run.processes.openmp import SPINS, WAITING
 from tests.support.chats import CHATS
 from tests.support.families import ARCHITECTURES
 from tests.support.tiny_vision import FAMILIES

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.gradients import clip_gradients, norm_of, scale_gradients
-from lightning_rl.models.expert import experts_of, require_experts, spread
 from lightning_rl.models.heads import SeparateValueHead
+from lightning_rl.models.parallel.expert import experts_of, require_experts, spread
+from lightning_rl.models.parallel.sharding import ShardedStrategy, shared_dim
+from lightning_rl.models.parallel.tensor import TensorRanks
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.sharding import ShardedStrategy, shared_dim
-from lightning_rl.models.tensor import TensorRanks
 from lightning_rl.rollout import Prompt, Rollout, Row
 from tests.support.mixtures import KINDS, SIGMOIDS, saved_mixture
 from tests.support.small_run import trainer_of

@@ -16,7 +16,7 @@ from transformers import (
 from benchmarks.memory import peak_while
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import heads
-from lightning_rl.models.attention import build_layout
+from lightning_rl.models.attention.packed import build_layout
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
 from lightning_rl.models.logit_map import LogitMap, logit_map_of
 from lightning_rl.models.policy import Policy

@@ -5,9 +5,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models import attention_batches, short_attention
-from lightning_rl.models.attention import build_layout, packed_attention
-from lightning_rl.models.varlen import attend, plain_varlen
+from lightning_rl.models.attention.packed import (
+    batches as attention_batches,
+    build_layout,
+    packed_attention,
+    short as short_attention,
+)
+from lightning_rl.models.attention.varlen import attend, plain_varlen
 
 
 class Cost(TorchDispatchMode):

@@ -19,7 +19,7 @@ from lightning_rl.models.quantized_layers import quantized_layers
 from lightning_rl.models.reference import BaseReference, FrozenReference
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import (

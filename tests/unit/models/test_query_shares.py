@@ -8,13 +8,18 @@ from torch import Tensor
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
-from lightning_rl.models import query_shares, short_attention
-from lightning_rl.models.attention import PackLayout, build_layout, packed_attention
-from lightning_rl.models.attention_batches import EndAligned
-from lightning_rl.models.query_shares import Piece, deal
-from lightning_rl.models.sequence import require_heads
-from lightning_rl.models.sharing import head_ranks
-from lightning_rl.models.varlen import attend, plain_varlen
+from lightning_rl.models.attention.batches import EndAligned
+from lightning_rl.models.attention.packed import (
+    PackLayout,
+    build_layout,
+    packed_attention,
+    short as short_attention,
+)
+from lightning_rl.models.attention.varlen import attend, plain_varlen
+from lightning_rl.models.parallel import queries as query_shares
+from lightning_rl.models.parallel.queries import Piece, deal
+from lightning_rl.models.parallel.sequence import require_heads
+from lightning_rl.models.parallel.sharing import head_ranks
 from tests.support.places import placed
 
 

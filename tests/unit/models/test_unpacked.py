@@ -7,9 +7,9 @@ import transformers as hf
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.splitting import PADDED, split_packs
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import build_layout, of_all_tokens
+from lightning_rl.models.attention.lines import lines_of
+from lightning_rl.models.attention.packed import build_layout, of_all_tokens
 from lightning_rl.models.heads import SeparateValueHead
-from lightning_rl.models.lines import lines_of
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference

@@ -10,17 +10,21 @@ import torch
 
 from lightning_rl import Recompute
 from lightning_rl.extend import Policy
-from lightning_rl.models import attention, varlen
-from lightning_rl.models.attention import build_layout, packed_attention
-from lightning_rl.models.varlen import (
+from lightning_rl.models.attention.packed import (
+    build_layout,
+    packed as attention,
+    packed_attention,
+    varlen,
+)
+from lightning_rl.models.attention.varlen import (
     attend,
     build_varlen,
     fused_dtype,
     fused_heads,
     plain_varlen,
 )
-from lightning_rl.run import dist as fallbacks
-from lightning_rl.run.dist import fell_back
+from lightning_rl.run.processes import dist as fallbacks
+from lightning_rl.run.processes.dist import fell_back
 
 
 def test_segments_by_hand():

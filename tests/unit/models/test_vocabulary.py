@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_rl.errors import ConfigError
 from lightning_rl.models import heads
 from lightning_rl.models.heads import token_logprobs
+from lightning_rl.models.parallel.vocabulary import SplitVocabulary
 from lightning_rl.models.sampling import Penalties
-from lightning_rl.models.vocabulary import SplitVocabulary
 from tests.support.thread_ranks import ThreadRanks, on_threads
 
 VOCABULARY, WIDTH, TOKENS = 12, 8, 7

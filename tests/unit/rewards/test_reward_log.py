@@ -13,7 +13,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import Rollout, RolloutStatus
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.parts import parts_of
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rollout import Rollout, RolloutStatus
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import pytest
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, StalledError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rollout import RolloutStatus
-from lightning_rl.run.loop import run_async, runtime
+from lightning_rl.run.loop.background import run_async, runtime
 from tests.support.tiny_models import chat_tokenizer
 
 
@@ -410,7 +410,7 @@ def test_one_that_never_ends_is_left_behind_and_does_not_hold_up_the_next(groups
 ENDS = """
 import os, sys, threading
 from lightning_rl.cli.process import run_to_the_end
-from lightning_rl.run.threads import leave_behind
+from lightning_rl.run.loop.threads import leave_behind
 
 def in_a_thread():
     def call():

@@ -7,9 +7,13 @@ import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_rl.run import checkpoint_io, checkpoint_io as checkpoint_async
-from lightning_rl.run.checkpoint_io import BackgroundCheckpointIO, VerifiedCheckpointIO, damage
-from lightning_rl.run.dist import fell_back
+from lightning_rl.run.files import checkpoint_io, checkpoint_io as checkpoint_async
+from lightning_rl.run.files.checkpoint_io import (
+    BackgroundCheckpointIO,
+    VerifiedCheckpointIO,
+    damage,
+)
+from lightning_rl.run.processes.dist import fell_back
 
 
 class Held(VerifiedCheckpointIO):

@@ -10,13 +10,13 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.callbacks import IterationCheckpoint
 from lightning_rl.errors import CheckpointError, ConfigError
-from lightning_rl.run.checkpoint_io import (
+from lightning_rl.run.files.checkpoint_io import (
     VerifiedCheckpointIO,
     damage,
     newest_good,
     write_checkpoint,
 )
-from lightning_rl.run.interrupts import seconds_of
+from lightning_rl.run.loop.interrupts import seconds_of
 from tests.support.small_run import trainer_of
 
 

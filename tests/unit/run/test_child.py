@@ -6,7 +6,7 @@ from shlex import quote
 
 import pytest
 
-from lightning_rl.run.child import Child, PythonChild, ending, last_lines
+from lightning_rl.run.processes.child import Child, PythonChild, ending, last_lines
 from tests.support.engine_checks import is_running, wait_for
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from lightning_rl.engines.server_process import free_port
+from lightning_rl.engines.replicas.server_process import free_port
 from lightning_rl.errors import ConfigError, RewardError
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list")
 

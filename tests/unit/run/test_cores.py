@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_rl.run import cores
-from lightning_rl.run.cores import beside_engine, share_cores
-from lightning_rl.run.loop import run_async, runtime
+from lightning_rl.run.loop.background import run_async, runtime
+from lightning_rl.run.processes import cores
+from lightning_rl.run.processes.cores import beside_engine, share_cores
 
 
 @pytest.fixture

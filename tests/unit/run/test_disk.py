@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.data.rollouts.log import Outcome, RerunLog
 from lightning_rl.errors import ConfigError, DiskError
-from lightning_rl.run.metrics import MetricsLog
-from lightning_rl.run.rundir import append, require_writable, write_whole
+from lightning_rl.run.files.metrics import MetricsLog
+from lightning_rl.run.files.rundir import append, require_writable, write_whole
 from tests.support.small_run import data_module, grpo, trainer_of
 
 

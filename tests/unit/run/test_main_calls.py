@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lightning_rl.errors import LightningRLError, RunInterrupted, StalledError
-from lightning_rl.run import cores
-from lightning_rl.run.cores import compute
-from lightning_rl.run.interrupts import Interrupts
-from lightning_rl.run.loop import run_async, runtime
-from lightning_rl.run.threads import hanging_threads
+from lightning_rl.run.loop.background import run_async, runtime
+from lightning_rl.run.loop.interrupts import Interrupts
+from lightning_rl.run.loop.threads import hanging_threads
+from lightning_rl.run.processes import cores
+from lightning_rl.run.processes.cores import compute
 
 
 def here() -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch  # with which libgomp is loaded, if torch computes with it
 
-from lightning_rl.run import openmp
-from lightning_rl.run.openmp import spin_briefly, why_slow
+from lightning_rl.run.processes import openmp
+from lightning_rl.run.processes.openmp import spin_briefly, why_slow
 
 MAPS = Path("/proc/self/maps")
 with_libgomp = pytest.mark.skipif(
@@ -91,7 +91,7 @@ def test_a_process_that_has_loaded_libgomp_is_told_what_to_export():
 
 
 def test_a_process_without_libgomp_is_told_nothing():
-    script = "from lightning_rl.run.openmp import why_slow; print(repr(why_slow()))"
+    script = "from lightning_rl.run.processes.openmp import why_slow; print(repr(why_slow()))"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "''\n"

@@ -34,7 +34,7 @@ from lightning_rl.learn.left_out import has_zero_advantage, without
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Call
-from lightning_rl.run import dist
+from lightning_rl.run.processes import dist
 from tests.support.turn_rollouts import random_episodes, with_values
 
 

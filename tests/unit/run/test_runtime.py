@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_rl.run.loop import Runtime, run_async, runtime
+from lightning_rl.run.loop.background import Runtime, run_async, runtime
 
 
 async def thread_here() -> threading.Thread:

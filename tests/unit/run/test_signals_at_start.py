@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from lightning_rl.errors import RunInterrupted
-from lightning_rl.run.interrupts import Interrupts, stopped_while_starting
+from lightning_rl.run.loop.interrupts import Interrupts, stopped_while_starting
 
 
 def send() -> None:

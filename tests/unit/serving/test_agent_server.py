@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from lightning_rl.agents.templates import TurnTemplate
-from lightning_rl.engines.http_replica import ServerRefusal
+from lightning_rl.engines.replicas.http import ServerRefusal
 from lightning_rl.engines.sampling import Completion, Sampling, StructuredOutputs
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import SamplingDistribution

@@ -8,8 +8,8 @@ import anthropic
 import openai
 import pytest
 
+from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout

@@ -21,7 +21,7 @@ from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.extend import Completion, RolloutPipeline, RolloutStatus
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.serving import AgentClient, FunctionAgent, ProgramAgent, ScriptAgent
 from lightning_rl.serving.results import last_result, note_result
 from tests.support.tiny_models import chatml_tokenizer, save_random_model

@@ -7,7 +7,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import IncompleteWeightsError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.sent import SentWeights

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from lightning_rl.engines.base import ReplicaStatus, RunState
-from lightning_rl.engines.replica import ReplicaLost
+from lightning_rl.engines.replicas.replica import ReplicaLost
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import EngineError, IncompleteWeightsError, ReplicaError, SyncTimeoutError
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import wait_for

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.push import Push
-from lightning_rl.engines.replica import ReplicaLost
+from lightning_rl.engines.replicas.replica import ReplicaLost
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.digest import digest
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport

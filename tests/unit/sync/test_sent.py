@@ -9,17 +9,17 @@ import torch
 
 from benchmarks.ledger_faults import FAULTS, Torn, TornTransport
 from lightning_rl.engines import TransformersEngine
+from lightning_rl.engines.hf.adapters import TransformersAdapters
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.push import Push
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.transformers_adapters import TransformersAdapters
 from lightning_rl.errors import EngineError, WeightSyncError, WrongWeightsError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.digest import digest
 from lightning_rl.run.hooks import StageClock
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.base import compare, push
 from lightning_rl.sync.checkpoint import CheckpointTransport

@@ -7,13 +7,18 @@ from functools import partial
 
 import pytest
 
-from lightning_rl.engines.http_replica import HTTPReplica
-from lightning_rl.engines.replica import ReplicaLost
+from lightning_rl.engines.replicas.http import HTTPReplica
+from lightning_rl.engines.replicas.replica import ReplicaLost
+from lightning_rl.engines.replicas.server import VLLMServer
+from lightning_rl.engines.replicas.server_list import (
+    ServersByName,
+    ServersInFile,
+    follow,
+    read_urls,
+)
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.server_list import ServersByName, ServersInFile, follow, read_urls
-from lightning_rl.engines.vllm_server import VLLMServer
 from lightning_rl.errors import ConfigError, EngineError
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import wait_for

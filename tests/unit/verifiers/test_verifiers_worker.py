@@ -8,7 +8,7 @@ import pytest
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.verifiers import VerifiersAgent
 from lightning_rl.verifiers.hosting import Hosting
 from lightning_rl.verifiers.worker import Worker, WorkerDied, WorkerError

@@ -4,7 +4,7 @@ import pickle
 
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Placed, Prompt, Rollout, RolloutStatus, Row
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.vision.decoded import DecodedPictures, seen_in
 from tests.support.tiny_vision import picture
 

@@ -12,9 +12,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.transformers import TransformersEngine
-from lightning_rl.engines.vllm_local import VLLMLocal
+from lightning_rl.engines.vllm.local import VLLMLocal
 from lightning_rl.errors import ConfigError, PictureError
 from lightning_rl.extend import as_torchrl
 from lightning_rl.models.heads import SeparateValueHead

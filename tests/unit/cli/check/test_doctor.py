@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from lightning_rl.cli.check import doctor
 from lightning_rl.cli.check.doctor import GIB
 from lightning_rl.cli.check.doctor_gpu import Check
-from lightning_rl.run.machine import GPU, driver_gpus, memory_bytes, usable_cores
+from lightning_rl.run.processes.machine import GPU, driver_gpus, memory_bytes, usable_cores
 
 LIGHTNING = Requirement("lightning>=2.6.6,<2.7")
 

@@ -6,7 +6,13 @@ import pytest
 
 from lightning_rl.cli.check import doctor_gpu
 from lightning_rl.cli.check.doctor_gpu import Check
-from lightning_rl.run.machine import GPU, c_compiler, cuda_compiler, driver_gpus, python_header
+from lightning_rl.run.processes.machine import (
+    GPU,
+    c_compiler,
+    cuda_compiler,
+    driver_gpus,
+    python_header,
+)
 
 H100 = GPU("NVIDIA H100 80GB HBM3", 80_000, 81_559, "9.0", "580.65.06")
 

@@ -16,7 +16,7 @@ from lightning_rl.cli.check.token_shares import token_share
 from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import TransformersEngine
-from lightning_rl.engines.vllm_local import VLLMLocal
+from lightning_rl.engines.vllm.local import VLLMLocal
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy

@@ -1,0 +1,1 @@
+"""TransformersEngine: batched decoding with a Hugging Face model, one token per row and step."""

@@ -1,0 +1,1 @@
+"""vLLM in the training process, and what its workers run wherever they are."""

@@ -1,0 +1,1 @@
+"""Attention over packed rollouts: one fused kernel call, or the batches that replace it."""

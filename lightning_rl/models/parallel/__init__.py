@@ -1,0 +1,1 @@
+"""One model on several ranks: sharded weights, and tensor, sequence and expert parallelism."""

@@ -1,0 +1,118 @@
+"""The policy head's vocabulary: whole, or each rank's part of it.
+
+From a chunk of logits come four numbers a token: the largest, the sum of exponentials, the
+target's logit, and the sum of logits weighted by their exponentials. Those of a vocabulary's parts
+add up to those of the whole, so no rank ever has another's logits.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.parallel.tensor import TensorRanks, local, within
+from lightning_rl.models.sampling import SampledBy
+
+
+class Sums(NamedTuple):
+    """Of logits z of M tokens, all (M,): what their logprobs and entropies are made of.
+
+    ``top`` is max z, ``total`` the sum of exp(z - top), ``picked`` the target's z, and ``weighted``
+    the sum of exp(z - top) z.
+    """
+
+    top: Tensor
+    total: Tensor
+    picked: Tensor
+    weighted: Tensor
+
+
+class Vocabulary:
+    """All of it on this rank."""
+
+    def matrix(self, output: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Weight (V, D) and bias (V,) of the output head that make this rank's logits."""
+        return output.weight, output.bias
+
+    def settings(self, by: SampledBy) -> SampledBy:
+        """How tokens were sampled, as far as this rank's logits are concerned."""
+        return by
+
+    def pick(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Of logits (m, V) those of the targets (m,); 0 where they are another rank's."""
+        return logits.gather(-1, targets[:, None]).squeeze(-1)
+
+    def add(self, slope: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Add values (m, 1) to a slope (m, V) at the targets (m,), where they are this rank's."""
+        if torch.compiler.is_compiling():  # one kernel with what is before and after it
+            ids = torch.arange(slope.shape[1], device=slope.device)
+            slope.add_(torch.where(ids == targets[:, None], values, 0.0))
+        else:
+            slope.scatter_add_(-1, targets[:, None], values)
+
+    def merged(self, sums: Sums) -> Sums:
+        """Those of the whole vocabulary."""
+        return sums
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        """The whole gradient of states, from that of this rank's logits."""
+        return gradient
+
+
+WHOLE = Vocabulary()
+
+
+class SplitVocabulary(Vocabulary):
+    """A part of it, one of as many as there are ranks.
+
+    Args:
+        ranks: that have the others.
+        size: tokens of the whole vocabulary.
+    """
+
+    def __init__(self, ranks: TensorRanks, size: int) -> None:
+        self.ranks, self.count = ranks, size // ranks.size
+        self.first = ranks.index * self.count
+
+    def matrix(self, output: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        return local(output.weight), None if output.bias is None else local(output.bias)
+
+    def settings(self, by: SampledBy) -> SampledBy:
+        """As they count in this part.
+
+        Raises:
+            ConfigError: for a cut of the distribution, which takes all logits.
+        """
+        if by.top_k is not None or by.min_p is not None:
+            raise ConfigError(
+                f"rollouts were sampled with top_k, top_p or min_p, which cut a whole distribution "
+                f"of logits, and with tensor={self.ranks.size} no process has one; set "
+                "sampling.top_k: 0, top_p: 1, min_p: 0, or tensor: 1"
+            )
+        ends, inside = within(by.ends, self.first, self.count)
+        penalties = by.penalties
+        if penalties is not None:
+            # One past the last: a column that takes what is not counted.
+            ids, known = within(penalties.input_ids, self.first, self.count)
+            penalties = replace(penalties, input_ids=ids.where(known, self.count))
+        return replace(by, ends=ends[inside], penalties=penalties)
+
+    def pick(self, logits: Tensor, targets: Tensor) -> Tensor:
+        own, inside = within(targets, self.first, self.count)
+        return super().pick(logits, own).where(inside, 0.0)
+
+    def add(self, slope: Tensor, targets: Tensor, values: Tensor) -> None:
+        own, inside = within(targets, self.first, self.count)
+        super().add(slope, own, values.where(inside[:, None], 0.0))
+
+    def merged(self, sums: Sums) -> Sums:
+        top = self.ranks.max(sums.top)
+        share = (sums.top - top).exp()
+        parts = [sums.total * share, sums.picked, sums.weighted * share]
+        total, picked, weighted = self.ranks.sum(torch.stack(parts))
+        return Sums(top, total, picked, weighted)
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        return self.ranks.sum(gradient)

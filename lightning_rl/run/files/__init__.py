@@ -1,0 +1,1 @@
+"""A run's directory: atomic files, checkpoints, metrics, and resuming from them."""

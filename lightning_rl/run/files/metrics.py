@@ -1,0 +1,230 @@
+"""A run's rows of metrics, in memory and in a file; a checkpoint stores only a position in it.
+
+A checkpoint with all rows would grow with every iteration. Their position and checksum are enough
+to drop the rows that a killed run wrote after it.
+"""
+
+import json
+import math
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_rl.run.files.rundir import append, run_dir, write_whole
+from lightning_rl.run.processes.dist import all_max, all_sum
+
+
+class TokenMetrics:
+    """Sums of per-token tensors; means do not depend on how tokens were cut into packs.
+
+    For names that end in ``_max`` it is the maximum instead. Names without a value on any rank are
+    left out.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        """Add tensors of shape (M,) each; an empty one registers its name, which all ranks must
+        know.
+        """
+        for name, values in metrics.items():
+            values = values.detach().float()
+            if name.endswith("_max"):
+                peak = values.max() if values.numel() else values.new_tensor(-math.inf)
+                known = self._maxima.get(name)
+                self._maxima[name] = peak if known is None else torch.maximum(known, peak)
+            else:
+                known = self._sums.get(name)
+                self._sums[name] = values.sum() if known is None else known + values.sum()
+                self._counts[name] = self._counts.get(name, 0) + values.numel()
+
+    def include(self, other: "TokenMetrics") -> None:
+        """Add all values of another one."""
+        for name, total in other._sums.items():
+            known = self._sums.get(name)
+            self._sums[name] = total if known is None else known + total
+            self._counts[name] = self._counts.get(name, 0) + other._counts[name]
+        for name, peak in other._maxima.items():
+            known = self._maxima.get(name)
+            self._maxima[name] = peak if known is None else torch.maximum(known, peak)
+
+    def compute(self) -> dict[str, float]:
+        """Return means and maxima over everything added on every rank."""
+        result: dict[str, float] = {}
+        if self._sums:
+            sums = torch.stack(list(self._sums.values())).double()
+            counts = torch.tensor(list(self._counts.values()), device=sums.device).double()
+            totals = all_sum(torch.stack([sums, counts]))
+            for name, total, count in zip(self._sums, *totals.tolist(), strict=True):
+                if count:
+                    result[name] = total / count
+        if self._maxima:
+            peaks = all_max(torch.stack(list(self._maxima.values())))
+            for name, value in zip(self._maxima, peaks.tolist(), strict=True):
+                if value != -math.inf:  # nan stays: it is what one wants to see
+                    result[name] = value
+        return result
+
+
+def summarize(values: list[float]) -> tuple[float, float]:
+    """Return mean and (biased) standard deviation; nan for an empty list."""
+    if not values:
+        return math.nan, math.nan
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+
+
+Row = dict[str, float]
+
+
+class MetricsLog:
+    """``metrics.jsonl`` in the run directory, and its rows since the run began.
+
+    A new run in the same directory appends to the file. A resumed run keeps the rows up to its
+    checkpoint; in another directory, they are copied there.
+    """
+
+    NAME = "metrics.jsonl"
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._file: Path | None = None
+        self._begin = self._end = 0  # of this run's lines, in bytes
+        self._checksum = 0
+        self._pending = ""  # lines that a full disk refused
+        self._state: dict[str, Any] | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Begin a run's rows. Call it in ``setup``, on every rank."""
+        self._file = run_dir(trainer) / self.NAME
+        self._begin = self._end = self._file.stat().st_size if self._file.exists() else 0
+        self._checksum = 0
+
+    def go_on(self, trainer: Trainer) -> None:
+        """Drop rows after the checkpoint, if there is one. Call it in ``on_train_start``."""
+        state, self._state = self._state, None
+        if state is None or not trainer.is_global_zero:
+            return
+        file = self._path()
+        source = next((f for f in _candidates(file, trainer, state) if _holds(f, state)), None)
+        if source == file:
+            self._begin = state["begin"]
+            os.truncate(file, state["end"])
+            self._end, self._checksum = state["end"], state["checksum"]
+            self.rows = read_rows(_part(file, state).decode())
+        elif source is not None:
+            text = _part(source, state).decode()
+            self._end, self._checksum = append(file, text), state["checksum"]
+            self.rows = read_rows(text)
+        elif state["end"] > state["begin"]:
+            self._save_what_is_left(file, state)
+        self._pending = state["pending"]
+        self.rows += read_rows(self._pending)
+        self._flush()
+
+    def add(self, trainer: Trainer, row: Row) -> None:
+        """Append a row; if it has the same iteration as the last one, they are merged.
+
+        Raises:
+            DiskError: if it cannot be written; the file is then unchanged.
+        """
+        if self.rows and self.rows[-1]["iteration"] == row["iteration"]:
+            row = self.rows.pop() | row  # a resumed run syncs, and may evaluate, once more
+        self.rows.append(row)
+        if trainer.is_global_zero:
+            self._pending += _lines([row])
+            self._flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the rows as primitives, after syncing the file to disk."""
+        file = self._path()
+        if self._end > self._begin and file.is_file():
+            with file.open("rb") as lines:
+                os.fsync(lines.fileno())
+        return {
+            "file": str(file.absolute()),
+            "begin": self._begin,
+            "end": self._end,
+            "checksum": self._checksum,
+            "iteration": self.rows[-1]["iteration"] if self.rows else -1,
+            "pending": self._pending,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from the state's position when training starts."""
+        self._state = state
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._end = append(self._path(), self._pending)
+            self._checksum = zlib.crc32(self._pending.encode(), self._checksum)
+            self._pending = ""
+
+    def _path(self) -> Path:
+        assert self._file is not None, "call begin() first"
+        return self._file
+
+    def _save_what_is_left(self, file: Path, state: dict[str, Any]) -> None:
+        rows = []
+        if Path(state["file"]) == file.absolute() and file.exists():
+            text = file.read_text(encoding="utf-8", errors="replace")
+            rows = [row for row in read_rows(text) if row["iteration"] <= state["iteration"]]
+            self._begin = 0
+            self._rewrite(_lines(rows))
+        self.rows = rows
+        rank_zero_warn(
+            f"{state['file']} has changed since the checkpoint was saved; continuing "
+            f"with the {len(rows)} rows of metrics that remain"
+        )
+
+    def _rewrite(self, text: str) -> None:
+        write_whole(self._path(), text)
+        self._end, self._checksum = len(text.encode()), zlib.crc32(text.encode())
+
+
+def read_rows(text: str) -> list[Row]:
+    """Read rows by iteration; the later of two is kept, and invalid lines are skipped."""
+    rows: dict[float, Row] = {}
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            iteration = row["iteration"] + 0  # a number, or a TypeError
+            rows[iteration] = rows.get(iteration, {}) | row
+        except (ValueError, TypeError, KeyError):
+            continue  # the end of a line that a kill cut off, or a damaged one
+    return [rows[iteration] for iteration in sorted(rows)]
+
+
+def _lines(rows: list[Row]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _candidates(file: Path, trainer: Trainer, state: dict[str, Any]) -> list[Path]:
+    """List where the file may be: here, in the checkpoint's run, and where it was when saved."""
+    checkpoint = Path(str(trainer.ckpt_path))
+    return [file, checkpoint.absolute().parent.parent / file.name, Path(state["file"])]
+
+
+def _holds(file: Path, state: dict[str, Any]) -> bool:
+    whole = file.exists() and file.stat().st_size >= state["end"] > state["begin"]
+    return whole and zlib.crc32(_part(file, state)) == state["checksum"]
+
+
+def _part(file: Path, state: dict[str, Any]) -> bytes:
+    with file.open("rb") as lines:
+        lines.seek(state["begin"])
+        return lines.read(state["end"] - state["begin"])
+
+
+def named(metric: str, learner: str) -> str:
+    """Return a metric's name for one of several learners, such as ``policy/a/loss``."""
+    return metric.replace("/", f"/{learner}/", 1)

@@ -1,0 +1,1 @@
+"""Processes: ranks and their messages, children and their end, cores and threads of each."""
