@@ -24,7 +24,8 @@ from tensordict import TensorDict
 
 from benchmarks.results import parser_of, report, write_block
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models.attention.packed import batches as attention_batches, build_layout
+from lightning_rl.models.attention import batches as attention_batches
+from lightning_rl.models.attention.packed import build_layout
 from lightning_rl.rollout import Prompt, Rollout, Row
 
 PACKS = {"60x256": (60, 256), "8x2000": (8, 2_000), "1x16000": (1, 16_000), "1x32000": (1, 32_000)}

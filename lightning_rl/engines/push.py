@@ -10,7 +10,7 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.errors import IncompleteWeightsError
 
 
-class Ledger(Protocol):
+class PushRecord(Protocol):
     """The part of a record of pushed weights that a push uses: see ``SentWeights``."""
 
     def note(self, name: str, weight: Tensor) -> None: ...
@@ -33,7 +33,7 @@ class Push:
         self, weights: Iterable[tuple[str, Tensor]], kept: Collection[str] = frozenset()
     ) -> None:
         self._weights, self.kept = iter(weights), kept
-        self.ledger: Ledger | None = None
+        self.ledger: PushRecord | None = None
         """Notes each weight; None: nobody does."""
 
     @classmethod

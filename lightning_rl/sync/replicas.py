@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from lightning_rl.engines.base import drives_engine
-from lightning_rl.engines.push import Ledger, Push
+from lightning_rl.engines.push import Push, PushRecord
 from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError
@@ -61,7 +61,7 @@ class ReplicaPush(WeightTransport):
         self._kept: int | None = None  # the version of all that is staged, if it is complete
         self._has_base = False
         self._frozen = FrozenWeights()
-        self._sent: Ledger | None = None
+        self._sent: PushRecord | None = None
         # A restarted replica is filled from another thread than the trainer's.
         self._exclusive = threading.RLock()
         engine.refill = self.refill

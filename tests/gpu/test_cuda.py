@@ -21,7 +21,8 @@ from lightning_rl import (
     WeightSync,
 )
 from lightning_rl.extend import Policy, RolloutStatus, Row, SamplingDistribution, pack_rollouts
-from lightning_rl.models.attention.packed import build_layout, packed_attention, varlen
+from lightning_rl.models.attention import varlen
+from lightning_rl.models.attention.packed import build_layout, packed_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

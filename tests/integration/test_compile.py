@@ -10,7 +10,7 @@ from torch import nn
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.extend import Policy
 from lightning_rl.models import heads
-from lightning_rl.models.attention.packed import packed as attention, varlen
+from lightning_rl.models.attention import packed as attention, varlen
 from lightning_rl.models.heads import token_logprobs
 from lightning_rl.models.logit_map import LogitMap
 from lightning_rl.module import PolicyModule

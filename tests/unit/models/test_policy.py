@@ -13,7 +13,7 @@ from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.splitting import split_packs
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention.packed import batches as attention_batches, packed as attention
+from lightning_rl.models.attention import batches as attention_batches, packed as attention
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import load_config

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models.attention import varlen, windows
 from lightning_rl.models.attention.batches import Pieces, Segments
-from lightning_rl.models.attention.packed import build_layout, packed_attention, varlen, windows
+from lightning_rl.models.attention.packed import build_layout, packed_attention
 from lightning_rl.models.attention.varlen import attend, plain_varlen
 from lightning_rl.models.attention.windows import blocks_of, windowed_batches
 from lightning_rl.models.parallel.queries import Piece, PlacedQueries
