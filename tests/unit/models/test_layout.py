@@ -5,12 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models.attention.packed import (
-    batches as attention_batches,
-    build_layout,
-    packed_attention,
-    short as short_attention,
-)
+from lightning_rl.models.attention import batches as attention_batches, short as short_attention
+from lightning_rl.models.attention.packed import build_layout, packed_attention
 from lightning_rl.models.attention.varlen import attend, plain_varlen
 
 

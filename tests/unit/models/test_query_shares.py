@@ -8,13 +8,9 @@ from torch import Tensor
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.attention import short as short_attention
 from lightning_rl.models.attention.batches import EndAligned
-from lightning_rl.models.attention.packed import (
-    PackLayout,
-    build_layout,
-    packed_attention,
-    short as short_attention,
-)
+from lightning_rl.models.attention.packed import PackLayout, build_layout, packed_attention
 from lightning_rl.models.attention.varlen import attend, plain_varlen
 from lightning_rl.models.parallel import queries as query_shares
 from lightning_rl.models.parallel.queries import Piece, deal

@@ -10,12 +10,8 @@ import torch
 
 from lightning_rl import Recompute
 from lightning_rl.extend import Policy
-from lightning_rl.models.attention.packed import (
-    build_layout,
-    packed as attention,
-    packed_attention,
-    varlen,
-)
+from lightning_rl.models.attention import packed as attention, varlen
+from lightning_rl.models.attention.packed import build_layout, packed_attention
 from lightning_rl.models.attention.varlen import (
     attend,
     build_varlen,
