@@ -199,7 +199,7 @@ async def _client(server: MCPTools, log: TextIO, stack: AsyncExitStack) -> Any:
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
     except ImportError as error:
-        raise ConfigError("MCPTools needs MCP's SDK: `pip install 'mcp>=2'`") from error
+        raise ConfigError("MCPTools needs MCP's SDK: `pip install 'mcp>=2,<3'`") from error
     if server.url is not None:
         http = None
         if server.headers:

@@ -76,8 +76,6 @@ def _reason(name: Any, value: Any, owner: str) -> str | None:
         return f"{value!r} would be unpickled, which runs code; download it, and pass the file"
     if name == "sandbox" and owner == "PythonTests" and value is False:
         return "false runs code of the model, or of the data's tests, unprotected"
-    if name == "command" and owner == "MCPTools":
-        return f"{value!r} starts a program"
     if name == "address" and value and not {str(value), str(value).rpartition(":")[0]} & _HERE:
         return f"{value!r}: a Ray cluster can run any code in its drivers"
     return None

@@ -128,10 +128,11 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
 def padded(texts: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
     """Return texts as ``input_ids`` and ``attention_mask`` (N, S), filled up on the right."""
     longest = max(map(len, texts))
-    return {
-        "input_ids": torch.tensor([[*t, *[padding] * (longest - len(t))] for t in texts]),
-        "attention_mask": torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in texts]),
+    filled = {
+        "input_ids": [[*t, *[padding] * (longest - len(t))] for t in texts],
+        "attention_mask": [[1] * len(t) + [0] * (longest - len(t)) for t in texts],
     }
+    return {name: torch.tensor(rows, device="cpu") for name, rows in filled.items()}
 
 
 def scored_text(

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 else:
 
     def _of_run(name: str) -> Any:
-        """A module of ``lightning_rl.run``, where that package cannot be imported."""
-        path = os.path.join(os.path.dirname(__file__), "..", "run", f"{name}.py")
+        """A module of ``lightning_rl.run.processes``, where that package cannot be imported."""
+        path = os.path.join(os.path.dirname(__file__), "..", "run", "processes", f"{name}.py")
         spec = importlib.util.spec_from_file_location(f"lightning_rl_run_{name}", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

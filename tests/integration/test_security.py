@@ -121,7 +121,6 @@ ENGINE = "data.init_args.engine.init_args"
         ({"model_kwargs": {"trust_remote_code": True}}, "True runs code"),
         ({"ckpt_path": "https://evil.example/x.ckpt"}, "ckpt_path: .* would be unpickled"),
         ({"r": {"class_path": "PythonTests", "init_args": {"sandbox": False}}}, "unprotected"),
-        ({"r": {"class_path": "MCPTools", "init_args": {"command": ["x"]}}}, "starts a program"),
     ],
 )  # fmt: skip
 def test_arguments_that_hand_code_on_are_refused(tree, words):

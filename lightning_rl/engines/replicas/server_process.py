@@ -18,7 +18,7 @@ _ASKED_FOR = range(20_000, 30_000)
 connections, and Kubernetes to nodes.
 """
 _HERE = "127.0.0.1"
-_PACKAGE_ROOT = str(Path(__file__).parents[2])
+_PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
 def held_port(host: str) -> socket.socket:

@@ -43,7 +43,7 @@ def run(directory: Path, command: list[str]) -> None:
 
 def _keeper() -> Any:
     """Load the keeper module by its path, because importing the package would take much longer."""
-    path = Path(__file__).parents[2] / "run" / "keeper.py"
+    path = Path(__file__).parents[2] / "run" / "processes" / "keeper.py"
     spec = spec_from_file_location("keeper", path)
     assert spec is not None
     assert spec.loader is not None

@@ -46,6 +46,7 @@ def batch(random_batch) -> TensorDict:
         noise = 0.3 * torch.randn(len(tokens), generator=generator)
         tokens[name] = (noise - (1 if "logprobs" in name else 0)) * tokens["loss_mask"]
     made["rollouts", "expert"][3] = True
+    made["rollouts", "baseline"] = torch.rand(len(made["rollouts"]), generator=generator)
     call = tokens["call"] = call_numbers(made)
     tokens["call_reward"] = torch.zeros(len(tokens))
     tokens["state"] = torch.where(call < 0, -1, call % 2)

@@ -150,6 +150,12 @@ def vllm(cuda, monkeypatch):
     monkeypatch.setattr(FakeLLM, "vllm_config", config, raising=False)
     for name, content in {
         "vllm": {"EngineArgs": dict, "envs": SimpleNamespace(VLLM_CACHE_ROOT="cache")},
+        "vllm.model_executor": {},
+        "vllm.model_executor.models": {},
+        "vllm.model_executor.models.transformers": {},
+        "vllm.model_executor.models.transformers.base": {
+            "Base": SimpleNamespace(_decorate_cls_for_torch_compile=None)
+        },
         "vllm.usage": {},
         "vllm.usage.usage_lib": {"UsageContext": contexts},
         "vllm.v1": {},

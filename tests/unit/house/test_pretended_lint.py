@@ -14,7 +14,7 @@ CHECKED = [
     *sorted((LIBRARY / "algos").glob("*.py")),
     *(LIBRARY / f"learn/{name}.py" for name in ("base", "left_out", "precision", "probe")),
     *(LIBRARY / f"data/{name}.py" for name in ("batch", "packing", "splitting")),
-    *(LIBRARY / f"{name}.py" for name in ("module", "run/metrics")),
+    *(LIBRARY / f"{name}.py" for name in ("module", "run/files/metrics")),
 ]
 
 
