@@ -306,9 +306,14 @@ def final_state(directory: Path, iterations: int = ITERATIONS) -> dict[str, Any]
 
 
 def differences(ours: Any, theirs: Any, where: str) -> list[str]:
-    """Paths at which two nested values differ; tensors by torch.equal."""
+    """Paths at which two nested values differ; tensors by torch.equal, to which NaN is NaN here."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return [] if torch.equal(ours, theirs) else [where]
+        alike = ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        if alike and ours.is_floating_point():
+            same = torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        else:
+            same = torch.equal(ours, theirs)
+        return [] if same else [where]
     if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
         return [d for k in ours for d in differences(ours[k], theirs[k], f"{where}/{k}")]
     if isinstance(ours, list | tuple) and len(ours) == len(theirs):

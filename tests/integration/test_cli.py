@@ -1,6 +1,7 @@
 """From --print_config to a run, its validation and its rollouts, by the commands."""
 
 import json
+import re
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_what_is_printed_runs_and_what_it_saved_is_validated(workplace, capsys):
     saved = ["--config", str(run / "config.yaml"), "--ckpt_path", str(checkpoint)]
     assert main(["validate", *saved]) == 0
     said = capsys.readouterr().out
-    [line] = [line for line in said.splitlines() if "eval/accuracy" in line]
+    [line] = [line for line in said.splitlines() if re.search(r"eval/accuracy\b", line)]
     accuracy = float(line.split("│")[2])
     assert accuracy == pytest.approx(summary["accuracy_after"], abs=1e-6)
 

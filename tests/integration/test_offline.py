@@ -257,7 +257,7 @@ def test_resuming_on_other_rollouts_is_refused(tiny_model, path, tmp_path, recor
         offline_run(tiny_model, str(other), tmp_path, ckpt_path=saved)
     same_number = tmp_path / "same_number.jsonl"
     open_rollouts(same_number).append([*recorded[4:], *recorded[:4]], 0)
-    with pytest.raises(ConfigError, match=r"had content=\w+, now it is"):
+    with pytest.raises(ConfigError, match=r"had content=\w+, but now it is"):
         offline_run(tiny_model, str(same_number), tmp_path, ckpt_path=saved)
 
 
