@@ -6,7 +6,7 @@ Runs tests/conformance and the tests of models that read pictures, and prints tw
 passed: architectures of transformers, and chat templates of real tokenizers (``make real-models``
 fetches them). ``--save`` writes both into docs/models.md. The last line is JSON: ``families`` that
 were tried, those whose every test passed (``exact``), those that are ``unpacked`` or ``refused``;
-and of a real model that learned five tasks, as ``benchmarks.small_model --save`` has kept it:
+and of a real model that learned five tasks, if ``benchmarks.small_model --save`` has kept it:
 ``accuracy_before``, ``accuracy_after``, the gain's lower bound (``interval_low``), and CPU seconds
 over TRL's (``seconds_over_trl``).
 """
@@ -117,9 +117,10 @@ def main() -> None:
 
 
 def _trained() -> dict[str, float]:
-    kept = json.loads((RESULTS / "small-model-cpu.json").read_text(encoding="utf-8"))["result"]
+    path = RESULTS / "small-model-cpu.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["result"] if path.exists() else {}
     names = ("accuracy_before", "accuracy_after", "interval_low", "seconds_over_trl")
-    return {name: kept[name] for name in names}
+    return {name: kept[name] for name in names if name in kept}
 
 
 def _counts(found: Outcomes) -> dict[str, int]:

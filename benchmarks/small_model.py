@@ -12,7 +12,8 @@ several can run side by side; delete a folder to measure it again.
 The last line is JSON: accuracy before and after, the mean over seeds; the gain and its 95 %
 interval, over questions and seeds; TRL's accuracy, and the CPU seconds of all iterations over
 TRL's, of seed 0 on both sides.
-``--save`` also keeps it in benchmarks/results, and writes the figure and tables of the recipe.
+``--save`` also keeps it in benchmarks/results, and writes the figure and tables of the recipe; with
+``--only`` the tables of what is named.
 """
 
 import json
@@ -60,6 +61,8 @@ EXAMS: dict[str, dict[str, object]] = {
 }
 """Of the model before training: as it is trained, and greedily with eight times as many tokens."""
 TRL = "trl"
+FIVES = (0, 5, 10, 15, 25, 35)
+"""Where the blocks of five iterations begin whose rewards are shown."""
 PACKAGES = "lib/python3*/site-packages"
 STUDENT_T = 4.303
 """The 0.975 quantile of Student's t with two degrees of freedom: three seeds."""
@@ -166,30 +169,36 @@ def gain(before: Mapping[str, Any], after: Sequence[Mapping[str, Any]]) -> tuple
 
 def tasks_table(found: Mapping[str, Any]) -> list[str]:
     """A row per task: the untrained model, also greedily and at length, and each seed."""
-    titles = ["task", "untrained", "untrained, greedy, 256 tokens", *(f"seed {s}" for s in SEEDS)]
-    lines = [row(titles), row(["---"] * len(titles))]
-    exams = [found[name] for name in (*EXAMS, *FULL)]
+    titles = {
+        "untrained": "untrained",
+        "untrained-long": "untrained, greedy, 256 tokens",
+        **{name: f"seed {one['seed']}" for name, one in FULL.items()},
+        **dict.fromkeys(LORA, "a LoRA"),
+        TRL: "TRL",
+    }
+    exams = {title: found[name] for name, title in titles.items() if name in found}
+    lines = [row(["task", *exams]), row(["---"] * (1 + len(exams)))]
     rows = {f"`{task}`": [task] for task in TRAINED} | {"**all five**": TRAINED}
     rows |= {f"`{task}`, not trained on": [task] for task in TASKS if task not in TRAINED}
     for title, tasks in rows.items():
-        lines.append(row([title, *(f"{accuracy(exam, tasks):.2f}" for exam in exams)]))
-    lines.append(row(["tokens of an answer", *(f"{exam['tokens']:.0f}" for exam in exams)]))
-    lines.append(row(["cut off", *(f"{exam['cut_off']:.0%}" for exam in exams)]))
+        lines.append(row([title, *(f"{accuracy(exam, tasks):.2f}" for exam in exams.values())]))
+    lines.append(row(["tokens of an answer", *(f"{e['tokens']:.0f}" for e in exams.values())]))
+    lines.append(row(["cut off", *(f"{exam['cut_off']:.0%}" for exam in exams.values())]))
     return lines
 
 
 def rates_table(found: Mapping[str, Any]) -> list[str]:
-    """A row per way to train and learning rate, all of seed 0."""
-    titles = ["trained", "learning rate", "reward, iterations 6-10", "reward, iterations 16-20"]
-    lines = [row([*titles, "held-out accuracy"]), row(["---"] * 5)]
+    """A row per way to train and learning rate, all of seed 0: rewards in training."""
+    titles = ["trained", "learning rate", *(f"iterations {a + 1}-{a + 5}" for a in FIVES)]
+    lines = [row(titles), row(["---"] * len(titles))]
     ways = {name: one for name, one in RUNS.items() if not one.get("seed")} | {TRL: {"lr": LR}}
-    for name, one in sorted(ways.items(), key=lambda way: (way[0][:4], way[1]["lr"])):
+    known = [item for item in ways.items() if item[0] in found]
+    for name, one in sorted(known, key=lambda way: (way[0][:4], way[1]["lr"])):
         what = "TRL, all weights" if name == TRL else "a LoRA" if "lora" in one else "all weights"
         rewards = found[name]["rewards"]
-        figures = [fmean(rewards[5:10]), fmean(rewards[15:20])]
-        figures += [accuracy(found[name])] if "right" in found[name] else []
-        cells = [what, f"{one['lr']:.0e}", *(f"{figure:.2f}" for figure in figures)]
-        lines.append(row([*cells, *[""] * (5 - len(cells))]))
+        fives = (rewards[a : a + 5] for a in FIVES)
+        cells = [f"{fmean(five):.2f}" if five else "" for five in fives]
+        lines.append(row([what, f"{one['lr']:.0e}", *cells]))
     return lines
 
 
@@ -248,15 +257,17 @@ def main() -> None:
     fetch(DATA / "model")
     prepare(DATA)
     found = {name: measured(name) for name in arguments.only}
-    if len(found) < len(names):
+    whole = len(found) == len(names)
+    print("\n".join([*tasks_table(found), "", *rates_table(found)]))
+    if arguments.save:
+        write_block(PAGE, "tasks", [*([PICTURE, ""] if whole else []), *tasks_table(found)])
+        write_block(PAGE, "rates", rates_table(found))
+    if not whole:
         return
     result = summary_of(found)
-    print("\n".join([*tasks_table(found), "", *rates_table(found)]))
     if arguments.save:
         title = "Right answers in training, mean of five iterations"
         draw(curves(found), result["tasks"], str(FIGURE), title)
-        write_block(PAGE, "tasks", [PICTURE, "", *tasks_table(found)])
-        write_block(PAGE, "rates", rates_table(found))
     report("small-model", result, arguments.save)
 
 
