@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -46,25 +46,32 @@ class PromptEncoder:
         return hashlib.blake2b(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
 
     def encode(
-        self, prompt: str | list[Message], pictures: Sequence[Picture], where: str
+        self,
+        prompt: str | list[Message],
+        pictures: Sequence[Picture],
+        where: Callable[[], str],
     ) -> tuple[list[int], list[int]]:
         """Return token ids, and the indices at which pictures begin among them.
 
+        ``where`` tells the prompt's location for errors; to find that, a file may have to be read.
+
         Raises:
-            DataError: naming the prompt's location ``where``, if it has no tokens, or the chat
-                template cannot render it.
+            DataError: naming the location, if the prompt has no tokens, or the chat template cannot
+                render it.
         """
         plain = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self._rendered([prompt], where)[0]
         token_ids, places = encode(self.tokenizer, text, pictures, special=plain)
         if not token_ids:
-            raise DataError(f"{where}: the prompt {prompt!r:.80} has no tokens")
+            raise DataError(f"{where()}: the prompt {prompt!r:.80} has no tokens")
         if not self._begin_told and (fault := begin_fault(self.tokenizer, token_ids)):
             self._begin_told = True
-            rank_zero_warn(f"{where}: the prompt {fault}; further rows are not reported")
+            rank_zero_warn(f"{where()}: the prompt {fault}; further rows are not reported")
         return token_ids, places
 
-    def lengths(self, prompts: Iterable[str | list[Message]], where: str) -> np.ndarray:
+    def lengths(
+        self, prompts: Iterable[str | list[Message]], where: Callable[[], str]
+    ) -> np.ndarray:
         """Return the number of tokens of each prompt without its pictures, shape (prompts,)."""
         prompts = iter(prompts)
         lengths: list[np.ndarray] = []
@@ -78,7 +85,7 @@ class PromptEncoder:
             lengths.append(counts)
         return np.concatenate(lengths)
 
-    def _counted(self, prompts: list[Any], chat: bool, where: str) -> list[int]:
+    def _counted(self, prompts: list[Any], chat: bool, where: Callable[[], str]) -> list[int]:
         """Return the number of tokens of each prompt; all are chats, or none is."""
         texts = self._rendered(prompts, where) if chat else prompts
         found = self.tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
@@ -86,16 +93,16 @@ class PromptEncoder:
         listed = listed if chat else [begun_once(self.tokenizer, ids) for ids in listed]
         return [len(token_ids) for token_ids in listed]
 
-    def _rendered(self, chats: list[list[Message]], where: str) -> list[str]:
+    def _rendered(self, chats: list[list[Message]], where: Callable[[], str]) -> list[str]:
         if self.tokenizer.chat_template is None:
             raise DataError(
-                f"{where}: the prompt is a chat, but the tokenizer has no chat template; use "
+                f"{where()}: the prompt is a chat, but the tokenizer has no chat template; use "
                 "plain text prompts, or set tokenizer.chat_template and save the tokenizer"
             )
         try:
             return render(self.tokenizer, chats, self.chat_options)
         except Exception as error:  # a template may raise anything
             raise DataError(
-                f"{where}: the chat template cannot render the prompt: {error}; correct its "
+                f"{where()}: the chat template cannot render the prompt: {error}; correct its "
                 "messages, or use a model whose template supports them"
             ) from error

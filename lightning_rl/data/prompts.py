@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -141,7 +141,7 @@ class PromptDataset(ABC):
         rank_zero_info(f"{self!r}: measuring {len(self)} prompts, once for this tokenizer")
         assert self._encoder is not None
         prompts = (row[self.prompt_column] for row in self._loaded().unchecked())
-        return self._encoder.lengths(prompts, repr(self))
+        return self._encoder.lengths(prompts, partial(repr, self))
 
     def __len__(self) -> int:
         return len(self._loaded())
@@ -158,7 +158,8 @@ class PromptDataset(ABC):
         later = ((row[self.prompt_column], row) for row in rows)
         text, pictures = self._pictures.of(columns.pop(self.prompt_column), columns, later)
         assert self._encoder is not None
-        token_ids, places = self._encoder.encode(text, pictures, self._loaded().where(index))
+        where = partial(self._loaded().where, index)
+        token_ids, places = self._encoder.encode(text, pictures, where)
         return Prompt(prompt_id, text, token_ids, columns, pictures=pictures, places=places)
 
     @cached_property

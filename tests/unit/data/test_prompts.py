@@ -15,6 +15,7 @@ from lightning_rl.data.sources import (
     ParquetPrompts,
     prompts_of,
 )
+from lightning_rl.data.tables import JSONLTable
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.models.tokenizer import with_chat_variables
@@ -257,7 +258,7 @@ def test_a_text_begins_once_whether_it_is_rendered_already_or_not(recwarn, text)
     prompts.load(tokenizer)
     [prompt] = prompts.draw(1)
     assert prompt.token_ids == tokenizer.convert_tokens_to_ids(["<|begin|>", "1", "="])
-    assert PromptEncoder(tokenizer).lengths([text], "row 0").tolist() == [3]
+    assert PromptEncoder(tokenizer).lengths([text], str).tolist() == [3]
     assert not recwarn.list
 
 
@@ -411,3 +412,15 @@ def test_a_state_of_a_longer_dataset_is_refused(tokenizer):
     fewer.load(tokenizer)
     with pytest.raises(ConfigError, match=r"were 5 rows, now .* holds 3"):
         fewer.load_state_dict(prompts.state_dict())
+
+
+def test_where_a_row_stands_is_looked_up_for_errors_alone(tmp_path, tiny_model, monkeypatch):
+    """To count its lines, a file is read from its beginning."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1="}\n{"prompt": "2="}\n')
+    prompts = JSONLPrompts(str(path), max_prompt_tokens=8)
+    prompts.load(load_tokenizer(str(tiny_model)))
+    asked = []
+    monkeypatch.setattr(JSONLTable, "where", lambda table, index: asked.append(index) or "here")
+    assert len(prompts.draw(4)) == 4
+    assert asked == []
