@@ -1,4 +1,4 @@
-"""What a model answers to the held-out questions of recipes/smollm2, asked by vLLM alone.
+"""Examine a model on the held-out questions of recipes/smollm2, by vLLM alone.
 
     python -m benchmarks.exam MODEL --out FILE [--max-tokens 32] [--temperature 1]
 

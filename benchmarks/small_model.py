@@ -1,4 +1,4 @@
-"""What does SmolLM2-135M-Instruct learn of five tasks, and how does TRL do with the same settings?
+"""Measure what SmolLM2-135M-Instruct learns of five tasks, here and with TRL's same settings.
 
     python -m benchmarks.small_model [--only full-0 trl] [--save]
 
@@ -59,7 +59,7 @@ EXAMS: dict[str, dict[str, object]] = {
     "untrained": {},
     "untrained-long": {"--max-tokens": 256, "--temperature": 0},
 }
-"""Of the model before training: as it is trained, and greedily with eight times as many tokens."""
+"""Exams of the untrained model: as in training, and greedily with eight times as many tokens."""
 TRL = "trl"
 FIVES = (0, 5, 10, 15, 25, 35)
 """Where the blocks of five iterations begin whose rewards are shown."""
@@ -117,7 +117,7 @@ def run(
 
 
 def examined(name: str, model: Path) -> dict[str, Any]:
-    """What the exam of a model found."""
+    """Return the result of a model's exam, which is held if it was not yet."""
     path = OUT / "exams" / f"{name}.json"
     if not path.exists():
         command = [sys.executable, "-m", "benchmarks.exam", str(model), "--out", str(path)]
@@ -221,7 +221,7 @@ def curves(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the last line says."""
+    """Return the figures of the last line."""
     before, after = found["untrained"], [found[name] for name in FULL]
     mean, half = gain(before, after)
     ours, trl = found["full-0"]["cpu_s"], found[TRL]["cpu_s"]

@@ -40,7 +40,7 @@ class Finding:
 
 
 class GuardAction(ABC):
-    """What a guard does in every iteration in which it goes off, besides logging a warning.
+    """A guard's action in every iteration in which it goes off, besides logging a warning.
 
     ``changes_update``: the action is too late after the update, when only ``stop`` of a decision is
     obeyed.

@@ -37,11 +37,11 @@ class Retained(NamedTuple):
     """Names of what was saved, oldest first."""
 
     there: list[str]
-    """Those that exist in their directory: one that is still being written replaces nothing yet."""
+    """Names that exist in their directory: one that is still being written replaces nothing yet."""
     best: list[str]
     """The best of those, in their order."""
     kept: set[str]
-    """Those that are kept: the last, and the best."""
+    """Names that are kept: the last, and the best."""
 
 
 def retained(directory: Path, saved: Sequence[str], best: Ranked, keep_last: int) -> Retained:
