@@ -38,6 +38,10 @@ from lightning_rl.algos.correction import (
     TokenMIS as TokenMIS,
     TokenTIS as TokenTIS,
 )
+from lightning_rl.algos.distillation import (
+    Distillation as Distillation,
+    TeacherDivergence as TeacherDivergence,
+)
 from lightning_rl.algos.kl import (
     EntropyBonus as EntropyBonus,
     K1Penalty as K1Penalty,
@@ -228,6 +232,10 @@ from lightning_rl.rewards.rules import (
     EnvironmentReward as EnvironmentReward,
     OverlongPenalty as OverlongPenalty,
     PythonTests as PythonTests,
+)
+from lightning_rl.rewards.teachers import (
+    ModelTeacher as ModelTeacher,
+    ServedTeacher as ServedTeacher,
 )
 from lightning_rl.rollout import (
     Prompt as Prompt,

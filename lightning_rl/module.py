@@ -259,6 +259,7 @@ class PolicyModule(OwnLoop, RolloutModule):
                 self.vision,
             )
             self._use_routing(self.policy)
+            self.policy.follows_teacher = self.objective.loss.needs_teacher
             if self.kl is not None or self.kl_reward is not None:
                 self.reference = self._reference[0] or FrozenReference()
                 self.reference.configure(self.policy)
@@ -278,6 +279,12 @@ class PolicyModule(OwnLoop, RolloutModule):
             shard(policy, mesh, precision, offload, experts)
             policy.agree_on_passes()
             if sequence > 1 or policy.tensor is not None:
+                if policy.follows_teacher:
+                    raise ConfigError(
+                        f"loss={type(self.objective.loss).__name__} scores a teacher's likeliest "
+                        f"tokens, which processes that compute a pack together (sequence={sequence}"
+                        ", or tensor > 1) do not exchange; use advantage: Distillation"
+                    )
                 if self.packs is not None:
                     raise ConfigError(
                         "model.max_tokens_per_pack=auto cannot be measured if several processes "

@@ -127,6 +127,8 @@ class Advantage(ABC):
     """True if a KL may be subtracted from the reward; False if that would change its meaning."""
     takes_branches: ClassVar[bool] = False
     """True if rollouts may branch off from others (:class:`Branching`)."""
+    needs_teacher: ClassVar[bool] = False
+    """True if a teacher has to look at the rollouts (:class:`ModelTeacher`)."""
 
     @property
     def per_group(self) -> bool:

@@ -31,6 +31,8 @@ class PolicyLoss(ABC):
     """
 
     zero_at_zero_advantage: ClassVar[bool] = False  # by default nothing is left out
+    needs_teacher: ClassVar[bool] = False
+    """True if a teacher has to tell its likeliest tokens, which the policy then scores, too."""
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:

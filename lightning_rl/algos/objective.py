@@ -138,6 +138,8 @@ def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
     tokens["expert"] = pack["rollouts", "expert"][tokens["row"]]
     if "old_logprobs" not in tokens:  # one update per batch: the current policy is the old one
         tokens["old_logprobs"] = scores.logprobs.detach()
+    if scores.likeliest is not None:
+        tokens["likeliest_logprobs"] = scores.likeliest
     return tokens
 
 

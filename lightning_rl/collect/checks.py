@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from lightning_rl.agents.base import Agent
 from lightning_rl.algos.advantages import Advantage
-from lightning_rl.algos.losses import SFTMix
+from lightning_rl.algos.losses import PolicyLoss, SFTMix
 from lightning_rl.algos.objective import Aggregation, Objective
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.teachers import Teacher
 from lightning_rl.run.processes.dist import world_size
 from lightning_rl.sync.schedule import SyncSchedule
 
@@ -50,6 +52,22 @@ def check_branching(advantage: Advantage, agent: Agent) -> None:
             f"agent={type(agent).__name__} adds branches to groups, which "
             f"advantage={type(advantage).__name__} would count as independent rollouts; set "
             "model.advantage: TreeRLOO, which distinguishes them"
+        )
+
+
+def check_teachers(advantage: Advantage, loss: PolicyLoss, rewards: Sequence[Rewards]) -> None:
+    """Check that a teacher looks at rollouts, and tells as much as is learned from it."""
+    found = [f for one in rewards for f in one.functions.values() if isinstance(f, Teacher)]
+    for key, part in (("advantage", advantage), ("loss", loss)):
+        if part.needs_teacher and not found:
+            raise ConfigError(
+                f"model.{key}={type(part).__name__} learns from a teacher, but data.rewards has "
+                "none; add ModelTeacher or ServedTeacher"
+            )
+    if loss.needs_teacher and not any(teacher.top_k for teacher in found):
+        raise ConfigError(
+            f"model.loss={type(loss).__name__} compares with the tokens that a teacher finds "
+            "likeliest, but the teachers in data.rewards have top_k=0; set it, to 16 for example"
         )
 
 

@@ -11,7 +11,9 @@ A *batch* is a TensorDict with two parts:
   rollout's calls; ``call_reward``: the call's, on its last token, else 0; ``state``: calls of a
   group in the same state have the same number, -1 without. Outside calls they are -1, 0 and -1. If
   any recorded its ``routed_experts``, these, (T, L, K) for L layers with K experts per token; -1
-  where unknown.
+  where unknown. If a teacher has looked at any, ``teacher_logprobs``, NaN where it has not, and of
+  its K likeliest tokens, if it told them, ``teacher_ids`` (T, K), -1 where unknown, and their
+  logprobs ``teacher_top`` (T, K).
 - ``batch["rollouts"]``, batch size [R], one for each row of a rollout: ``length`` and
   ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt: tokens,
   pictures and the experts these were sent to), ``group``, ``rollout`` (rows with the same number

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.data import routing
+from lightning_rl.data import routing, teaching
 from lightning_rl.data.batch import PackedBatch
 from lightning_rl.data.calls import call_columns
 from lightning_rl.errors import ConfigError
@@ -46,6 +46,7 @@ def pack_rollouts(
         **call_columns(rollouts),
         **_expert_columns(rows),
         **_condition_columns(rows, sampling),
+        **_teacher_columns(rows),
     }
     of_rows = {
         **_number_columns(sources, among, roles),
@@ -114,6 +115,11 @@ def _token_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
 def _expert_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
     experts = routing.column([row.routed_experts for row in rows], [row.length for row in rows])
     return {} if experts is None else {"routed_experts": experts}
+
+
+def _teacher_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
+    prompts = [len(row.prompt_ids) for row in rows]
+    return teaching.columns([row.teaching for row in rows], prompts, [row.length for row in rows])
 
 
 def _condition_columns(

@@ -6,7 +6,12 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.collect.ahead import WorkingAhead
-from lightning_rl.collect.checks import check_branching, check_collecting, check_groups
+from lightning_rl.collect.checks import (
+    check_branching,
+    check_collecting,
+    check_groups,
+    check_teachers,
+)
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
@@ -36,6 +41,7 @@ def check_learning(
         with naming(task.name):
             check_collecting(policy.advantage, filters, task.sampling, task.group_size)
             check_branching(policy.advantage, task.agent)
+    check_teachers(policy.advantage, policy.objective.loss, [task.rewards for task in tasks])
     check_groups(groups_per_iteration, policy.minibatches)
     if isinstance(collector, WorkingAhead) and collector.max_staleness:
         warn_if_uncorrected("asynchronous", policy.objective, policy.trust_engine_logprobs)

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.teaching import Teaching
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.packed import ATTENTION, PackLayout
 from lightning_rl.models.logit_map import LogitMap
@@ -55,8 +56,8 @@ def _chunk_sums(
     by: SampledBy,
     vocabulary: Vocabulary,
 ) -> Sums:
-    """Compute the sums from which a chunk's logprobs and entropies, both (m,), follow."""
-    scaled = sampled_logits(states, matrix, offset, targets, by)[0]
+    """Compute the sums from which a chunk's logprobs (m, N) and entropies (m,) follow."""
+    scaled = sampled_logits(states, matrix, offset, targets[:, 0], by)[0]
     top = scaled.amax(-1, keepdim=True)
     exps = (scaled - top).exp_()
     total, picked = exps.sum(-1), vocabulary.pick(scaled, targets)
@@ -77,18 +78,19 @@ def _chunk_slopes(
 ) -> Tensor:
     """Return the gradient (m, V) of a chunk's logits, in the dtype of its states.
 
-    ``lse``, ``entropy`` and the gradients are (m, 1).
+    ``grad_logprobs`` is (m, N); ``lse``, ``entropy`` and ``grad_entropy`` are (m, 1).
     """
-    scaled, bend = sampled_logits(states, matrix, offset, targets, by)
+    scaled, bend = sampled_logits(states, matrix, offset, targets[:, 0], by)
     log_p = scaled.sub_(lse)
+    of_all = None if grad_logprobs is None else grad_logprobs.sum(-1, keepdim=True)
     if grad_entropy is None:
-        assert grad_logprobs is not None  # or autograd would not have come here
-        grad = log_p.exp_().mul_(-grad_logprobs)
+        assert of_all is not None  # or autograd would not have come here
+        grad = log_p.exp_().mul_(-of_all)
     else:
         probs = log_p.exp()
         slope = log_p.add_(entropy).mul_(grad_entropy)
-        if grad_logprobs is not None:
-            slope.add_(grad_logprobs)
+        if of_all is not None:
+            slope.add_(of_all)
         grad = slope.mul_(probs).neg_()
     if grad_logprobs is not None:
         vocabulary.add(grad, targets, grad_logprobs)
@@ -97,11 +99,12 @@ def _chunk_slopes(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Logprob of each target and entropy of its distribution, never holding all logits at once.
+    """Logprobs of N targets and the entropy of each state, never holding all logits at once.
 
-    Backward recomputes each chunk's logits: with p = softmax(z / τ) and H its entropy,
-    d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the slope of the
-    model's own map of logits and of penalties.
+    The first target is the sampled token, which settings of sampling look at. Backward recomputes
+    each chunk's logits: with p = softmax(z / τ) and H its entropy, d logprob[t] / dz = (1[t] - p) /
+    τ and dH / dz = -p (log p + H) / τ; times the slope of the model's own map of logits and of
+    penalties.
     Products are computed in ``dtype``, to which weights are cast once per pass; autocast, which
     would cast them again for each chunk, is off meanwhile.
     """
@@ -121,7 +124,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         sums = Sums(
             *(torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in Sums._fields)
-        )
+        )._replace(picked=torch.empty(targets.shape, dtype=wide, device=hidden.device))
         states, matrix = hidden.to(dtype), weight.to(dtype)
         offset = None if bias is None else bias.to(dtype)
         sums_of = _compiled(_chunk_sums, matrix) if compiled else _chunk_sums
@@ -132,7 +135,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     column[part] = found
         sums = vocabulary.merged(sums)
         lse = sums.top + sums.total.log()
-        logprobs, entropy = sums.picked - lse, lse - sums.weighted / sums.total
+        logprobs, entropy = sums.picked - lse[:, None], lse - sums.weighted / sums.total
         ctx.save_for_backward(states, weight, bias, targets, lse, entropy)
         ctx.by, ctx.hidden_dtype, ctx.vocabulary = by, hidden.dtype, vocabulary
         ctx.compiled = compiled
@@ -159,8 +162,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         slopes_of = _compiled(_chunk_slopes, matrix) if ctx.compiled else _chunk_slopes
         for part in _chunks(states, weight.shape[0], ctx.compiled):
             chunk = states[part], matrix, offset, targets[part], ctx.by.rows(part), ctx.vocabulary
-            grads = (None if g is None else g[part, None] for g in (grad_logprobs, grad_entropy))
-            grad = slopes_of(*chunk, lse[part, None], entropy[part, None], *grads)
+            of_logprobs = None if grad_logprobs is None else grad_logprobs[part]
+            of_entropy = None if grad_entropy is None else grad_entropy[part, None]
+            grad = slopes_of(*chunk, lse[part, None], entropy[part, None], of_logprobs, of_entropy)
             if grad_states is not None:
                 grad_states[part] = grad @ matrix
             if grad_weight is not None:
@@ -237,7 +241,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return logprobs of ``targets``, and entropies of the sampling distribution; float32, (M,).
 
-    ``hidden`` (M, D) are the states that predict the targets (M,). ``temperature`` (M,): greedy
+    ``hidden`` (M, D) are the states that predict the targets (M,). Of targets (M, N), the logprobs
+    have that shape, and the first of the N is what was sampled. ``temperature`` (M,): greedy
     sampling (0) is scored at 1, since its own distribution has no gradient. ``top_k`` (0: all),
     ``top_p`` (1: all) and ``min_p`` (0: all), each (M,), truncate the distribution as the engine
     did; where ``no_end`` (M,) is True, ``ends`` could not be sampled (``min_tokens``). With
@@ -246,11 +251,47 @@ def token_logprobs(
     computation of a chunk, if no setting but the temperature is in use. ``logit_map`` turns the
     head's products into logits; None: they are the logits.
     """
-    by = sampled_by(targets, temperature, top_k, top_p, no_end, ends, min_p, penalties, logit_map)
+    each = targets[:, None] if targets.ndim == 1 else targets
+    sampled = each[:, 0]
+    by = sampled_by(sampled, temperature, top_k, top_p, no_end, ends, min_p, penalties, logit_map)
     by, dtype = vocabulary.settings(by), _logits_dtype(hidden, fp32)
     weight, bias = vocabulary.matrix(output)
     compiled = compiled and by.is_plain
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, by, dtype, vocabulary, compiled)
+    logprobs, entropy = _ChunkedLogprobs.apply(
+        hidden, weight, bias, each, by, dtype, vocabulary, compiled
+    )
+    return logprobs.view(targets.shape), entropy
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Tensor,
+    output: nn.Linear,
+    targets: Tensor,
+    temperature: Tensor,
+    count: int,
+    logit_map: LogitMap | None = None,
+) -> Teaching:
+    """Return the logprobs of ``targets``, and the ``count`` likeliest tokens of each with theirs.
+
+    ``hidden`` (M, D) are the states that predict the targets (M,), which were sampled with
+    ``temperature`` (M,). The likeliest token comes first.
+    """
+    by = sampled_by(targets, temperature, None, None, None, (), logit_map=logit_map)
+    wide, shape = torch.promote_types(hidden.dtype, torch.float32), (len(hidden), count)
+    found = Teaching(
+        hidden.new_empty(len(hidden), dtype=wide),
+        targets.new_empty(shape),
+        hidden.new_empty(shape, dtype=wide),
+    )
+    for part in _chunks(hidden, output.weight.shape[0], compiled=False):
+        logits, _ = sampled_logits(
+            hidden[part], output.weight, output.bias, targets[part], by.rows(part)
+        )
+        logprobs = logits.log_softmax(-1)
+        found.logprobs[part] = logprobs.gather(-1, targets[part, None]).squeeze(-1)
+        found.top_logprobs[part], found.ids[part] = logprobs.topk(count)
+    return found
 
 
 class ValueHead(nn.Module, ABC):

@@ -15,11 +15,12 @@ from lightning_rl.data.batch import host_of, select, tokens_of_rows, with_host
 from lightning_rl.data.ends import ends_of
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.data.splitting import SHARED, Filling
+from lightning_rl.data.teaching import Teaching
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.packed import PackLayout, build_layout, of_all_tokens
 from lightning_rl.models.exact_passes import agreed, exact_pass, exact_pass_of_body, own_logprobs
 from lightning_rl.models.export import ModelExport, StoredDtypes
-from lightning_rl.models.heads import ValueHead, token_logprobs
+from lightning_rl.models.heads import ValueHead, likeliest_tokens, token_logprobs
 from lightning_rl.models.logit_map import logit_map_of
 from lightning_rl.models.lora import (
     LoRA,
@@ -136,6 +137,8 @@ class Policy(nn.Module):
         self.routing = routing_of(self.lm)
         self.replays = False
         """Whether the ``routed_experts`` of packs are replayed, where they are known."""
+        self.follows_teacher = False
+        """Whether gradients are due of the tokens that a teacher finds likeliest, too."""
         critic = self._critic
         self.critic_pass = PACKED if critic is None else exact_pass_of_body(critic, self.reader)
         self.body_pass = exact_pass(self.lm, self._logprobs_by, own_logprobs, self.reader)
@@ -224,17 +227,20 @@ class Policy(nn.Module):
         return self._scores(pack, build_layout(pack))
 
     def _scores(self, pack: TensorDict, layout: PackLayout) -> Scores:
-        if self.routing is not None:
-            known = pack["tokens"].get("routed_experts", None) if self.replays else None
-            known = None if known is None else known[layout.tokens]
-            self.routing.begin(known, self.body_pass.lines(layout))
-        hidden = self._states(pack, layout, self.lm, self.body_pass)
+        hidden = self._own_states(pack, layout)
         cuts, min_p = settings_in_use(host_of(pack)["rollouts"])
         rollouts = pack["rollouts"][layout.rows]
+        targets = pack["tokens", "input_ids"][layout.live]
+        teacher_ids = None
+        if self.follows_teacher and torch.is_grad_enabled():
+            teacher_ids = pack["tokens"].get("teacher_ids", None)
+        if teacher_ids is not None:
+            _require_whole(cuts or min_p)
+            targets = torch.cat([targets[:, None], teacher_ids[layout.live].clamp(min=0)], 1)
         logprobs, entropy = token_logprobs(
             hidden[layout.predictors],
             self.lm.get_output_embeddings(),
-            pack["tokens", "input_ids"][layout.live],
+            targets,
             rollouts["temperature"],
             rollouts["top_k"] if cuts else None,
             rollouts["top_p"] if cuts else None,
@@ -253,7 +259,36 @@ class Policy(nn.Module):
                 hidden = self._states(pack, layout, self.value_head.body, self.critic_pass)
             values = self.value_head(hidden, layout)
         heard = None if self.routing is None else self.routing.heard()
-        return Scores(layout.live, logprobs, entropy, values, heard)
+        likeliest = None
+        if teacher_ids is not None:
+            logprobs, likeliest = logprobs[:, 0], logprobs[:, 1:]
+        return Scores(layout.live, logprobs, entropy, values, heard, likeliest)
+
+    @torch.no_grad()
+    def teach(self, pack: TensorDict, count: int) -> tuple[Tensor, Teaching]:
+        """Return the indices (M,) of a pack's loss tokens, and what this policy thinks of them.
+
+        It tells each one's ``count`` likeliest tokens, at the temperature of its rollout.
+        """
+        pack = with_host(self.with_sight(pack))
+        layout = build_layout(pack)
+        hidden = self._own_states(pack, layout)[layout.predictors]
+        return layout.live, likeliest_tokens(
+            hidden,
+            self.lm.get_output_embeddings(),
+            pack["tokens", "input_ids"][layout.live],
+            pack["rollouts", "temperature"][layout.rows],
+            count,
+            self.logit_map,
+        )
+
+    def _own_states(self, pack: TensorDict, layout: PackLayout) -> Tensor:
+        """Return the last hidden states (S, D) of the language model for a pack."""
+        if self.routing is not None:
+            known = pack["tokens"].get("routed_experts", None) if self.replays else None
+            known = None if known is None else known[layout.tokens]
+            self.routing.begin(known, self.body_pass.lines(layout))
+        return self._states(pack, layout, self.lm, self.body_pass)
 
     def _states(
         self, pack: TensorDict, layout: PackLayout, lm: PreTrainedModel, body_pass: BodyPass
@@ -420,3 +455,16 @@ class Policy(nn.Module):
         export = ModelExport(self, merge_adapters)
         if rank() == 0:
             export.write(directory)
+
+
+def _require_whole(cut: bool) -> None:
+    """Refuse to compare a teacher's likeliest tokens with a distribution that leaves some out.
+
+    Raises:
+        ConfigError: if it does.
+    """
+    if cut:
+        raise ConfigError(
+            "loss=TeacherDivergence compares whole distributions, but rollouts were sampled with "
+            "top_k, top_p or min_p; set sampling.top_k: 0, top_p: 1, min_p: 0"
+        )

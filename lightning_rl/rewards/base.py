@@ -75,8 +75,14 @@ class Rewards:
         self._tokenizer: Any = None
 
     def configure(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Receive the policy's tokenizer, which tells whether a prompt ends in an open thought."""
+        """Receive the policy's tokenizer, which tells whether a prompt ends in an open thought.
+
+        Functions that have a ``configure``, as teachers do, receive it too.
+        """
         self._tokenizer = tokenizer
+        for function in self.functions.values():
+            if (configure := getattr(function, "configure", None)) is not None:
+                configure(tokenizer)
 
     @property
     def of_batch(self) -> list[str]:
@@ -222,6 +228,8 @@ class Rewards:
         parameters = inspect.signature(function).parameters.values()
         names = {p.name for p in parameters}
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        if "rollouts" in names:  # by name alone: who takes all takes what other processes can, too
+            available["rollouts"] = rollouts
         if takes_all or "opened_thoughts" in names:  # which reads prompts, of any length
             available["opened_thoughts"] = [self._opens_thought(r) for r in rollouts]
         if "pictures" in names:

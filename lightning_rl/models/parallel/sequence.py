@@ -46,7 +46,8 @@ class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins 
     """Scores of a pack's M loss tokens; ``live`` are their indices in the pack.
 
     ``heard`` is of all tokens of the forward pass, where a mixture's routers are known, unless
-    several ranks have computed it together.
+    several ranks have computed it together. ``likeliest`` (M, K) are the logprobs of the tokens
+    that a teacher finds likeliest, if the policy follows one.
     """
 
     live: Tensor
@@ -54,6 +55,7 @@ class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins 
     entropy: Tensor
     values: Tensor | None
     heard: Heard | None = None
+    likeliest: Tensor | None = None
 
 
 Scorer = Callable[[TensorDict, PackLayout], Scores]

@@ -1,7 +1,7 @@
 """The policy head's vocabulary: whole, or each rank's part of it.
 
-From a chunk of logits come four numbers a token: the largest, the sum of exponentials, the
-target's logit, and the sum of logits weighted by their exponentials. Those of a vocabulary's parts
+From a chunk of logits come few numbers a token: the largest, the sum of exponentials, the
+targets' logits, and the sum of logits weighted by their exponentials. Those of a vocabulary's parts
 add up to those of the whole, so no rank ever has another's logits.
 """
 
@@ -17,10 +17,10 @@ from lightning_rl.models.sampling import SampledBy
 
 
 class Sums(NamedTuple):
-    """Of logits z of M tokens, all (M,): what their logprobs and entropies are made of.
+    """The numbers that the logprobs and entropies of M tokens with logits z are computed from.
 
-    ``top`` is max z, ``total`` the sum of exp(z - top), ``picked`` the target's z, and ``weighted``
-    the sum of exp(z - top) z.
+    ``top`` (M,) is max z, ``total`` (M,) the sum of exp(z - top), ``picked`` (M, N) the z of the
+    targets, and ``weighted`` (M,) the sum of exp(z - top) z.
     """
 
     top: Tensor
@@ -41,16 +41,17 @@ class Vocabulary:
         return by
 
     def pick(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Of logits (m, V) those of the targets (m,); 0 where they are another rank's."""
-        return logits.gather(-1, targets[:, None]).squeeze(-1)
+        """Return the logits (m, N) of targets (m, N); 0 where they are another rank's."""
+        return logits.gather(-1, targets)
 
     def add(self, slope: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Add values (m, 1) to a slope (m, V) at the targets (m,), where they are this rank's."""
-        if torch.compiler.is_compiling():  # one kernel with what is before and after it
+        """Add values (m, N) to a slope (m, V) at targets (m, N), where they are this rank's."""
+        if torch.compiler.is_compiling() and targets.shape[1] == 1:
+            # One kernel with what is before and after it.
             ids = torch.arange(slope.shape[1], device=slope.device)
-            slope.add_(torch.where(ids == targets[:, None], values, 0.0))
+            slope.add_(torch.where(ids == targets, values, 0.0))
         else:
-            slope.scatter_add_(-1, targets[:, None], values)
+            slope.scatter_add_(-1, targets, values)
 
     def merged(self, sums: Sums) -> Sums:
         """Those of the whole vocabulary."""
@@ -105,14 +106,14 @@ class SplitVocabulary(Vocabulary):
 
     def add(self, slope: Tensor, targets: Tensor, values: Tensor) -> None:
         own, inside = within(targets, self.first, self.count)
-        super().add(slope, own, values.where(inside[:, None], 0.0))
+        super().add(slope, own, values.where(inside, 0.0))
 
     def merged(self, sums: Sums) -> Sums:
         top = self.ranks.max(sums.top)
         share = (sums.top - top).exp()
-        parts = [sums.total * share, sums.picked, sums.weighted * share]
-        total, picked, weighted = self.ranks.sum(torch.stack(parts))
-        return Sums(top, total, picked, weighted)
+        parts = [sums.total * share, sums.weighted * share, *sums.picked.unbind(-1)]
+        total, weighted, *picked = self.ranks.sum(torch.stack(parts))
+        return Sums(top, total, torch.stack(picked, -1), weighted)
 
     def summed(self, gradient: Tensor) -> Tensor:
         return self.ranks.sum(gradient)

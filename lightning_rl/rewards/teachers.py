@@ -1,0 +1,379 @@
+"""ModelTeacher and ServedTeacher: what another model thinks of each token of a completion."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import chain
+from math import inf, isnan, nan
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.data.batch import select
+from lightning_rl.data.encoding import PromptEncoder
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.teaching import UNKNOWN, Teaching, of_text, to_text
+from lightning_rl.engines.base import require_dtype
+from lightning_rl.errors import DataError, require_at_least
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading, require_local
+from lightning_rl.models.tokenizer import require_same_tokens
+from lightning_rl.rewards.calling import RewardFailure, Score
+from lightning_rl.rewards.openai_api import APIRefusal, OpenAIAPI
+from lightning_rl.rewards.remote import Remote
+from lightning_rl.rollout import Message, Prompt, Rollout, Row, SamplingDistribution
+from lightning_rl.run.retry import ServerError
+
+KEPT = 4096
+"""Number of texts whose logprobs a teacher remembers."""
+
+
+class Text(NamedTuple):
+    """A row as a teacher reads it: after these ``prompt_ids``, which may hold a hint."""
+
+    row: Row
+    prompt_ids: list[int]
+    sampling: SamplingDistribution
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, the prompt's included."""
+        return len(self.prompt_ids) + len(self.row.token_ids)
+
+    @property
+    def key(self) -> bytes:
+        """Equal for texts of which a teacher thinks the same."""
+        pictures = [(start, picture.digest) for start, picture in self.row.placed]
+        read = self.prompt_ids, self.row.token_ids, self.row.loss_mask, pictures
+        return blake2b(repr((read, self.sampling.temperature)).encode()).digest()
+
+
+class Teacher:
+    """What teachers have in common: the texts that they read, their memory, and their score.
+
+    A teacher is a reward function. Its score of a completion is the mean of log q - log p over the
+    tokens that the policy wrote, in nats: q is the teacher's probability of a token, p the
+    policy's. So it estimates minus the KL per token. In each row it leaves what it thinks of the
+    tokens (:mod:`lightning_rl.data.teaching`), for ``Distillation`` and ``TeacherDivergence``.
+
+    Args:
+        model: directory or name of the teacher.
+        tokenizer: directory or hub name of its tokenizer.
+        top_k: how many of the likeliest tokens it tells beside each written one.
+        hint: text that only the teacher reads, with columns of the prompt in braces.
+    """
+
+    def __init__(self, model: str, tokenizer: str, top_k: int, hint: str | None) -> None:
+        require_at_least(0, top_k=top_k)
+        self.model, self.tokenizer = model, tokenizer
+        self.top_k, self.hint = top_k, hint
+        self._encoder: PromptEncoder | None = None
+        self._known: dict[bytes, str] = {}
+
+    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Receive the policy's tokenizer, whose tokens the teacher has to share.
+
+        Raises:
+            ConfigError: names a token that means another one to the teacher.
+        """
+        self._encoder = PromptEncoder(tokenizer)
+        require_same_tokens(self.tokenizer, tokenizer.name_or_path)
+
+    def texts(self, rollout: Rollout) -> list[Text]:
+        """Return a rollout's rows that have tokens, as the teacher reads them.
+
+        Rows that do not begin with the rollout's prompt get no hint.
+
+        Raises:
+            DataError: if the prompt cannot be given the ``hint``.
+        """
+        asked = rollout.prompt.token_ids
+        instead = asked if self.hint is None else self._hinted(rollout.prompt, self.hint)
+        found = []
+        for row in rollout.rows:
+            read = row.prompt_ids
+            if read[: len(asked)] == asked:
+                read = instead + read[len(asked) :]
+            if row.token_ids:
+                found.append(Text(row, read, row.sampling or rollout.sampling))
+        return found
+
+    def _hinted(self, prompt: Prompt, hint: str) -> list[int]:
+        """Return a prompt's tokens with the hint at the end of its last message."""
+        try:
+            text = hint.format(**prompt.columns)
+        except (KeyError, IndexError) as error:
+            raise DataError(
+                f"prompt {prompt.key!r} has no column {error}, which the teacher's hint names; it "
+                f"has {', '.join(prompt.columns) or 'none'}"
+            ) from error
+        if prompt.pictures or self._encoded(prompt.prompt, prompt) != prompt.token_ids:
+            raise DataError(
+                f"prompt {prompt.key!r} has pictures, tools or other options of its chat template, "
+                "beside which a teacher can have no hint; leave out hint"
+            )
+        return self._encoded(_with_hint(prompt.prompt, text), prompt)
+
+    def _encoded(self, text: str | list[Message], prompt: Prompt) -> list[int]:
+        assert self._encoder is not None  # rewards are configured before they grade
+        return self._encoder.encode(text, (), lambda: f"prompt {prompt.key!r}")[0]
+
+    def remember(self, text: Text, teaching: Teaching) -> str:
+        """Keep what the teacher thinks of a text, and forget the oldest text if there are many."""
+        found = self._known[text.key] = to_text(teaching)
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        return found
+
+
+def _with_hint(prompt: str | list[Message], hint: str) -> str | list[Message]:
+    if isinstance(prompt, str):
+        return f"{prompt}\n{hint}\n"
+    *before, last = prompt
+    return [*before, {**last, "content": f"{last['content']}\n\n{hint}"}]
+
+
+def _scored(texts: Sequence[Text], found: Sequence[str]) -> Score:
+    """Put what a teacher found into a rollout's rows, and return its score."""
+    gaps: list[float] = []
+    for text, teaching in zip(texts, found, strict=True):
+        row, logprobs = text.row, of_text(teaching).logprobs.tolist()
+        pairs = zip(logprobs, row.logprobs, row.loss_mask, strict=True)
+        gaps += [q - p for q, p, written in pairs if written]
+        row.teaching = teaching
+    if any(map(isnan, gaps)):
+        return RewardFailure("the teacher's logprobs are NaN; are its weights sound?")
+    return sum(gaps) / max(1, len(gaps))
+
+
+@configurable
+class ModelTeacher(Teacher):
+    """A teacher in this process: a causal LM with the policy's tokens, read from its files.
+
+    It may be larger, the policy's own initial model with a ``hint`` (self-distillation), or what
+    another run has exported. It reads tokens at the temperature that they were sampled with, a
+    group's prompt once, and texts that are equal once. It is loaded when the first rollouts are
+    graded, on each process.
+
+    Args:
+        model: directory or hub name.
+        top_k: number of its likeliest tokens to tell for each written one, for
+            ``TeacherDivergence``; 0: its logprob of the written token alone.
+        hint: text that only the teacher reads, at the end of the prompt's last message, with
+            columns of the prompt in braces: ``"The answer is {answer}."``; None: no hint.
+        name: name under which its score is logged.
+        max_tokens_per_pack: tokens per forward pass, which bounds memory.
+        dtype: of its weights: ``float32``, ``bfloat16`` or ``float16``.
+        device: where it computes; None: on a GPU if there is one.
+        trust_remote_code: run code that comes with the model.
+        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+
+    Raises:
+        ConfigError: for values out of range, a directory that does not exist, or a model with
+            other tokens than the policy's.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        top_k: int = 0,
+        hint: str | None = None,
+        name: str = "teacher",
+        max_tokens_per_pack: int = 16_384,
+        dtype: str = "float32",
+        device: str | None = None,
+        trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        require_at_least(1, max_tokens_per_pack=max_tokens_per_pack)
+        require_local(model)
+        require_dtype(dtype)
+        super().__init__(model, model, top_k, hint)
+        self.__name__ = name
+        self.max_tokens_per_pack = max_tokens_per_pack
+        self.dtype = dtype
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.loading = Loading(trust_remote_code, model_kwargs or {})
+        self._policy: Policy | None = None
+
+    def __call__(self, rollouts: list[Rollout]) -> list[Score]:
+        texts = [self.texts(rollout) for rollout in rollouts]
+        keys = [[text.key for text in of_one] for of_one in texts]
+        asked = dict(zip(chain(*keys), chain(*texts), strict=True))
+        found = {key: self._known[key] for key in asked if key in self._known}
+        found |= self._read({key: text for key, text in asked.items() if key not in found})
+        return [
+            _scored(of_one, [found[key] for key in of_keys])
+            for of_one, of_keys in zip(texts, keys, strict=True)
+        ]
+
+    def _read(self, asked: Mapping[bytes, Text]) -> dict[bytes, str]:
+        """Read texts in packs, and remember what the teacher thinks of each."""
+        policy = self._policy = self._policy or self._loaded()
+        texts, found = list(asked.values()), {}
+        if not texts:
+            return {}
+        batch = pack_rollouts([_as_rollout(text, place) for place, text in enumerate(texts)])
+        for places in split_packs(batch, self.max_tokens_per_pack, filling=policy.filling):
+            pack = select(batch, places)
+            live, of_live = policy.teach(pack.to(self.device), self.top_k)
+            whole = _unknown(len(pack["tokens"]), self.top_k)
+            for column, values in zip(whole, of_live, strict=True):
+                column[live.cpu()] = values.to("cpu", column.dtype)
+            begin = 0
+            for text in (texts[place] for place in places.tolist()):
+                first, end = begin + len(text.prompt_ids), begin + text.length
+                of_row = Teaching(*(column[first:end] for column in whole))
+                found[text.key] = self.remember(text, of_row)
+                begin = end
+        return found
+
+    def _loaded(self) -> Policy:
+        policy = Policy(self.model, loading=self.loading).requires_grad_(False)
+        for weight in policy.parameters():  # not what positions are computed from
+            weight.data = weight.data.to(getattr(torch, self.dtype))
+        return policy.to(self.device)
+
+    def close(self) -> None:
+        """Free the model."""
+        self._policy = None
+
+
+def _as_rollout(text: Text, place: int) -> Rollout:
+    """Return a rollout of one row, as which a text can be packed."""
+    row = replace(text.row, prompt_ids=text.prompt_ids, routed_experts="", teaching="", role="")
+    prompt = Prompt(str(place), "", text.prompt_ids)
+    return Rollout(prompt, str(place), 0, 0, text.sampling, rows=[row])
+
+
+def _unknown(tokens: int, count: int) -> Teaching:
+    return Teaching(
+        torch.full((tokens,), nan, device="cpu"),
+        torch.full((tokens, count), UNKNOWN, device="cpu"),
+        torch.full((tokens, count), -inf, device="cpu"),
+    )
+
+
+@dataclass(frozen=True)
+class _Logprob:
+    logprob: float
+
+
+@dataclass(frozen=True)
+class _Choice:
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+
+
+@dataclass(frozen=True)
+class _Completion:
+    choices: list[_Choice]
+    called: ClassVar[str] = "completion"
+
+
+@configurable
+class ServedTeacher(Teacher, Remote):
+    """A teacher that vLLM serves: ``vllm serve MODEL``, on any machine and any number of GPUs.
+
+    It sends prompt and completion as tokens to ``/completions`` and asks for ``prompt_logprobs``,
+    which are those at temperature 1: so the policy has to sample at 1. A server that cannot be
+    reached or fails is asked again; after the last attempt the rollout is FAILED.
+
+    Args:
+        base_url: the server's address, up to and including ``/v1``: ``http://localhost:8000/v1``.
+        model: the server's name for the model.
+        tokenizer: directory or hub name of its tokenizer, to compare with the policy's; None:
+            ``model``.
+        top_k: number of its likeliest tokens to tell for each written one, for
+            ``TeacherDivergence``; more than 20 need the server's ``--max-logprobs``.
+        hint: text that only the teacher reads, at the end of the prompt's last message, with
+            columns of the prompt in braces; None: no hint.
+        api_key_env: name of the environment variable that holds the key; None: no key.
+        name: name under which its score is logged.
+        max_concurrency: maximum number of requests at the same time.
+        retries: attempts after the first.
+        timeout_s: seconds per attempt.
+        first_wait_s: maximum seconds before the first retry; doubled for each further one.
+
+    Raises:
+        ConfigError: for values out of range, an address that is not http(s), or a teacher with
+            other tokens than the policy's.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        tokenizer: str | None = None,
+        top_k: int = 0,
+        hint: str | None = None,
+        api_key_env: str | None = None,
+        name: str = "teacher",
+        max_concurrency: int = 16,
+        retries: int = 3,
+        timeout_s: float = 60.0,
+        first_wait_s: float = 0.5,
+    ) -> None:
+        Teacher.__init__(self, model, tokenizer or model, top_k, hint)
+        Remote.__init__(
+            self,
+            self._ask,  # type: ignore[arg-type]  # async, as Remote's functions are
+            max_concurrency,
+            retries,
+            timeout_s,
+            first_wait_s,
+        )
+        self.__name__ = name
+        self._api = OpenAIAPI(base_url, api_key_env)
+
+    async def _ask(self, rollouts: list[Rollout]) -> list[Score]:
+        texts = self.texts(rollouts[0])
+        hot = next((t.sampling.temperature for t in texts if t.sampling.temperature != 1), None)
+        if hot is not None and not rollouts[0].baseline:
+            return [
+                RewardFailure(
+                    f"sampling.temperature={hot}, but a served teacher's logprobs are those at 1; "
+                    "set it to 1, or use ModelTeacher"
+                )
+            ]
+        try:
+            found = [self._known.get(text.key) or await self._of(text) for text in texts]
+        except APIRefusal as error:
+            return [RewardFailure(str(error))]
+        return [_scored(texts, found)]
+
+    async def _of(self, text: Text) -> str:
+        token_ids = text.prompt_ids + text.row.token_ids
+        body = {
+            "model": self.model,
+            "prompt": token_ids,
+            "prompt_logprobs": self.top_k,
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        told = await self._api.post("/completions", _Completion, body)
+        each = told.choices[0].prompt_logprobs if told.choices else None
+        if each is None or len(each) != len(token_ids):
+            raise ServerError(
+                f"{self._api.base_url} sent no prompt_logprobs of the {len(token_ids)} tokens; a "
+                "teacher has to be served by vLLM"
+            )
+        found = _unknown(len(text.row.token_ids), self.top_k)
+        begin = len(text.prompt_ids)
+        for place, (token, logprobs) in enumerate(
+            zip(text.row.token_ids, each[begin:], strict=True)
+        ):
+            _fill(found, place, token, logprobs or {})
+        return self.remember(text, found)
+
+
+def _fill(found: Teaching, place: int, token: int, told: Mapping[str, _Logprob]) -> None:
+    """Enter what a server told of one token: its own logprob, and those of the likeliest."""
+    if str(token) not in told:
+        raise ServerError(f"the teacher told no logprob of token {token}; has it other tokens?")
+    found.logprobs[place] = told[str(token)].logprob
+    ranked = sorted(told.items(), key=lambda one: -one[1].logprob)[: found.ids.shape[1]]
+    for rank, (name, one) in enumerate(ranked):
+        found.ids[place, rank], found.top_logprobs[place, rank] = int(name), one.logprob

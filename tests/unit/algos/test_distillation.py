@@ -1,0 +1,165 @@
+"""Distillation and TeacherDivergence: by hand, against torch's KL, and through a real update."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM
+
+from lightning_rl import GRPO, Distillation, PolicyModule, PPOClip, SFTMix, TeacherDivergence
+from lightning_rl.algos.distillation import LEAST_SHARE, generalized_jsd, with_rest
+from lightning_rl.algos.objective import loss_tokens
+from lightning_rl.data import teaching
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.teaching import Teaching
+from lightning_rl.errors import ConfigError, DataError
+
+
+def taught(make_rollout, theirs, ids=None, top=None, **fields):
+    """A rollout of some tokens that a teacher has looked at."""
+    count = len(theirs)
+    ids = torch.zeros(count, 0, dtype=torch.long) if ids is None else torch.tensor(ids)
+    top = torch.zeros(count, 0) if top is None else torch.tensor(top)
+    rollout = make_rollout([3], [4] * count, **fields)
+    rollout.rows[0].teaching = teaching.to_text(Teaching(torch.tensor(theirs), ids, top))
+    return rollout
+
+
+def test_text_form_keeps_every_number():
+    told = Teaching(
+        torch.tensor([-0.5, math.nan]),
+        torch.tensor([[7, 3], [-1, -1]]),
+        torch.tensor([[-0.25, -2.0], [-math.inf, -math.inf]]),
+    )
+    back = teaching.of_text(teaching.to_text(told))
+    for mine, theirs in zip(back, told, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(DataError, match="a teacher's logprobs '2:AAA' are damaged"):
+        teaching.of_text("2:AAA")
+
+
+def test_columns_of_rows_with_and_without_a_teacher(make_rollout):
+    one = taught(make_rollout, [-0.5, -1.5], [[7], [8]], [[-0.1], [-0.2]])
+    two = taught(make_rollout, [-2.0], [[5, 6]], [[-0.3, -0.4]])
+    tokens = pack_rollouts([one, make_rollout([3], [4]), two])["tokens"]
+    expected = [math.nan, -0.5, -1.5, math.nan, math.nan, math.nan, -2.0]
+    assert tokens["teacher_logprobs"].tolist() == pytest.approx(expected, nan_ok=True)
+    ids = [[-1, -1], [7, -1], [8, -1], [-1, -1], [-1, -1], [-1, -1], [5, 6]]
+    assert tokens["teacher_ids"].tolist() == ids
+    one.rows[0].append_written([9], [-1.0], [0])
+    with pytest.raises(DataError, match="logprobs of 2 tokens are in a row of 3"):
+        pack_rollouts([one])
+
+
+def test_each_token_gets_its_own_difference(make_rollout):
+    """The teacher's term is added to GRPO's, whose two rewards give ±1 / sqrt(2)."""
+    one = taught(
+        make_rollout, [-0.5, math.nan, -60.0], reward=1.0, loss_mask=[True, False, True],
+        logprobs=[-2.0, 0.0, -1.0],
+    )  # fmt: skip
+    two = make_rollout([3], [4], sample_index=1)
+    given = taught(make_rollout, [-0.5], group_id="e", expert=True)
+    batch = pack_rollouts([one, two, given])
+    alone = Distillation(coef=2.0)(batch.copy())["tokens", "advantages"].tolist()
+    assert alone == pytest.approx([0, 2 * 1.5, 0, 2 * -20.0, 0, 0, 0, 0])
+    both = Distillation(coef=2.0, beside=GRPO())(batch)["tokens", "advantages"].tolist()
+    half = 1 / math.sqrt(2)
+    assert both == pytest.approx([0, half + 3, 0, half - 40, 0, -half, 0, 0], rel=1e-5)
+    assert Distillation().min_group_size == 1
+    assert Distillation(beside=GRPO()).min_group_size == 2
+    # Rollouts that no teacher has looked at have no term.
+    plain = Distillation()(pack_rollouts([two]))["tokens", "advantages"]
+    assert plain.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_divergences_are_those_of_torch(beta):
+    """As TRL's GKDTrainer computes them: torch's kl_div(x, y) is KL(y || x)."""
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.randn(2, 5, 9, generator=generator, dtype=torch.double)
+    teacher, student = (3 * draws).log_softmax(-1)
+    mixed = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    pairs = {0.0: [(1.0, student, teacher)], 1.0: [(1.0, teacher, student)]}
+    usual = [(beta, mixed, teacher), (1 - beta, mixed, student)]
+    expected = sum(
+        weight * kl_div(x, y, reduction="none", log_target=True).sum(-1)
+        for weight, x, y in pairs.get(beta, usual)
+    )
+    found = generalized_jsd(teacher, student, beta)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    # Of fewer outcomes, never more (data processing); of all, the same.
+    few, order = teacher.topk(3)
+    less = generalized_jsd(with_rest(few), with_rest(student.gather(-1, order)), beta)
+    assert (less <= found + 1e-12).all()
+    assert (less > 0).all()
+    whole, order = teacher.topk(9)
+    same = generalized_jsd(with_rest(whole), with_rest(student.gather(-1, order)), beta)
+    torch.testing.assert_close(same, found, rtol=0, atol=20 * LEAST_SHARE)
+
+
+def test_the_loss_by_hand():
+    """Teacher (1/2, 1/4, rest 1/4), student (1/4, 1/4, rest 1/2): forward KL = 1/4 ln 2."""
+    tokens = TensorDict(
+        {
+            "old_logprobs": torch.zeros(2),
+            "advantages": torch.ones(2),
+            "teacher_ids": torch.tensor([[5, 6], [-1, -1]]),
+            "teacher_top": torch.tensor([[0.5, 0.25], [0.0, 0.0]]).log(),
+            "likeliest_logprobs": torch.tensor([[0.25, 0.25], [0.3, 0.1]]).log(),
+        },
+        batch_size=[2],
+    )
+    logprobs = torch.zeros(2, requires_grad=True)
+    loss, metrics = TeacherDivergence(beta=0.0, coef=3.0)(logprobs, tokens)
+    expected = 0.25 * math.log(2)
+    assert loss.tolist() == pytest.approx([3 * expected, 0.0])
+    assert metrics["teacher_divergence"].tolist() == pytest.approx([expected, 0.0])
+    loss, _ = TeacherDivergence(beta=0.0, beside=PPOClip())(logprobs, tokens)
+    assert loss.tolist() == pytest.approx([expected - 1.0, -1.0])
+    loss, _ = TeacherDivergence(beta=1.0)(logprobs, tokens)  # 1/4 ln 1/2 + 1/2 ln 2
+    assert loss.tolist() == pytest.approx([0.25 * math.log(2), 0.0])
+    with pytest.raises(ConfigError, match=r"has to be model\.loss itself"):
+        TeacherDivergence()(logprobs, tokens.exclude("likeliest_logprobs"))
+    with pytest.raises(ConfigError, match="beta=2"):
+        TeacherDivergence(beta=2)
+
+
+def test_the_gradient_is_that_of_all_logits(tiny_model, make_rollout, in_double):
+    rollouts = [make_rollout([3], [4, 5], group_id=str(i)) for i in range(2)]
+    ids = torch.tensor([[6, 7], [8, 9]])
+    top = torch.tensor([[0.6, 0.3], [0.2, 0.1]]).float().log()
+    for rollout in rollouts:
+        told = Teaching(torch.tensor([-1.0, -1.0]), ids, top)
+        rollout.rows[0].teaching = teaching.to_text(told)
+    module = PolicyModule(str(tiny_model), loss=TeacherDivergence(beta=0.0))
+    module.configure_model()
+    policy = module.policy.double()
+    batch = pack_rollouts(rollouts)
+    scores = policy(batch)
+    loss, metrics = module.objective(scores, loss_tokens(batch, scores), iteration=0)
+    loss.mean().backward()
+    # The reference: all logits of the same weights, in float64 as well.
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model).double()
+    logits = lm(input_ids=torch.tensor([[3, 4]])).logits[0].log_softmax(-1)
+    apart = generalized_jsd(with_rest(top.double()), with_rest(logits.gather(-1, ids)), 0.0)
+    apart.mean().backward()
+    assert metrics["policy/teacher_divergence"].tolist() == pytest.approx(apart.tolist() * 2)
+    size = torch.stack([p.grad.norm() for p in lm.parameters()]).norm()
+    assert size > 1e-2
+    for name, weight in lm.named_parameters():
+        gap = policy.lm.get_parameter(name).grad - weight.grad
+        assert gap.norm() < 1e-9 * size, name
+
+
+def test_cut_distributions_and_wrapped_losses_are_refused(tiny_model, make_rollout, train_on):
+    rollout = taught(make_rollout, [-1.0], [[6]], [[-0.5]], top_k=3)
+    module = PolicyModule(str(tiny_model), advantage=Distillation(), loss=TeacherDivergence())
+    with pytest.raises(ConfigError, match=r"compares whole distributions.*top_k: 0"):
+        train_on(module, [pack_rollouts([rollout])])
+    rollout = taught(make_rollout, [-1.0], [[6]], [[-0.5]])
+    wrapped = SFTMix(TeacherDivergence())
+    module = PolicyModule(str(tiny_model), advantage=Distillation(), loss=wrapped)
+    with pytest.raises(ConfigError, match=r"has to be model\.loss itself"):
+        train_on(module, [pack_rollouts([rollout])])
