@@ -108,10 +108,11 @@ class TeacherDivergence(PolicyLoss):
     """The divergence of student and teacher over the teacher's likeliest tokens, as a loss.
 
     It is the generalised Jensen-Shannon divergence (:func:`generalized_jsd`; Agarwal et al. 2024,
-    GKD, arXiv 2306.13649, eq. 1) of two distributions over K + 1 outcomes: the teacher's ``top_k`` likeliest tokens, and all others as one. So it is 0
-    only where they agree, and never more than that over the whole vocabulary. One of the rewards
-    has to be a teacher with ``top_k``; where it has not looked, the loss is 0. Students have to
-    sample from their whole distribution.
+    GKD, arXiv 2306.13649, eq. 1) of two distributions over K + 1 outcomes: the teacher's ``top_k``
+    likeliest tokens, and all others as one. So it is 0 only where they agree on these, and never
+    more than the divergence over the whole vocabulary. One of the rewards has to be a teacher with
+    ``top_k``; where it has not looked, the loss is 0. The policy has to sample from its whole
+    distribution.
 
     Args:
         beta: 0: forward KL, which covers what the teacher would write; 1: reverse KL, which seeks

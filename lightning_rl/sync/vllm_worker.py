@@ -30,7 +30,7 @@ from lightning_rl.engines.vllm.cpu import (
     skip_rank_compilation,
     use_cpu_kernels,
 )
-from lightning_rl.engines.vllm.forms import require_all_loaded
+from lightning_rl.engines.vllm.forms import require_all_loaded, without_head
 from lightning_rl.engines.vllm.held import held_weights, watch_conversions
 from lightning_rl.engines.vllm.lora import PolicyAdapter, keep_apart, policy_adapter
 from lightning_rl.engines.vllm.process import last_line
@@ -125,7 +125,9 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
             if not self._reloading:
                 initialize_layerwise_reload(self.model)
                 self._reloading = True
-            self._loaded |= self.model.load_weights(chain([first], weights))
+            self._loaded |= self.model.load_weights(
+                without_head(self.model, chain([first], weights))
+            )
             self._own_what_waits()
 
     def _own_what_waits(self) -> None:

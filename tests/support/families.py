@@ -84,9 +84,9 @@ ARCHITECTURES = {
     "mixtral": Architecture(
         "Mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.1}, vllm=True
     ),
-    "qwen2": Architecture(
-        "Qwen2", {"use_sliding_window": True, "sliding_window": 1, "max_window_layers": 1},
-        models="Qwen 1.5, 2 and 2.5",
+    "qwen2": Architecture("Qwen2", {}, vllm=True, models="Qwen 1.5, 2 and 2.5"),
+    "qwen2_windows": Architecture(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 1, "max_window_layers": 1}
     ),
     "qwen2_moe": Architecture(
         "Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 32}, vllm=True
@@ -118,26 +118,26 @@ ARCHITECTURES = {
     "deepseek_v2": Architecture("DeepseekV2", ROUTED | LATENT),
     "deepseek_v3": Architecture("DeepseekV3", ROUTED | LATENT, models="DeepSeek V3 and R1"),
     "ernie4_5": Architecture("Ernie4_5", {}, vllm=True),
-    "exaone4": Architecture("Exaone4", WINDOWS),
+    "exaone4": Architecture("Exaone4", WINDOWS, vllm=True),
     "hunyuan_v1_dense": Architecture("HunYuanDenseV1", {}, vllm=True),
     "seed_oss": Architecture("SeedOss", {}, vllm=True),
     "arcee": Architecture("Arcee", {}, vllm=True),
     "apertus": Architecture("Apertus", {}, vllm=True),
     "helium": Architecture("Helium", {}, vllm=True),
     "nemotron": Architecture("Nemotron", {}, "unpacked", vllm=True),
-    "nanochat": Architecture("NanoChat", {}),
+    "nanochat": Architecture("NanoChat", {}, vllm=True),
     "dots1": Architecture("Dots1", ROUTED),
     "minimax_m2": Architecture("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4_text": Architecture(
         "Llama4Text", {"num_local_experts": 2, "intermediate_size_mlp": 64}, "refused",
         models="Llama 4",
     ),
-    "stablelm": Architecture("StableLm", {}, "unpacked"),
+    "stablelm": Architecture("StableLm", {}, "unpacked", vllm=True),
     "persimmon": Architecture("Persimmon", {}),
     "bloom": Architecture("Bloom", {"n_layer": 2, "n_head": 2}, "unpacked"),
-    "cohere": Architecture("Cohere", {}, models="Command R, Aya"),
+    "cohere": Architecture("Cohere", {}, vllm=True, models="Command R, Aya"),
     "cohere2": Architecture("Cohere2", WINDOWS, models="Command A"),
-    "gemma2": Architecture("Gemma2", {}),
+    "gemma2": Architecture("Gemma2", {}, vllm=True),
     "gemma3n_text": Architecture(
         "Gemma3nText",
         {
@@ -145,18 +145,18 @@ ARCHITECTURES = {
             "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
             "activation_sparsity_pattern": [0.0, 0.0],
         },
-        models="Gemma 3n",
+        vllm=True, models="Gemma 3n",
     ),
-    "gemma4_text": Architecture("Gemma4Text", WINDOWS, models="Gemma 4"),
-    "granite": Architecture("Granite", {"logits_scaling": 2.0}),
+    "gemma4_text": Architecture("Gemma4Text", WINDOWS, vllm=True, models="Gemma 4"),
+    "granite": Architecture("Granite", {"logits_scaling": 2.0}, vllm=True),
     "granitemoe": Architecture(
-        "GraniteMoe", {"num_local_experts": 4, "logits_scaling": 2.0}
+        "GraniteMoe", {"num_local_experts": 4, "logits_scaling": 2.0}, vllm=True
     ),
     "granitemoehybrid": Architecture(
         "GraniteMoeHybrid",
         MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 0,
                   "shared_intermediate_size": 64, "logits_scaling": 2.0},
-        "unpacked", models="Granite 4",
+        "unpacked", vllm=True, models="Granite 4",
     ),
     "gpt_oss": Architecture(
         "GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -168,13 +168,13 @@ ARCHITECTURES = {
         "NemotronH",
         {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 32,
          "ssm_state_size": 8, "n_groups": 1},
-        "unpacked",
+        "unpacked", vllm=True,
     ),
     "mamba": Architecture("Mamba", {"state_size": 8}, "unpacked"),
     "mamba2": Architecture(
         "Mamba2", {"num_heads": 4, "head_dim": 32, "state_size": 8, "n_groups": 1}, "unpacked"
     ),
-    "falcon_h1": Architecture("FalconH1", MAMBA2 | {"mamba_d_ssm": 128}, "unpacked"),
+    "falcon_h1": Architecture("FalconH1", MAMBA2 | {"mamba_d_ssm": 128}, "unpacked", vllm=True),
     "jamba": Architecture(
         "Jamba",
         {"num_experts": 2, "mamba_d_state": 8, "use_mamba_kernels": False,

@@ -155,7 +155,7 @@ def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     # vLLM only warns of missing weights, so listen to what the model's loader says it loaded.
 
     def load_and_note(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        loaded.update(load(weights))
+        loaded.update(load(without_head(model, weights)))
         return loaded
 
     model.load_weights = load_and_note
@@ -171,6 +171,16 @@ def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     finally:
         del model.load_weights
     require_all_loaded(model, loaded)
+
+
+def without_head(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """Leave out a tied output head for a vLLM model that has none and uses the embedding itself.
+
+    vLLM's Gemma 2 is such a model, and refuses the head's name.
+    """
+    if any(name.endswith("lm_head") for name, _ in model.named_modules()):
+        return weights
+    return ((name, weight) for name, weight in weights if name != "lm_head.weight")
 
 
 def _end_reload(worker: Any) -> None:

@@ -1,6 +1,7 @@
 """Settings of vLLM engines, and the arguments that they become on this machine's devices."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -96,6 +97,8 @@ class EngineSettings:
                 # A seeded request whose prompt is cut in two rewinds its generator, which torch's
                 # CPU generator cannot do.
                 "enable_chunked_prefill": False,
+                # And without such cuts vLLM cannot cache the states of recurrent layers.
+                "enable_prefix_caching": self.enable_prefix_caching and not _recurs(model_dir),
             }
             # A tied head would keep a packed copy of the old embedding after each push.
             overrides["tie_word_embeddings"] = False
@@ -135,6 +138,15 @@ class EngineSettings:
             # multiplies float32 as TF32: 10 bits of mantissa, not 23.
             variables["TRITON_F32_DEFAULT"] = "ieee"
         return variables
+
+
+_RECURRENT = re.compile(r'"\w*(mamba|ssm_|linear_|conv_|state_size)\w*":')
+"""Names in the configurations of models some of whose layers keep a state in place of keys."""
+
+
+def _recurs(model_dir: Path) -> bool:
+    """Tell whether a model has recurrent layers: Mamba, linear attention, or convolutions."""
+    return bool(_RECURRENT.search((model_dir / "config.json").read_text(encoding="utf-8")))
 
 
 @configurable
