@@ -69,12 +69,26 @@ STUDENT_T = 4.303
 
 
 def trained(
-    name: str, lr: float, seed: int = 0, lora: bool = False, iterations: int = ITERATIONS
+    name: str,
+    lr: float,
+    seed: int = 0,
+    lora: bool = False,
+    iterations: int = ITERATIONS,
+    teacher: str | None = None,
 ) -> Path:
-    """The run directory of a configuration, trained if it is not there yet."""
+    """The run directory of a configuration, trained if it is not there yet.
+
+    ``teacher`` is the run whose model is the teacher; None: the model learns from rewards.
+    """
     directory = OUT / name / "version_0"
     if not (directory / "hf" / "config.json").exists():
         files = ["grpo.yaml", "variants/five.yaml", *(["variants/lora.yaml"] if lora else [])]
+        taught: list[tuple[str, object]] = []
+        if teacher is not None:
+            files.append("variants/teacher.yaml")
+            arguments = {"model": str(OUT / teacher / "version_0" / "hf"), "top_k": 16}
+            other = {"class_path": "lightning_rl.ModelTeacher", "init_args": arguments}
+            taught = [("--data.rewards", json.dumps(["recipes.smollm2.tasks.last_number", other]))]
         # Accuracy is told by the exams, and by the reward of each iteration.
         export = {"class_path": "HFExport", "init_args": {"merge_adapters": lora}}
         options: list[tuple[str, object]] = [
@@ -85,6 +99,7 @@ def trained(
             ("--trainer.logger.save_dir", OUT),
             ("--trainer.logger.name", name),
             ("--trainer.callbacks", json.dumps([{"class_path": "RunReport"}, export])),
+            *taught,
             *([("--ckpt_path", "last")] if directory.exists() else []),  # it was stopped
         ]
         run([sys.executable, "-m", "lightning_rl", "fit"], options)
@@ -136,15 +151,20 @@ def measured(name: str) -> dict[str, Any]:
     if name == TRL:
         directory = trained_by_trl()
         progress = json.loads((directory / "measured_0.json").read_text(encoding="utf-8"))
-        rewards, seconds = progress["rewards"], progress["cpu_s"]
+        found = {"rewards": progress["rewards"], "cpu_s": progress["cpu_s"]}
     else:
         directory = trained(name, **RUNS[name])
-        lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-        seconds = [after["cpu_s"] - before["cpu_s"] for before, after in pairwise(rows)]
-    found = {"rewards": rewards, "cpu_s": seconds}
+        found = rewards_and_seconds(directory)
     return found if name in SWEEP else found | examined(name, directory / "hf")
+
+
+def rewards_and_seconds(directory: Path) -> dict[str, Any]:
+    """The mean reward and the CPU seconds of each iteration of a run."""
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    seconds = [after["cpu_s"] - before["cpu_s"] for before, after in pairwise(rows)]
+    return {"rewards": rewards, "cpu_s": seconds}
 
 
 def accuracy(one: Mapping[str, Any], tasks: Sequence[str] = TRAINED) -> float:

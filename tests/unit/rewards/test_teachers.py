@@ -141,9 +141,7 @@ def test_another_tokenizer_is_refused_by_name(tiny_model, tmp_path):
             text = text.replace(b'"5"', b'"five"')
         (other / file.name).write_bytes(text)
     rewards = Rewards([ModelTeacher(str(other))])
-    with pytest.raises(
-        ConfigError, match=r"has another tokenizer .* 'five' there"
-    ):
+    with pytest.raises(ConfigError, match=r"has another tokenizer .* 'five' there"):
         rewards.configure(load_tokenizer(str(tiny_model)))
 
 
