@@ -233,9 +233,11 @@ from lightning_rl.rewards.rules import (
     OverlongPenalty as OverlongPenalty,
     PythonTests as PythonTests,
 )
+from lightning_rl.rewards.served_teacher import (
+    ServedTeacher as ServedTeacher,
+)
 from lightning_rl.rewards.teachers import (
     ModelTeacher as ModelTeacher,
-    ServedTeacher as ServedTeacher,
 )
 from lightning_rl.rollout import (
     Prompt as Prompt,

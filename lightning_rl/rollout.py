@@ -208,8 +208,8 @@ class Row:
     where it was given). ``role`` is the policy that wrote the row. ``sampling`` is None if the
     row has the rollout's. ``routed_experts`` are those to which an engine routed its first
     tokens, including the prompt's (:mod:`lightning_rl.data.routing`); empty: not recorded.
-    ``teaching`` is what a teacher thinks of the tokens after the prompt
-    (:mod:`lightning_rl.data.teaching`); empty: no teacher has looked.
+    ``teacher_logprobs`` are a teacher's for the tokens after the prompt
+    (:mod:`lightning_rl.data.teacher_logprobs`); empty: no teacher has looked.
     ``pictures`` are all of the row in order, those of its prompt first; ``places`` say where each
     begins, counted from the start of the prompt.
     """
@@ -224,7 +224,7 @@ class Row:
     routed_experts: str = ""
     pictures: list[Picture] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    teaching: str = ""
+    teacher_logprobs: str = ""
 
     def __post_init__(self) -> None:
         self.pictures = _pictures(self.pictures)

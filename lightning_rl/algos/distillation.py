@@ -12,7 +12,7 @@ from lightning_rl.algos.kl import LARGEST_LOG_RATIO
 from lightning_rl.algos.losses import Metrics, PolicyLoss, divergence
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import token_rows
-from lightning_rl.data.teaching import UNKNOWN
+from lightning_rl.data.teacher_logprobs import UNKNOWN
 from lightning_rl.errors import ConfigError, require_finite
 
 LEAST_SHARE = 1e-6

@@ -57,7 +57,8 @@ def check_branching(advantage: Advantage, agent: Agent) -> None:
 
 def check_teachers(advantage: Advantage, loss: PolicyLoss, rewards: Sequence[Rewards]) -> None:
     """Check that a teacher looks at rollouts, and tells as much as is learned from it."""
-    found = [f for one in rewards for f in one.functions.values() if isinstance(f, Teacher)]
+    functions: list[object] = [f for one in rewards for f in one.functions.values()]
+    found = [function for function in functions if isinstance(function, Teacher)]
     for key, part in (("advantage", advantage), ("loss", loss)):
         if part.needs_teacher and not found:
             raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.data import routing, teaching
+from lightning_rl.data import routing, teacher_logprobs
 from lightning_rl.data.batch import PackedBatch
 from lightning_rl.data.calls import call_columns
 from lightning_rl.errors import ConfigError
@@ -119,7 +119,9 @@ def _expert_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 def _teacher_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
     prompts = [len(row.prompt_ids) for row in rows]
-    return teaching.columns([row.teaching for row in rows], prompts, [row.length for row in rows])
+    return teacher_logprobs.columns(
+        [row.teacher_logprobs for row in rows], prompts, [row.length for row in rows]
+    )
 
 
 def _condition_columns(

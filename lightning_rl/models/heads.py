@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.teaching import Teaching
+from lightning_rl.data.teacher_logprobs import TeacherLogprobs
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.packed import ATTENTION, PackLayout
 from lightning_rl.models.logit_map import LogitMap
@@ -271,7 +271,7 @@ def likeliest_tokens(
     temperature: Tensor,
     count: int,
     logit_map: LogitMap | None = None,
-) -> Teaching:
+) -> TeacherLogprobs:
     """Return the logprobs of ``targets``, and the ``count`` likeliest tokens of each with theirs.
 
     ``hidden`` (M, D) are the states that predict the targets (M,), which were sampled with
@@ -279,7 +279,7 @@ def likeliest_tokens(
     """
     by = sampled_by(targets, temperature, None, None, None, (), logit_map=logit_map)
     wide, shape = torch.promote_types(hidden.dtype, torch.float32), (len(hidden), count)
-    found = Teaching(
+    found = TeacherLogprobs(
         hidden.new_empty(len(hidden), dtype=wide),
         targets.new_empty(shape),
         hidden.new_empty(shape, dtype=wide),

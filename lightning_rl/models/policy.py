@@ -15,7 +15,7 @@ from lightning_rl.data.batch import host_of, select, tokens_of_rows, with_host
 from lightning_rl.data.ends import ends_of
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.data.splitting import SHARED, Filling
-from lightning_rl.data.teaching import Teaching
+from lightning_rl.data.teacher_logprobs import TeacherLogprobs
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.packed import PackLayout, build_layout, of_all_tokens
 from lightning_rl.models.exact_passes import agreed, exact_pass, exact_pass_of_body, own_logprobs
@@ -265,10 +265,11 @@ class Policy(nn.Module):
         return Scores(layout.live, logprobs, entropy, values, heard, likeliest)
 
     @torch.no_grad()
-    def teach(self, pack: TensorDict, count: int) -> tuple[Tensor, Teaching]:
-        """Return the indices (M,) of a pack's loss tokens, and what this policy thinks of them.
+    def likeliest(self, pack: TensorDict, count: int) -> tuple[Tensor, TeacherLogprobs]:
+        """Return the indices (M,) of a pack's loss tokens, and their logprobs, as a teacher.
 
-        It tells each one's ``count`` likeliest tokens, at the temperature of its rollout.
+        With them come the ``count`` likeliest tokens in each one's place, all at the temperature of
+        its rollout.
         """
         pack = with_host(self.with_sight(pack))
         layout = build_layout(pack)

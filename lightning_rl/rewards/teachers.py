@@ -1,11 +1,11 @@
-"""ModelTeacher and ServedTeacher: what another model thinks of each token of a completion."""
+"""ModelTeacher: another model's logprobs for the tokens of a completion, as a reward."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain
 from math import inf, isnan, nan
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,17 +15,14 @@ from lightning_rl.data.batch import select
 from lightning_rl.data.encoding import PromptEncoder
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.splitting import split_packs
-from lightning_rl.data.teaching import UNKNOWN, Teaching, of_text, to_text
+from lightning_rl.data.teacher_logprobs import UNKNOWN, TeacherLogprobs, of_text, to_text
 from lightning_rl.engines.base import require_dtype
 from lightning_rl.errors import DataError, require_at_least
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, require_local
 from lightning_rl.models.tokenizer import require_same_tokens
 from lightning_rl.rewards.calling import RewardFailure, Score
-from lightning_rl.rewards.openai_api import APIRefusal, OpenAIAPI
-from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import Message, Prompt, Rollout, Row, SamplingDistribution
-from lightning_rl.run.retry import ServerError
 
 KEPT = 4096
 """Number of texts whose logprobs a teacher remembers."""
@@ -45,7 +42,7 @@ class Text(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Equal for texts of which a teacher thinks the same."""
+        """Equal for texts to which a teacher gives the same logprobs."""
         pictures = [(start, picture.digest) for start, picture in self.row.placed]
         read = self.prompt_ids, self.row.token_ids, self.row.loss_mask, pictures
         return blake2b(repr((read, self.sampling.temperature)).encode()).digest()
@@ -56,8 +53,8 @@ class Teacher:
 
     A teacher is a reward function. Its score of a completion is the mean of log q - log p over the
     tokens that the policy wrote, in nats: q is the teacher's probability of a token, p the
-    policy's. So it estimates minus the KL per token. In each row it leaves what it thinks of the
-    tokens (:mod:`lightning_rl.data.teaching`), for ``Distillation`` and ``TeacherDivergence``.
+    policy's. So it estimates minus the KL per token. It leaves its logprobs in each row
+    (:mod:`lightning_rl.data.teacher_logprobs`), for ``Distillation`` and ``TeacherDivergence``.
 
     Args:
         model: directory or name of the teacher.
@@ -121,9 +118,9 @@ class Teacher:
         assert self._encoder is not None  # rewards are configured before they grade
         return self._encoder.encode(text, (), lambda: f"prompt {prompt.key!r}")[0]
 
-    def remember(self, text: Text, teaching: Teaching) -> str:
-        """Keep what the teacher thinks of a text, and forget the oldest text if there are many."""
-        found = self._known[text.key] = to_text(teaching)
+    def remember(self, text: Text, logprobs: TeacherLogprobs) -> str:
+        """Keep a text's logprobs, and forget those of the oldest text if there are many."""
+        found = self._known[text.key] = to_text(logprobs)
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
         return found
@@ -136,14 +133,14 @@ def _with_hint(prompt: str | list[Message], hint: str) -> str | list[Message]:
     return [*before, {**last, "content": f"{last['content']}\n\n{hint}"}]
 
 
-def _scored(texts: Sequence[Text], found: Sequence[str]) -> Score:
-    """Put what a teacher found into a rollout's rows, and return its score."""
+def scored(texts: Sequence[Text], found: Sequence[str]) -> Score:
+    """Put a teacher's logprobs into a rollout's rows, and return its score."""
     gaps: list[float] = []
-    for text, teaching in zip(texts, found, strict=True):
-        row, logprobs = text.row, of_text(teaching).logprobs.tolist()
+    for text, encoded in zip(texts, found, strict=True):
+        row, logprobs = text.row, of_text(encoded).logprobs.tolist()
         pairs = zip(logprobs, row.logprobs, row.loss_mask, strict=True)
         gaps += [q - p for q, p, written in pairs if written]
-        row.teaching = teaching
+        row.teacher_logprobs = encoded
     if any(map(isnan, gaps)):
         return RewardFailure("the teacher's logprobs are NaN; are its weights sound?")
     return sum(gaps) / max(1, len(gaps))
@@ -206,12 +203,12 @@ class ModelTeacher(Teacher):
         found = {key: self._known[key] for key in asked if key in self._known}
         found |= self._read({key: text for key, text in asked.items() if key not in found})
         return [
-            _scored(of_one, [found[key] for key in of_keys])
+            scored(of_one, [found[key] for key in of_keys])
             for of_one, of_keys in zip(texts, keys, strict=True)
         ]
 
     def _read(self, asked: Mapping[bytes, Text]) -> dict[bytes, str]:
-        """Read texts in packs, and remember what the teacher thinks of each."""
+        """Read texts in packs, and return and remember their logprobs."""
         policy = self._policy = self._policy or self._loaded()
         texts, found = list(asked.values()), {}
         if not texts:
@@ -219,14 +216,14 @@ class ModelTeacher(Teacher):
         batch = pack_rollouts([_as_rollout(text, place) for place, text in enumerate(texts)])
         for places in split_packs(batch, self.max_tokens_per_pack, filling=policy.filling):
             pack = select(batch, places)
-            live, of_live = policy.teach(pack.to(self.device), self.top_k)
-            whole = _unknown(len(pack["tokens"]), self.top_k)
+            live, of_live = policy.likeliest(pack.to(self.device), self.top_k)
+            whole = unknown(len(pack["tokens"]), self.top_k)
             for column, values in zip(whole, of_live, strict=True):
                 column[live.cpu()] = values.to("cpu", column.dtype)
             begin = 0
             for text in (texts[place] for place in places.tolist()):
                 first, end = begin + len(text.prompt_ids), begin + text.length
-                of_row = Teaching(*(column[first:end] for column in whole))
+                of_row = TeacherLogprobs(*(column[first:end] for column in whole))
                 found[text.key] = self.remember(text, of_row)
                 begin = end
         return found
@@ -244,136 +241,17 @@ class ModelTeacher(Teacher):
 
 def _as_rollout(text: Text, place: int) -> Rollout:
     """Return a rollout of one row, as which a text can be packed."""
-    row = replace(text.row, prompt_ids=text.prompt_ids, routed_experts="", teaching="", role="")
+    row = replace(
+        text.row, prompt_ids=text.prompt_ids, routed_experts="", teacher_logprobs="", role=""
+    )
     prompt = Prompt(str(place), "", text.prompt_ids)
     return Rollout(prompt, str(place), 0, 0, text.sampling, rows=[row])
 
 
-def _unknown(tokens: int, count: int) -> Teaching:
-    return Teaching(
+def unknown(tokens: int, count: int) -> TeacherLogprobs:
+    """Return the logprobs of ``tokens`` tokens that no teacher has read, to be filled in."""
+    return TeacherLogprobs(
         torch.full((tokens,), nan, device="cpu"),
         torch.full((tokens, count), UNKNOWN, device="cpu"),
         torch.full((tokens, count), -inf, device="cpu"),
     )
-
-
-@dataclass(frozen=True)
-class _Logprob:
-    logprob: float
-
-
-@dataclass(frozen=True)
-class _Choice:
-    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
-
-
-@dataclass(frozen=True)
-class _Completion:
-    choices: list[_Choice]
-    called: ClassVar[str] = "completion"
-
-
-@configurable
-class ServedTeacher(Teacher, Remote):
-    """A teacher that vLLM serves: ``vllm serve MODEL``, on any machine and any number of GPUs.
-
-    It sends prompt and completion as tokens to ``/completions`` and asks for ``prompt_logprobs``,
-    which are those at temperature 1: so the policy has to sample at 1. A server that cannot be
-    reached or fails is asked again; after the last attempt the rollout is FAILED.
-
-    Args:
-        base_url: the server's address, up to and including ``/v1``: ``http://localhost:8000/v1``.
-        model: the server's name for the model.
-        tokenizer: directory or hub name of its tokenizer, to compare with the policy's; None:
-            ``model``.
-        top_k: number of its likeliest tokens to tell for each written one, for
-            ``TeacherDivergence``; more than 20 need the server's ``--max-logprobs``.
-        hint: text that only the teacher reads, at the end of the prompt's last message, with
-            columns of the prompt in braces; None: no hint.
-        api_key_env: name of the environment variable that holds the key; None: no key.
-        name: name under which its score is logged.
-        max_concurrency: maximum number of requests at the same time.
-        retries: attempts after the first.
-        timeout_s: seconds per attempt.
-        first_wait_s: maximum seconds before the first retry; doubled for each further one.
-
-    Raises:
-        ConfigError: for values out of range, an address that is not http(s), or a teacher with
-            other tokens than the policy's.
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        tokenizer: str | None = None,
-        top_k: int = 0,
-        hint: str | None = None,
-        api_key_env: str | None = None,
-        name: str = "teacher",
-        max_concurrency: int = 16,
-        retries: int = 3,
-        timeout_s: float = 60.0,
-        first_wait_s: float = 0.5,
-    ) -> None:
-        Teacher.__init__(self, model, tokenizer or model, top_k, hint)
-        Remote.__init__(
-            self,
-            self._ask,  # type: ignore[arg-type]  # async, as Remote's functions are
-            max_concurrency,
-            retries,
-            timeout_s,
-            first_wait_s,
-        )
-        self.__name__ = name
-        self._api = OpenAIAPI(base_url, api_key_env)
-
-    async def _ask(self, rollouts: list[Rollout]) -> list[Score]:
-        texts = self.texts(rollouts[0])
-        hot = next((t.sampling.temperature for t in texts if t.sampling.temperature != 1), None)
-        if hot is not None and not rollouts[0].baseline:
-            return [
-                RewardFailure(
-                    f"sampling.temperature={hot}, but a served teacher's logprobs are those at 1; "
-                    "set it to 1, or use ModelTeacher"
-                )
-            ]
-        try:
-            found = [self._known.get(text.key) or await self._of(text) for text in texts]
-        except APIRefusal as error:
-            return [RewardFailure(str(error))]
-        return [_scored(texts, found)]
-
-    async def _of(self, text: Text) -> str:
-        token_ids = text.prompt_ids + text.row.token_ids
-        body = {
-            "model": self.model,
-            "prompt": token_ids,
-            "prompt_logprobs": self.top_k,
-            "max_tokens": 1,
-            "temperature": 0,
-        }
-        told = await self._api.post("/completions", _Completion, body)
-        each = told.choices[0].prompt_logprobs if told.choices else None
-        if each is None or len(each) != len(token_ids):
-            raise ServerError(
-                f"{self._api.base_url} sent no prompt_logprobs of the {len(token_ids)} tokens; a "
-                "teacher has to be served by vLLM"
-            )
-        found = _unknown(len(text.row.token_ids), self.top_k)
-        begin = len(text.prompt_ids)
-        for place, (token, logprobs) in enumerate(
-            zip(text.row.token_ids, each[begin:], strict=True)
-        ):
-            _fill(found, place, token, logprobs or {})
-        return self.remember(text, found)
-
-
-def _fill(found: Teaching, place: int, token: int, told: Mapping[str, _Logprob]) -> None:
-    """Enter what a server told of one token: its own logprob, and those of the likeliest."""
-    if str(token) not in told:
-        raise ServerError(f"the teacher told no logprob of token {token}; has it other tokens?")
-    found.logprobs[place] = told[str(token)].logprob
-    ranked = sorted(told.items(), key=lambda one: -one[1].logprob)[: found.ids.shape[1]]
-    for rank, (name, one) in enumerate(ranked):
-        found.ids[place, rank], found.top_logprobs[place, rank] = int(name), one.logprob

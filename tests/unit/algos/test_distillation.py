@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from lightning_rl import GRPO, Distillation, PolicyModule, PPOClip, SFTMix, TeacherDivergence
 from lightning_rl.algos.distillation import LEAST_SHARE, generalized_jsd, with_rest
 from lightning_rl.algos.objective import loss_tokens
-from lightning_rl.data import teaching
+from lightning_rl.data import teacher_logprobs
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.teaching import Teaching
+from lightning_rl.data.teacher_logprobs import TeacherLogprobs
 from lightning_rl.errors import ConfigError, DataError
 
 
@@ -23,21 +23,23 @@ def taught(make_rollout, theirs, ids=None, top=None, **fields):
     ids = torch.zeros(count, 0, dtype=torch.long) if ids is None else torch.tensor(ids)
     top = torch.zeros(count, 0) if top is None else torch.tensor(top)
     rollout = make_rollout([3], [4] * count, **fields)
-    rollout.rows[0].teaching = teaching.to_text(Teaching(torch.tensor(theirs), ids, top))
+    rollout.rows[0].teacher_logprobs = teacher_logprobs.to_text(
+        TeacherLogprobs(torch.tensor(theirs), ids, top)
+    )
     return rollout
 
 
 def test_text_form_keeps_every_number():
-    told = Teaching(
+    told = TeacherLogprobs(
         torch.tensor([-0.5, math.nan]),
         torch.tensor([[7, 3], [-1, -1]]),
         torch.tensor([[-0.25, -2.0], [-math.inf, -math.inf]]),
     )
-    back = teaching.of_text(teaching.to_text(told))
+    back = teacher_logprobs.of_text(teacher_logprobs.to_text(told))
     for mine, theirs in zip(back, told, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(DataError, match="a teacher's logprobs '2:AAA' are damaged"):
-        teaching.of_text("2:AAA")
+        teacher_logprobs.of_text("2:AAA")
 
 
 def test_columns_of_rows_with_and_without_a_teacher(make_rollout):
@@ -131,8 +133,8 @@ def test_the_gradient_is_that_of_all_logits(tiny_model, make_rollout, in_double)
     ids = torch.tensor([[6, 7], [8, 9]])
     top = torch.tensor([[0.6, 0.3], [0.2, 0.1]]).float().log()
     for rollout in rollouts:
-        told = Teaching(torch.tensor([-1.0, -1.0]), ids, top)
-        rollout.rows[0].teaching = teaching.to_text(told)
+        told = TeacherLogprobs(torch.tensor([-1.0, -1.0]), ids, top)
+        rollout.rows[0].teacher_logprobs = teacher_logprobs.to_text(told)
     module = PolicyModule(str(tiny_model), loss=TeacherDivergence(beta=0.0))
     module.configure_model()
     policy = module.policy.double()

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rl import Distillation, ModelTeacher, PPOClip, ServedTeacher, TeacherDivergence
 from lightning_rl.collect.checks import check_teachers
-from lightning_rl.data import teaching
+from lightning_rl.data import teacher_logprobs
 from lightning_rl.errors import ConfigError, RewardError
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards import teachers
@@ -52,7 +52,7 @@ def test_logprobs_are_those_of_the_model(tiny_model, make_rollout, budget):
         begin = len(row.prompt_ids)
         expected = own_logprobs(tiny_model, row.prompt_ids + row.token_ids, 0.5)[begin - 1 :]
         of_tokens = expected.gather(-1, torch.tensor(row.token_ids)[:, None]).squeeze(-1)
-        found = teaching.of_text(row.teaching)
+        found = teacher_logprobs.of_text(row.teacher_logprobs)
         assert found.logprobs.isnan().tolist() == [False, True, False]
         known = torch.tensor(mask)
         gap = found.logprobs[known] - of_tokens[known]
@@ -76,12 +76,12 @@ def test_equal_texts_are_read_once(tiny_model, make_rollout, monkeypatch):
     graded(teacher, tiny_model, two)
     graded(teacher, tiny_model, [make_rollout([3], [4])])
     assert read == [1, 2]
-    assert two[0].rows[0].teaching == one[0].rows[0].teaching
+    assert two[0].rows[0].teacher_logprobs == one[0].rows[0].teacher_logprobs
     # It forgets the oldest.
     monkeypatch.setattr(teachers, "KEPT", 1)
     graded(teacher, tiny_model, [make_rollout([3], [7])])
     assert len(teacher._known) == 3  # of four, the first is gone
-    assert one[0].rows[0].teaching not in teacher._known.values()
+    assert one[0].rows[0].teacher_logprobs not in teacher._known.values()
 
 
 def test_a_hint_is_read_by_the_teacher_alone(tiny_model, make_rollout):
@@ -95,10 +95,12 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_model, make_rollout):
     graded(ModelTeacher(str(tiny_model), hint="{answer}", device="cpu"), tiny_model, [rollout])
     expected = own_logprobs(tiny_model, [*hinted, 7, 1])[len(hinted) - 1 :]
     wanted = expected.gather(-1, torch.tensor([[7], [1]])).squeeze(-1)
-    found = teaching.of_text(rollout.rows[0].teaching).logprobs
+    found = teacher_logprobs.of_text(rollout.rows[0].teacher_logprobs).logprobs
     assert (found - wanted).abs().max() < 1e-4
     plain = own_logprobs(tiny_model, [9, 9, 5])[1, 5]
-    assert teaching.of_text(later.teaching).logprobs[0] == pytest.approx(float(plain), abs=1e-4)
+    assert teacher_logprobs.of_text(later.teacher_logprobs).logprobs[0] == pytest.approx(
+        float(plain), abs=1e-4
+    )
     assert rollout.rows[0].prompt_ids == [4, 2]
 
 
@@ -199,7 +201,7 @@ def test_a_server_gets_tokens_and_tells_their_logprobs(tiny_model, make_rollout)
         url = f"http://127.0.0.1:{server.server_port}/v1"
         right, dead, other, hot = ask(url, rollouts)
     assert right == pytest.approx((0.5 + 0.6) / 2)  # each less the writer's -1
-    found = teaching.of_text(rollouts[0].rows[0].teaching)
+    found = teacher_logprobs.of_text(rollouts[0].rows[0].teacher_logprobs)
     assert found.logprobs.tolist() == pytest.approx([-0.5, -0.4])
     assert found.ids.tolist() == [[3, 4], [3, 4]]
     expected = torch.tensor([[-0.3, -0.4]] * 2)

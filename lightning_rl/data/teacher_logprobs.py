@@ -1,4 +1,4 @@
-"""Teaching: what a teacher thinks of each token of a text, as compact text in rollouts.
+"""TeacherLogprobs: what a teacher thinks of each token of a text, as compact text in rollouts.
 
 ``16:...`` stands for the 16 likeliest tokens beside each written one; the rest is base64 of, token
 by token, the written token's logprob, those 16 tokens, and their logprobs.
@@ -18,7 +18,7 @@ UNKNOWN = -1
 """Stands for a token among the likeliest where no teacher has looked."""
 
 
-class Teaching(NamedTuple):
+class TeacherLogprobs(NamedTuple):
     """A teacher's distribution over each of n tokens, as far as it is known.
 
     ``logprobs`` (n,) are those of the written tokens, NaN where it has not looked; ``ids`` (n, K)
@@ -30,16 +30,16 @@ class Teaching(NamedTuple):
     top_logprobs: Tensor
 
 
-def to_text(teaching: Teaching) -> str:
-    """Encode a teaching as text; it may be on any device."""
-    count = teaching.ids.shape[1]
-    made = np.zeros(len(teaching.logprobs), _form(count))
-    for name, column in zip(made.dtype.names or (), teaching, strict=True):
+def to_text(found: TeacherLogprobs) -> str:
+    """Encode logprobs, which may be on any device, as text."""
+    count = found.ids.shape[1]
+    made = np.zeros(len(found.logprobs), _form(count))
+    for name, column in zip(made.dtype.names or (), found, strict=True):
         made[name] = column.cpu().numpy()
     return f"{count}:{b64encode(made.tobytes()).decode()}"
 
 
-def of_text(text: str) -> Teaching:
+def of_text(text: str) -> TeacherLogprobs:
     """Decode a text; inverse of :func:`to_text`.
 
     Raises:
@@ -53,7 +53,7 @@ def of_text(text: str) -> Teaching:
             f"a teacher's logprobs {text[:40]!r} are damaged ({error}); restore the file"
         ) from error
     logprobs, ids, top = (torch.from_numpy(found[n].copy()) for n in found.dtype.names or ())
-    return Teaching(logprobs, ids.long(), top)
+    return TeacherLogprobs(logprobs, ids.long(), top)
 
 
 def columns(
