@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import parser_of, report
+from benchmarks.support.results import parser_of, report
 from lightning_rl import LoRA, MemoryTransport, Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.engines.base import Engine
 from lightning_rl.extend import PolicyEngines, TransformersAdapters, VLLMAdapters, WeightTransport

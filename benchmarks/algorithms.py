@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import write_block
 from benchmarks.seeds import GOAL, fitted
+from benchmarks.support.results import write_block
 
 CONFIG = "recipes/sort_digits/grpo.yaml"
 RESULTS = Path("benchmarks/results/algorithms-cpu.json")

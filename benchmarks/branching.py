@@ -2,7 +2,7 @@
 
     python -m benchmarks.branching [--groups 10000] [--save]
 
-On two games of `benchmarks/games.py`, with known values and a known gradient of the expected
+On two games of `support/games.py`, with known values and a known gradient of the expected
 reward: `walk`, in which what was lucky is soon over; and `plan`, in which the first turn decides
 most, and is noise to what comes after it. Groups are collected in several ways: games from the
 start side by side; or some of them, from which others branch off before their second turn. Rewards
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.games import PLAN, WALK, Game, Turns, command, noise_of
+from benchmarks.support.games import PLAN, WALK, Game, Turns, command, noise_of
 from lightning_rl import GRPO, RLOO, TreeRLOO
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.extend import Advantage

@@ -17,16 +17,16 @@ those of the whole process, so the teacher's passes are counted.
 from statistics import fmean
 from typing import Any
 
-from benchmarks.results import parser_of, report
-from benchmarks.small_model import (
+from benchmarks.small_model.figures import accuracy
+from benchmarks.small_model.runs import (
     DATA,
     LR,
-    accuracy,
     examined,
     measured,
     rewards_and_seconds,
     trained,
 )
+from benchmarks.support.results import parser_of, report
 from recipes.smollm2.prepare import prepare
 from recipes.smollm2.weights import fetch
 

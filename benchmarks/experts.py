@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.results import parser_of, report, write_block
+from benchmarks.support.results import parser_of, report, write_block
 from lightning_rl import PolicyModule, RLDataModule, Sampling, TransformersEngine
 from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.callbacks import WeightSync

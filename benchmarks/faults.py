@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.results import parser_of, report, write_block
+from benchmarks.support.results import parser_of, report, write_block
 
 ROOT = Path(__file__).parents[1]
 SERVER, RAY = "tests/integration/test_server_faults.py", "tests/integration/test_ray.py"

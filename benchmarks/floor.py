@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.plain_step import PlainStep
-from benchmarks.results import parser_of, report
-from benchmarks.task import LR, MODEL, Rows, fit, make_data, make_module, prepare
+from benchmarks.support.plain_step import PlainStep
+from benchmarks.support.results import parser_of, report
+from benchmarks.support.task import LR, MODEL, Rows, fit, make_data, make_module, prepare
 from lightning_rl import PolicyModule, PreviewTable, Rollout, StepTimer, WeightSync
 
 PHASES = ("generate", "train", "sync")

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import parser_of, report, write_block
-from benchmarks.schedulers_real import Clock
-from benchmarks.task import OUT, KeptEngine, fit, make_data, make_module, prepare
+from benchmarks.schedulers.real import Clock
+from benchmarks.support.results import parser_of, report, write_block
+from benchmarks.support.task import OUT, KeptEngine, fit, make_data, make_module, prepare
 from lightning_rl import Evaluate, FixedSchedule, JSONLPrompts, Sampling, VLLMLocal, WeightSync
 from lightning_rl.callbacks import Correct, GuardAction, LogprobGapGuard, Mask, SkipUpdate, Warn
 

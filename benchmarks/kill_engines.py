@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import forked
-from benchmarks.kill import configuration, differences, folder_of, lines_of, run_directory
-from benchmarks.results import report
+from benchmarks.kill.compare import differences, lines_of, run_directory
+from benchmarks.kill.runs import configuration, folder_of
+from benchmarks.support import forked
+from benchmarks.support.results import report
 from lightning_rl.engines.replicas.server import (
     SERVER_ENVIRONMENT,
     VLLMServer,

@@ -22,8 +22,10 @@ import yaml  # type: ignore[import-untyped]
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.kill import Point, armed, compare, run_command, run_directory
-from benchmarks.schedulers_plot import INK
+from benchmarks.kill.compare import compare, run_directory
+from benchmarks.kill.killer import Point, armed
+from benchmarks.kill.runs import run_command
+from benchmarks.support.colours import INK
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "runs" / "sort_digits" / "sft" / "hf"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from benchmarks.results import parser_of, report, write_block
+from benchmarks.support.results import parser_of, report, write_block
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.attention import batches as attention_batches
 from lightning_rl.models.attention.packed import build_layout

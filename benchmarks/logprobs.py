@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import parser_of, report
+from benchmarks.support.results import parser_of, report
 from lightning_rl.models.heads import token_logprobs
 
 VOCABULARY, HIDDEN, TOKENS = 151_936, 896, 8_192

@@ -30,16 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.results import parser_of, report
-from lightning_rl import (
-    NF4,
-    Int8,
-    LoRA,
-    MemoryTransport,
-    Sampling,
-    TransformersEngine,
-    VLLMLocal,
-)
+from benchmarks.support.results import parser_of, report
+from lightning_rl import NF4, Int8, LoRA, MemoryTransport, Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.data.batch import token_rows
 from lightning_rl.data.packing import pack_rollouts

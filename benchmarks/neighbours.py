@@ -24,12 +24,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.peers_layouts import make_environment
-from benchmarks.peers_tasks import NEVER, quick_task
-from benchmarks.quiet import require_quiet, take_cores
-from benchmarks.results import parser_of, report
-from benchmarks.task import prepare
-from benchmarks.wall_defaults import run_ours, run_theirs
+from benchmarks.peers.layouts import make_environment
+from benchmarks.peers.tasks import NEVER, quick_task
+from benchmarks.support.quiet import require_quiet, take_cores
+from benchmarks.support.results import parser_of, report
+from benchmarks.support.task import prepare
+from benchmarks.wall.defaults import run_ours, run_theirs
 
 SIDES = {
     "spinning": {"GOMP_SPINCOUNT": "300000"},

@@ -18,8 +18,8 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.results import parser_of, report
-from benchmarks.task import (
+from benchmarks.support.results import parser_of, report
+from benchmarks.support.task import (
     GROUP_SIZE,
     GROUPS,
     SAMPLING,

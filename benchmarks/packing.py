@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.results import parser_of, report
-from benchmarks.task import LR, OUT
+from benchmarks.support.results import parser_of, report
+from benchmarks.support.task import LR, OUT
 from lightning_rl.data.batch import select, token_rows
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.splitting import split_packs

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results import report, write_block
+from benchmarks.support.results import report, write_block
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.learn.probe import AGAIN_TOKENS, ONE_PROMPT, OUTLIER
 

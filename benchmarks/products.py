@@ -32,9 +32,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import Qwen2Config
 
 from benchmarks.floor import with_spread
-from benchmarks.peers_tasks import Task, longer_task
-from benchmarks.results import RESULTS, parser_of, report, write_block
-from benchmarks.task import Rows, fit, make_data, make_module, prepare
+from benchmarks.peers.tasks import Task, longer_task
+from benchmarks.support.results import RESULTS, parser_of, report, write_block
+from benchmarks.support.task import Rows, fit, make_data, make_module, prepare
 from lightning_rl import PolicyModule, Rollout, Sampling, TransformersEngine, WeightSync
 from lightning_rl.engines.hf.decoding import Decoder
 

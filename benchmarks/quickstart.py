@@ -20,9 +20,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.results import machine, parser_of, report, write_block
-from benchmarks.schedulers_plot import INK
-from benchmarks.seed_curves import SEEDS
+from benchmarks.support.colours import INK
+from benchmarks.support.results import machine, parser_of, report, write_block
+from benchmarks.support.seed_curves import SEEDS
 from recipes.smollm2.weights import fetch
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.results import RESULTS, write_block
+from benchmarks.support.results import RESULTS, write_block
 from tests.support.chats import CHATS, Chats
 from tests.support.families import ARCHITECTURES
 from tests.support.tiny_vision import FAMILIES

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from benchmarks.memory import peak_while
-from benchmarks.results import parser_of, report, write_block
+from benchmarks.support.allocations import peak_while
+from benchmarks.support.results import parser_of, report, write_block
 from lightning_rl import Recompute
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.cli.check.memory import training_memory

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.results import parser_of, report
-from benchmarks.task import LR, MODEL, fit, make_data, make_module, prepare
+from benchmarks.support.results import parser_of, report
+from benchmarks.support.task import LR, MODEL, fit, make_data, make_module, prepare
 from lightning_rl import LoRA, Rollout, Sampling, VLLMLocal, WeightSync
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.engines.base import Engine

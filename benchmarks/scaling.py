@@ -30,8 +30,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.results import parser_of, report, write_block
-from benchmarks.task import Rows, quiet_trainer
+from benchmarks.support.results import parser_of, report, write_block
+from benchmarks.support.task import Rows, quiet_trainer
 from lightning_rl import (
     IterablePrompts,
     PolicyModule,

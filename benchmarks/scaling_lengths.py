@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.results import parser_of, report
+from benchmarks.support.results import parser_of, report
 from lightning_rl import ReasoningGymPrompts, Rewards, Sampling, SingleTurn, TransformersEngine
 from lightning_rl.extend import RolloutPipeline, save_skeleton
 

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kill import folder_of
+from benchmarks.kill.runs import folder_of
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
 from recipes.pointing.prepare import prepare
 

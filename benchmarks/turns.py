@@ -3,7 +3,7 @@
     python -m benchmarks.turns [--groups 10000] [--save]
 
 A game on five fields: up to six turns, in each of which the policy goes left, goes right or waits
-(`WALK` of `benchmarks/games.py`). The policy has its own probabilities, not even ones, in each of
+(`WALK` of `support/games.py`). The policy has its own probabilities, not even ones, in each of
 the game's states, so the expected reward and its gradient are computed exactly, by going through
 all states.
 
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.games import GROUP_SIZE, WALK, Turns, command, noise_of
+from benchmarks.support.games import GROUP_SIZE, WALK, Turns, command, noise_of
 from lightning_rl import GRPO, RLOO, DrGRPO, GiGPO, RewardToGo, TurnGAE
 from lightning_rl.data.episodes import calls_of
 from lightning_rl.data.packing import pack_rollouts

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import RESULTS, parser_of, report
+from benchmarks.support.results import RESULTS, parser_of, report
 from lightning_rl import Sampling, TransformersEngine, Vision
 from lightning_rl.agents.base import new_rollouts
 from lightning_rl.data.packing import pack_rollouts

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.results import parser_of, report, write_block
-from benchmarks.seed_curves import draw
 from benchmarks.seeds import fitted
+from benchmarks.support.results import parser_of, report, write_block
+from benchmarks.support.seed_curves import draw
 from recipes.vision.draw import TASKS
 
 OUT = Path("runs/vision")

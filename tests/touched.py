@@ -3,8 +3,8 @@
 `make test` leaves out the tests that are marked `slow`; `make test-all` runs them, and notes in
 `.ci/durations.txt` at which commit it did and how long each file took. This command runs the slow
 tests of the files that changes since that commit touch: files that changed themselves, or that
-import a changed module, directly or by way of `tests/support`. Those with the most changed imports
-come first, until `BUDGET` worker seconds are spent; what is left out for that is printed.
+import a changed module, directly or by way of `tests/support` or `benchmarks`. Those with the most
+changed imports come first, until `BUDGET` worker seconds are spent; what is left out is printed.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.house import arrows, modules_of
+from benchmarks.house.modules import arrows, modules_of
 from tests.support.reports import DURATIONS, ROOT, git, read_durations
 
 BUDGET = float(os.environ.get("BUDGET", 600))
@@ -24,7 +24,7 @@ UNKNOWN = 20.0
 
 
 def imported_by(modules: dict[str, Path]) -> dict[str, set[str]]:
-    """What each module with slow tests imports, directly or by way of tests/support."""
+    """What each module with slow tests imports, directly or by way of tests and benchmarks."""
     direct: dict[str, set[str]] = {name: set() for name in modules}
     for arrow in arrows(modules):
         direct[arrow.importer].add(arrow.imported)
@@ -32,7 +32,7 @@ def imported_by(modules: dict[str, Path]) -> dict[str, set[str]]:
     def reached(name: str, seen: set[str]) -> set[str]:
         for target in direct[name] - seen:
             seen.add(target)
-            if target.startswith("tests."):
+            if target.startswith(("tests.", "benchmarks.")):
                 reached(target, seen)
         return seen
 

@@ -15,9 +15,9 @@ from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.clock import settle
 from benchmarks.gpu.engines import policy_of
 from benchmarks.gpu.made import model_of
-from benchmarks.parallel import KINDS, relative
-from benchmarks.parallel_layouts import DEVICE
-from benchmarks.parallel_ranks import measure
+from benchmarks.parallel.kinds import KINDS, relative
+from benchmarks.parallel.layouts import DEVICE
+from benchmarks.parallel.ranks import measure
 from lightning_rl import VLLMServer
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.sync.base import push as push_weights

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.results import version_of
+from benchmarks.support.results import version_of
 from lightning_rl.run.processes.machine import cpu_model, driver_gpus, memory_bytes, usable_cores
 
 PACKAGES = [

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.task import quiet_trainer
+from benchmarks.support.task import quiet_trainer
 from lightning_rl import Prompt, Rollout
 from lightning_rl.extend import RolloutStatus, Row
 from recipes.sort_digits.prepare import make_tokenizer

@@ -22,9 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from benchmarks.forked import started
 from benchmarks.hostile.call import Call
 from benchmarks.hostile.play import calls_of
+from benchmarks.support.forked import started
 
 SURFACES = (
     "http",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.forged_runs import FOUND, chain_anew, rechained_ledger
 from benchmarks.hostile.call import Call, command
+from benchmarks.hostile.forged_runs import FOUND, chain_anew, rechained_ledger
 from lightning_rl.data.rollouts.ledger import Ledger
 from tests.support.bad_configs import make_model
 from tests.support.recorded_run import make_place, stand_in, train

@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.forgeries import FORGERIES
 from benchmarks.hostile.call import Call
+from benchmarks.hostile.forgeries import FORGERIES
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rewards.rules import PythonTests

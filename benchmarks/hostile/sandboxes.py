@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.attacks import ATTACKS, HONEST, TESTS
+from benchmarks.hostile.attacks import ATTACKS, HONEST, TESTS
 from benchmarks.hostile.call import Call
 from lightning_rl.rewards.rules import PythonTests
 

@@ -19,7 +19,7 @@ import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from benchmarks import forked
+from benchmarks.support import forked
 from lightning_rl.agents.base import Agent, append_given, generate_turn
 from lightning_rl.callbacks import (
     Evaluate,

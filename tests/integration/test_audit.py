@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.forged_runs import FOUND, chain_anew, rechained_ledger
+from benchmarks.hostile.forged_runs import FOUND, chain_anew, rechained_ledger
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main
 from lightning_rl.data.rollouts.ledger import Ledger, hash_of

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from benchmarks.ledger_faults import FAULTS, Torn, TornTransport
+from benchmarks.ledger.faults import FAULTS, Torn, TornTransport
 from lightning_rl.engines import VLLMAdapters
 from lightning_rl.errors import WrongWeightsError
 from lightning_rl.models.lora import LoRA

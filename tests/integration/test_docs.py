@@ -11,7 +11,7 @@ import re
 import pytest
 import yaml
 
-from benchmarks.memory import Built
+from benchmarks.support.built import Built
 from lightning_rl.cli import main
 from lightning_rl.data.rollouts.files import open_rollouts
 from tests.support.pages import (

@@ -13,8 +13,8 @@ import torch
 import yaml
 from tensordict import TensorDict
 
-from benchmarks import forked
-from benchmarks.kill import differences
+from benchmarks.kill.compare import differences
+from benchmarks.support import forked
 from lightning_rl import EntropyBonus
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main

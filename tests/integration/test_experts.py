@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import forked
+from benchmarks.support import forked
 from tests.support.mixtures import KINDS
 
 

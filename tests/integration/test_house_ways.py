@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.house import ROOT, ways
+from benchmarks.house.counts import ways
+from benchmarks.house.modules import ROOT
 
 pytestmark = pytest.mark.slow
 

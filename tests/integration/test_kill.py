@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from benchmarks import kill, kill_engines
+from benchmarks import kill_engines
+from benchmarks.kill import __main__ as kill
 from tests.support.tiers import slow
 
 

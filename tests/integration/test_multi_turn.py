@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.task import KeptEngine
+from benchmarks.support.task import KeptEngine
 from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.callbacks import RunReport, WeightSync

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from benchmarks.peers_layouts import Layout, run_ours
-from benchmarks.peers_tasks import Task
+from benchmarks.peers.layouts import Layout, run_ours
+from benchmarks.peers.tasks import Task
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory import Built
+from benchmarks.support.built import Built
 from lightning_rl.agents.endings import ENDINGS
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faulty_rewards import FAULTS, SANDBOX_ONLY, faulty
+from benchmarks.reward_faults.rewards import FAULTS, SANDBOX_ONLY, faulty
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
@@ -224,7 +224,7 @@ def test_a_sandbox_keeps_from_network_files_processes_and_secrets(sandboxed):
 def test_a_sandbox_that_the_machine_forbids_is_refused_at_once(sandboxed):
     """In a user namespace that may have no other; nothing runs unprotected instead."""
     script = (
-        "from benchmarks.faulty_rewards import faulty\n"
+        "from benchmarks.reward_faults.rewards import faulty\n"
         "from lightning_rl.rewards.pool import Isolated\n"
         "Isolated(faulty, workers=1, sandbox=True)\n"
     )
@@ -382,7 +382,7 @@ def test_a_function_that_only_the_trainer_can_import_says_so(tmp_path, monkeypat
 def test_a_worker_whose_trainer_is_gone_as_it_starts_ends_without_a_word(tmp_path):
     script = (
         "import os, pickle, sys\nfrom multiprocessing import Pipe\n"
-        "from benchmarks.faulty_rewards import faulty\n"
+        "from benchmarks.reward_faults.rewards import faulty\n"
         "from lightning_rl.rewards.pool_worker import Limits, main\n"
         "ours, theirs = Pipe()\n"
         "ours.send_bytes(pickle.dumps(Limits(1.0, 64, False)))\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-import benchmarks
+import benchmarks.kill
 from lightning_rl.engines import Sampling, VLLMServer
 from lightning_rl.engines.replicas.server_access import CLAIM
 from lightning_rl.errors import (
@@ -54,7 +54,7 @@ pytestmark = [
 ]
 
 KEY = "LIGHTNING_RL_TEST_KEY"
-PROGRAM = Path(benchmarks.__file__).with_name("kill_program.py")
+PROGRAM = Path(benchmarks.kill.__file__).with_name("program.py")
 
 
 @pytest.fixture

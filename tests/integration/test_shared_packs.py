@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen3Config
 
-from benchmarks.parallel_ranks import FEATURES, OF_MIXTURES, measure
+from benchmarks.parallel.ranks import FEATURES, OF_MIXTURES, measure
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.mixtures import saved_mixture
 from tests.support.ranks_seeing import WAYS, see_together
@@ -75,7 +75,7 @@ PACKS = {
 
 @pytest.fixture(scope="session")
 def measured(together, tmp_path_factory) -> Callable[[str, int, str], list[dict[str, float]]]:
-    """What each rank finds in a scenario of ``benchmarks.parallel_ranks``, with a model."""
+    """What each rank finds in a scenario of ``benchmarks.parallel.ranks``, with a model."""
     paths = {}
 
     def run(kind: str, ranks: int, scenario: str) -> list[dict[str, float]]:

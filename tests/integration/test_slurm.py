@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import forked
+from benchmarks.support import forked
 from lightning_rl.engines.replicas.server_process import free_port
 from tests.support import slurm_cluster
 from tests.support.signalled import configure

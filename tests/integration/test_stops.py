@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from benchmarks.kill import differences
+from benchmarks.kill.compare import differences
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.callbacks import (
     Evaluate,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import forked
+from benchmarks.support import forked
 from lightning_rl.engines.replicas.server_process import free_port
 
 SECONDS = 280

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from benchmarks.memory import peak_while
+from benchmarks.support.allocations import peak_while
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.models.parallel.sharding import ShardedStrategy

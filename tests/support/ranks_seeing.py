@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from benchmarks.parallel_layouts import begin
-from benchmarks.parallel_ranks import compare_packs, policy_of
+from benchmarks.parallel.layouts import begin
+from benchmarks.parallel.ranks import compare_packs, policy_of
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA

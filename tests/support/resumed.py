@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 
-from benchmarks.kill import differences
+from benchmarks.kill.compare import differences
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.collect.loader import RolloutLoader
 from tests.support.small_run import trainer_of

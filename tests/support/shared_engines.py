@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.task import KeptEngine
+from benchmarks.support.task import KeptEngine
 from lightning_rl.engines import RayEngine, TransformersEngine, VLLMServer
 from tests.support.engine_checks import is_running, processes_of, require_idle, wait_for
 

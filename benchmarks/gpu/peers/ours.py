@@ -23,7 +23,7 @@ from benchmarks.gpu.peers.watch import (
     model_flops,
     peak_gib,
 )
-from benchmarks.task import KeptEngine
+from benchmarks.support.task import KeptEngine
 from lightning_rl import (
     JSONLPrompts,
     LoRA,

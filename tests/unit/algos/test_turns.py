@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import turns as benchmark
-from benchmarks.games import WALK
+from benchmarks.support.games import WALK
 from lightning_rl import GAE, GRPO, RLOO, GiGPO, ReinforcePlusPlus, RewardToGo, TurnGAE
 from lightning_rl.algos.turns import call_rewards
 from lightning_rl.data.batch import select

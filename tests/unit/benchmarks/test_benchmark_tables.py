@@ -8,23 +8,15 @@ from select import select
 
 import pytest
 
-from benchmarks import (
-    algorithms,
-    experts,
-    faults,
-    guards,
-    layout,
-    parallel,
-    peers,
-    quiet,
-    scaling,
-    schedulers,
-    wall,
-    wall_tables,
-)
-from benchmarks.peers_layouts import Layout, reason, run, together
-from benchmarks.peers_tasks import NEVER, Task
-from benchmarks.results import RESULTS as SAVED, write_block
+from benchmarks import algorithms, experts, faults, guards, layout, scaling
+from benchmarks.parallel import tables as parallel
+from benchmarks.peers import tables as peers
+from benchmarks.peers.layouts import Layout, reason, run, together
+from benchmarks.peers.tasks import NEVER, Task
+from benchmarks.schedulers import tables as schedulers
+from benchmarks.support import quiet
+from benchmarks.support.results import RESULTS as SAVED, write_block
+from benchmarks.wall import __main__ as wall, choice, figures, tables as wall_tables
 
 RESULTS = """<testsuites><testsuite>
 <testcase name="test_a"><properties>
@@ -130,7 +122,7 @@ def task_of(goal=NEVER):
 
 
 def test_wall_compares_the_best_layout_of_each_with_the_other_and_with_the_floor(measured):
-    result = wall.figures(task_of(goal=0.9), measured)
+    result = figures.figures(task_of(goal=0.9), measured)
     best = result["ours"]["best"], result["trl"]["best"]
     assert best == ("vllm, 2 processes", "padded, 2 threads")
     assert result["ratio"] == pytest.approx(1.2 / 0.6)
@@ -152,37 +144,37 @@ def test_wall_compares_the_best_layout_of_each_with_the_other_and_with_the_floor
     [(0.9, 0.1, 0.6), (0.5, 0.5, 0.5)],  # of 1.2 seconds: halved, 0.6; at once, 0.9 or 0.5
 )
 def test_the_floor_is_the_better_of_halving_and_doing_both_at_once(generate, train, floor):
-    found = wall.floor_of([run_of(9.0, 1.2, generate=generate, train=train)])
+    found = figures.floor_of([run_of(9.0, 1.2, generate=generate, train=train)])
     assert found["floor"] == pytest.approx(floor)
 
 
 def test_the_ratios_of_all_tasks_and_the_smallest(measured):
-    quick, longer = wall.figures(task_of(0.9), measured), wall.figures(task_of(), measured)
-    found = wall.headline({"quickstart": quick, "longer": longer | {"ratio": 1.7}})
+    quick, longer = figures.figures(task_of(0.9), measured), figures.figures(task_of(), measured)
+    found = figures.headline({"quickstart": quick, "longer": longer | {"ratio": 1.7}})
     assert found["ratio_quickstart"] == pytest.approx(2.0)
     assert (found["ratio_longer"], found["ratio_min"]) == (1.7, 1.7)
     assert found["two_over_one"] == found["two_over_one_quickstart"]
     assert found["goal_ratio"] == quick["goal_ratio"]
-    assert "goal_ratio" not in wall.headline({"longer": longer})
+    assert "goal_ratio" not in figures.headline({"longer": longer})
 
 
 def test_saving_keeps_the_tasks_that_were_not_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(wall, "RESULTS", tmp_path)
-    assert wall.with_saved({"long": {"ratio": 2.0}}) == {"long": {"ratio": 2.0}}
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert figures.with_saved({"long": {"ratio": 2.0}}) == {"long": {"ratio": 2.0}}
     saved = {"result": {"tasks": {"quickstart": {"ratio": 1.5}, "long": {"ratio": 9.0}}}}
     (tmp_path / "wall-cpu.json").write_text(json.dumps(saved))
-    found = wall.with_saved({"long": {"ratio": 2.0}})
+    found = figures.with_saved({"long": {"ratio": 2.0}})
     assert list(found.items()) == [("quickstart", {"ratio": 1.5}), ("long", {"ratio": 2.0})]
 
 
 def test_finalists_are_the_fastest_and_the_next_if_near():
     tried = {"a": 1.0, "b": 1.05, "c": 1.08, "d": "failed: no MPI", "1 thread": 1.9}
-    assert wall.finalists(tried, 2) == ["a", "b"]
-    assert wall.finalists({"a": 1.0, "b": 1.2}, 2) == ["a"]
+    assert choice.finalists(tried, 2) == ["a", "b"]
+    assert choice.finalists({"a": 1.0, "b": 1.2}, 2) == ["a"]
     both = ["transformers, 2 processes", "vllm, 2 threads"]
-    assert wall.with_one_thread(both) == [*both, "transformers, 1 thread", "vllm, 1 thread"]
+    assert choice.with_one_thread(both) == [*both, "transformers, 1 thread", "vllm, 1 thread"]
     with pytest.raises(RuntimeError, match=r"no layout ran.*no MPI"):
-        wall.finalists({"d": "failed: no MPI"}, 2)
+        choice.finalists({"d": "failed: no MPI"}, 2)
 
 
 def test_a_generation_that_is_slow_on_two_processes_is_out_and_one_that_failed_is_not():
@@ -191,7 +183,7 @@ def test_a_generation_that_is_slow_on_two_processes_is_out_and_one_that_failed_i
         "continuous, 2 processes": 2.5,
         "vllm, 2 processes": "failed: gloo",
     }
-    assert wall.slow_generations(tried) == {"continuous": "2.5 times the fastest in 2 processes"}
+    assert choice.slow_generations(tried) == {"continuous": "2.5 times the fastest in 2 processes"}
 
 
 def test_processes_add_up_to_one_run():

@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("gymnasium")
 
-from benchmarks import envs
-from benchmarks.envs_figures import beside_bare, headline, of_task, summary, table
-from benchmarks.envs_task import FRAMES, RECENT, TASKS, Progress, Task, Told, returns
+from benchmarks.envs.__main__ import main
+from benchmarks.envs.figures import beside_bare, headline, of_task, summary, table
+from benchmarks.envs.runs import run
+from benchmarks.envs.task import FRAMES, RECENT, TASKS, Progress, Task, Told, returns
 
 TASK = Task("CartPole-v1", goal=475.0, iterations=2, most=4, seeds=2)
 
@@ -123,14 +124,14 @@ def test_a_policy_is_judged_by_one_episode_for_each_seed():
 
 
 def test_a_side_that_fails_says_why():
-    with pytest.raises(RuntimeError, match=r"^envs_nothing: without a traceback\n.*envs_nothing"):
-        envs.run("nothing", "cartpole", 0)
+    with pytest.raises(RuntimeError, match=r"^envs.nothing: without a traceback\n.*envs.nothing"):
+        run("nothing", "cartpole", 0)
 
 
 def test_it_refuses_a_machine_that_is_not_quiet(monkeypatch, capsys):
     monkeypatch.setattr(os, "getloadavg", lambda: (1.3, 1.0, 1.0))
     monkeypatch.setattr(sys, "argv", ["envs"])
     with pytest.raises(SystemExit) as caught:
-        envs.main()
+        main()
     assert caught.value.code == 2
     assert "load of the last minute is 1.30, more than 0.7" in capsys.readouterr().err

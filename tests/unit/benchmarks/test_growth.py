@@ -1,10 +1,10 @@
-"""benchmarks.growth_fits: exponents of numbers whose law is known."""
+"""benchmarks.growth.fits: exponents of numbers whose law is known."""
 
 import math
 
 import pytest
 
-from benchmarks.growth_fits import Cost, bytes_of, exponent, measured, summary
+from benchmarks.growth.fits import Cost, bytes_of, exponent, measured, summary
 
 SIZES = [4**n for n in range(6)]
 

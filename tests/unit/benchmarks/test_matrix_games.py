@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import matrix_games as benchmark
-from benchmarks.matrix_games import PAGE, SETTINGS, UPDATES, at_end, dilemma, mean_loss, table
-from benchmarks.results import RESULTS
+from benchmarks.matrix_games.__main__ import PAGE, main
+from benchmarks.matrix_games.games import SETTINGS, UPDATES, at_end, dilemma, mean_loss, table
+from benchmarks.support.results import RESULTS
 
 
 def ends(game, update, steps):
@@ -53,7 +53,7 @@ def test_the_page_has_the_saved_table_and_the_command_says_json_last(monkeypatch
     page = PAGE.read_text(encoding="utf-8")
     assert "\n".join(table(saved)) in page
     monkeypatch.setattr("sys.argv", ["matrix_games", "--steps", "0.01"])
-    benchmark.main()
+    main()
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(last) == list(SETTINGS)
     assert all(list(rows) == list(UPDATES) for rows in last.values())

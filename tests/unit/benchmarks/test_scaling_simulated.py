@@ -7,18 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from benchmarks import (
-    scaling_checks,
-    scaling_costs,
-    scaling_lengths,
-    scaling_runs,
-    scaling_simulated as simulated,
-    scaling_sync,
-)
-from benchmarks.scaling_constants import H100, MODELS, Constants, Model, table_of
-from benchmarks.scaling_costs import Lengths, Replica, Trainer
-from benchmarks.scaling_runs import ASYNC, MODES, ONE_STEP, SYNC, Load, layouts, run
-from benchmarks.scaling_sync import TRANSPORTS, Push
+from benchmarks import scaling_lengths
+from benchmarks.scaling_simulated import checks, costs, runs, sync, tables
+from benchmarks.scaling_simulated.constants import H100, MODELS, Constants, Model, table_of
+from benchmarks.scaling_simulated.costs import Lengths, Replica, Trainer
+from benchmarks.scaling_simulated.runs import ASYNC, MODES, ONE_STEP, SYNC, Load, layouts, run
+from benchmarks.scaling_simulated.sync import TRANSPORTS, Push
 from lightning_rl.collect.ahead import AsyncCollector
 
 SMALL = Load(32_768, 12_720.0, 0.9, 0.5, 8, 4)
@@ -74,8 +68,8 @@ def test_numbers_of_weights_by_hand():
 
 def test_a_ring_by_hand_and_none_on_one_gpu():
     c = replace(H100, nvlink=100.0, link_share=0.5, launch=3.0, hop=0.25)
-    assert scaling_costs.ring_seconds(c, 400.0, 4) == 3 + 3 * 0.25 + 300 / 50
-    assert scaling_costs.ring_seconds(c, 400.0, 1) == 0
+    assert costs.ring_seconds(c, 400.0, 4) == 3 + 3 * 0.25 + 300 / 50
+    assert costs.ring_seconds(c, 400.0, 1) == 0
 
 
 def test_a_decoding_step_by_hand():
@@ -149,11 +143,11 @@ def test_a_broadcast_sends_each_replica_all_from_one_card():
     for replicas in (1, 2, 8):
         push = Push(PLAIN, model, 4, replicas, 2)
         expected = replicas * size / (0.8 * PLAIN.network)
-        assert scaling_sync.broadcast(push) == pytest.approx(expected)
-        assert scaling_sync.shared_broadcast(push) == pytest.approx(size / (0.8 * PLAIN.network))
+        assert sync.broadcast(push) == pytest.approx(expected)
+        assert sync.shared_broadcast(push) == pytest.approx(size / (0.8 * PLAIN.network))
     share = replace(PLAIN, trained_share=0.25)
-    changed = scaling_sync.changed_only(Push(share, model, 4, 8, 2))
-    assert changed == pytest.approx(scaling_sync.broadcast(Push(PLAIN, model, 4, 2, 2)))
+    changed = sync.changed_only(Push(share, model, 4, 8, 2))
+    assert changed == pytest.approx(sync.broadcast(Push(PLAIN, model, 4, 2, 2)))
 
 
 @pytest.mark.parametrize("name", ["collective", "shared collective", "collective, changed_only"])
@@ -174,15 +168,15 @@ def test_a_gather_is_of_float32_and_tensor_by_tensor():
 
 def test_buckets_are_staged_while_others_are_sent():
     c = replace(H100, push=7.0)
-    assert scaling_sync.staged(c, 1, stage=4.0, deliver=6.0) == 7 + 10
-    assert scaling_sync.staged(c, 2, stage=4.0, deliver=6.0) == 7 + 2 + 3 + 3
-    assert scaling_sync.staged(c, 10**9, stage=4.0, deliver=6.0) == pytest.approx(7 + 6)
+    assert sync.staged(c, 1, stage=4.0, deliver=6.0) == 7 + 10
+    assert sync.staged(c, 2, stage=4.0, deliver=6.0) == 7 + 2 + 3 + 3
+    assert sync.staged(c, 10**9, stage=4.0, deliver=6.0) == pytest.approx(7 + 6)
 
 
 def test_a_file_is_written_once_and_read_by_each_node():
     c = replace(PLAIN, disk_write=1e9, disk_read=2e9, disk_total=8e9)
     size = 2 * MODELS["8B"].parameters / 1e9
-    seconds = [scaling_sync.checkpoint(Push(c, MODELS["8B"], 4, n, 8)) for n in (1, 4, 16)]
+    seconds = [sync.checkpoint(Push(c, MODELS["8B"], 4, n, 8)) for n in (1, 4, 16)]
     assert seconds == pytest.approx([size * (1 + 1 / 2), size * (1 + 1 / 2), size * (1 + 16 / 8)])
 
 
@@ -202,7 +196,7 @@ def test_a_load_has_the_mean_that_it_is_given():
     assert load.lengths.mean == pytest.approx(12_720, rel=0.05)
     assert max(length for group in load.sample for length in group) == load.limit
     # Without a limit: median * exp(deviation ** 2 / 2).
-    assert scaling_runs.cut_mean(100, 0.5, 1e9) == pytest.approx(100 * math.exp(0.125))
+    assert runs.cut_mean(100, 0.5, 1e9) == pytest.approx(100 * math.exp(0.125))
     short = replace(load, limit=8192, mean=12_720 / 4)
     assert short.median == pytest.approx(load.median / 4)
 
@@ -237,7 +231,7 @@ def test_what_prompts_explain_by_hand():
 def test_parts_add_up_and_nothing_is_negative():
     for mode in MODES:
         row = run(H100, MODELS["8B"], SMALL, 16, mode)
-        parts = [getattr(row, part) for part in scaling_runs.PARTS]
+        parts = [getattr(row, part) for part in runs.PARTS]
         assert sum(parts) == pytest.approx(row.iteration)
         assert min(parts) >= 0
         assert row.trainer_waits > -1e-9 * row.iteration
@@ -268,15 +262,15 @@ def test_a_model_appears_where_it_fits():
 
 
 def test_the_result_is_whole(monkeypatch):
-    monkeypatch.setattr(scaling_runs, "measured_spread", lambda: (0.9, 0.5))
+    monkeypatch.setattr(runs, "measured_spread", lambda: (0.9, 0.5))
     c = replace(H100, groups=8, group_size=4)
-    rows = list(simulated.runs(c, counts=(64,)))
-    checks = [*scaling_checks.syncs()]
-    told = simulated.summary(c, rows, checks)
+    rows = list(tables.runs(c, counts=(64,)))
+    found = [*checks.syncs()]
+    told = tables.summary(c, rows, found)
     assert {row["model"] for row in told["runs"]} == set(MODELS)
     assert {(row["model"], row["limit"]) for row in told["runs"]} >= {("8B", 8192), ("8B", 32_768)}
     for row in told["runs"]:
-        assert set(scaling_runs.PARTS) < set(row)
+        assert set(runs.PARTS) < set(row)
         assert 0 <= row["waiting_share"] < 1
         assert row["efficiency"] > 0
     for by_model in told["syncs"].values():
@@ -296,8 +290,8 @@ def test_efficiency_is_over_the_synchronous_run_on_the_fewest_gpus():
         for gpus, mode, speed in ((16, "sync, colocated", 300.0), (8, "sync, colocated", 400.0),
                                   (8, "one step off", 200.0), (16, "one step off", 500.0))
     ]  # fmt: skip
-    assert [simulated.efficiency(row, rows) for row in rows] == [0.75, 1.0, 0.5, 1.25]
-    lines = simulated.iteration_table(rows[3:], rows)
+    assert [tables.efficiency(row, rows) for row in rows] == [0.75, 1.0, 0.5, 1.25]
+    lines = tables.iteration_table(rows[3:], rows)
     assert len(lines) == 3
     assert lines[-1].endswith("| 500 | 125% |")
 
@@ -309,7 +303,7 @@ def test_every_constant_says_its_unit_and_source():
 
 
 def test_results_that_are_kept_are_compared():
-    found = {check.what: check for check in scaling_checks.measured()}
+    found = {check.what: check for check in checks.measured()}
     assert len(found) == 7
     half = found["train on two processes, 27 M: half of one's"]
     assert half.ours == pytest.approx(14.1 / 2)

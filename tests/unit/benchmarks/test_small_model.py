@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from benchmarks.small_model import TRAINED, accuracy, gain
+from benchmarks.small_model.figures import accuracy, gain
+from benchmarks.small_model.runs import TRAINED
 
 
 def exam(*of_each_task):

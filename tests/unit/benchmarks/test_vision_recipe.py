@@ -3,8 +3,8 @@
 import json
 
 from benchmarks import vision_recipe
-from benchmarks.results import RESULTS
-from benchmarks.seed_curves import draw
+from benchmarks.support.results import RESULTS
+from benchmarks.support.seed_curves import draw
 from benchmarks.vision_recipe import FIGURE, PAGE, PICTURE, TASKS, measured, summary_of, table
 
 

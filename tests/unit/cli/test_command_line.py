@@ -6,7 +6,7 @@ import pytest
 import yaml
 from lightning.pytorch import Callback
 
-from benchmarks.memory import Built
+from benchmarks.support.built import Built
 from lightning_rl.callbacks import IterationCheckpoint, RerunRecorder, Watchdog, WeightSync
 from lightning_rl.cli import main
 from lightning_rl.config.layers import flatten

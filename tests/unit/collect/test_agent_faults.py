@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.simulate import SimulatedEngine
+from benchmarks.support.simulate import SimulatedEngine
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.pipeline import run_agent

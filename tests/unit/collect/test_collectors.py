@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from benchmarks.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
+from benchmarks.support.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import Collector, SyncCollector

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from benchmarks.same_runs import RUNS, compare
-from benchmarks.same_runs_compare import differences, meaning
-from benchmarks.same_runs_recorder import digests, leaves
+from benchmarks.same_runs.compare import compare, differences, meaning
+from benchmarks.same_runs.recorder import digests, leaves
+from benchmarks.same_runs.runs import RUNS
 from lightning_rl.data.rollouts.jsonl import JSONLRollouts
 from lightning_rl.data.rollouts.log import RerunLog
 from lightning_rl.rollout import Call, Prompt, Rollout, RolloutStatus, Row

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import (
+from benchmarks.house.counts import captions
+from benchmarks.house.modules import (
     DOORS,
     FLOORS,
     ORDER,
@@ -13,13 +14,12 @@ from benchmarks.house import (
     arrows,
     back_up,
     both_ways,
-    captions,
     circles,
     folder_of,
     modules_of,
 )
-from benchmarks.house_parts import PARTS, lines_of, part, shared_names, sizes
-from benchmarks.house_picture import draw
+from benchmarks.house.parts import PARTS, lines_of, part, shared_names, sizes
+from benchmarks.house.picture import draw
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from benchmarks.house import ROOT, modules_of
+from benchmarks.house.modules import ROOT, modules_of
 from tests.support.reports import DURATIONS, durations_text, read_durations
 from tests.touched import imported_by, touched
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.house import ROOT, Arrow, arrows, modules_of
+from benchmarks.house.modules import ROOT, Arrow, arrows, modules_of
 
 WINGS = {"serving": (), "envs": (), "games": ("serving", "envs")}
 """Each wing, and the wings that it may import. All may import the spine, which imports none."""

@@ -13,7 +13,7 @@ from transformers import (
     Qwen2ForTokenClassification,
 )
 
-from benchmarks.memory import peak_while
+from benchmarks.support.allocations import peak_while
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import heads
 from lightning_rl.models.attention.packed import build_layout

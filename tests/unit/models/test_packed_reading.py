@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.memory import peak_while
+from benchmarks.support.allocations import peak_while
 from lightning_rl import NF4, Int8
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import PLAIN, load_lm

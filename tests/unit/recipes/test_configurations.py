@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from reasoning_gym import create_dataset
 
-from benchmarks.memory import Built
+from benchmarks.support.built import Built
 from lightning_rl import MathVerify, ThinkingBudget
 from lightning_rl.config.layers import load_yaml
 from lightning_rl.games.staged import command as staged

@@ -5,8 +5,8 @@ import datetime
 
 import pytest
 
-from benchmarks.attacks import ATTACKS, HONEST, TESTS
-from benchmarks.forgeries import FORGERIES
+from benchmarks.hostile.attacks import ATTACKS, HONEST, TESTS
+from benchmarks.hostile.forgeries import FORGERIES
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.rules import PythonTests, program_in

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.ledger_faults import FAULTS, Torn, TornTransport
+from benchmarks.ledger.faults import FAULTS, Torn, TornTransport
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.hf.adapters import TransformersAdapters
 from lightning_rl.engines.holdings import Holdings

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.memory import FollowAllocations
+from benchmarks.support.allocations import FollowAllocations
 from lightning_rl import LoRA, PolicyModule, SharedValueHead
 from lightning_rl.cli.check.batches import BatchPlan, cut, largest_rollouts
 from lightning_rl.cli.check.memory import in_units, training_memory

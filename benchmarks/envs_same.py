@@ -1,9 +1,0 @@
-"""The library's PPO as the others have theirs, for `benchmarks/envs.py`.
-
-Gradients of actor and critic are clipped by one norm, and advantages normalised per minibatch.
-"""
-
-from benchmarks.envs_ours import main
-
-if __name__ == "__main__":
-    main(clip_jointly=True, normalize_minibatches=True)

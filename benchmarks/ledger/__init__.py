@@ -1,0 +1,1 @@
+"""Whether digests find stale and torn pushes: ``python -m benchmarks.ledger``."""

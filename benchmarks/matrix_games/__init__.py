@@ -1,0 +1,1 @@
+"""Where learners in four known games end: ``python -m benchmarks.matrix_games``."""

@@ -1,0 +1,1 @@
+"""Packs that several processes compute together: ``python -m benchmarks.parallel``."""

@@ -1,0 +1,1 @@
+"""This library beside TRL, in CPU seconds: ``python -m benchmarks.peers``."""

@@ -1,0 +1,1 @@
+"""Collectors compared, simulated and real: ``python -m benchmarks.schedulers``."""

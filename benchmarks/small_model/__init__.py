@@ -1,0 +1,1 @@
+"""What a small model learns of five tasks: ``python -m benchmarks.small_model``."""

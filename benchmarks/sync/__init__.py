@@ -1,0 +1,1 @@
+"""How fast weights get to another process: ``python -m benchmarks.sync``."""
