@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
+    Checkpoint,
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import KnownMonitors, StopEarly
+from lightning_rl.callbacks.guards import MetricGuard
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
@@ -36,9 +38,8 @@ class ParameterSummary(ModelSummary):
         total_parameters: int,
         trainable_parameters: int,
         model_size: float,
-        total_training_modes: dict[str, int],
-        total_flops: int,
-        **summarize_kwargs: Any,
+        *others: Any,
+        **options: Any,
     ) -> None:
         total, trained = map(get_human_readable_count, (total_parameters, trainable_parameters))
         rank_zero_info(f"{total} parameters, {trained} of them trained; {model_size:.3g} MB")
@@ -67,13 +68,16 @@ def own_display(trainer: Trainer) -> list[Callback]:
 
 
 def default_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return our display, and for a ``fit`` with a data module ``LearningAlarms`` and
-    ``RunReport``.
+    """Return what monitors need, our display, and for a ``fit`` with a data module
+    ``LearningAlarms`` and ``RunReport``.
 
     Callbacks that the trainer already has are kept. A rerun writes no results, as the recorded
     run's exist already.
     """
-    added, data = own_display(trainer), datamodule_of(trainer)
+    judge_last(trainer)
+    added = [*StopEarly.where_needed(trainer), *KnownMonitors.where_needed(trainer)]
+    added += own_display(trainer)
+    data = datamodule_of(trainer)
     if trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False):
         # A try-out leaves no results behind.
         wanted = [LearningAlarms] if is_fast_dev_run(trainer) else [LearningAlarms, RunReport]
@@ -84,7 +88,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
 def rl_callbacks(trainer: Trainer) -> list[Callback]:
     """Return the callbacks of a run of ``PolicyModule``, after adding a ``WeightSync``."""
     push_weights(trainer)
-    return [*_of_monitors(trainer), *default_callbacks(trainer)]
+    return default_callbacks(trainer)
 
 
 def env_callbacks(trainer: Trainer) -> list[Callback]:
@@ -100,11 +104,14 @@ def env_callbacks(trainer: Trainer) -> list[Callback]:
                 f"{type(callback).__name__} works only with language models, but "
                 f"{module} trains none; remove the callback"
             )
-    return [*_of_monitors(trainer), *default_callbacks(trainer)]
+    return default_callbacks(trainer)
 
 
-def _of_monitors(trainer: Trainer) -> list[Callback]:
-    return [*StopEarly.where_needed(trainer), *KnownMonitors.where_needed(trainer)]
+def judge_last(trainer: Trainer) -> None:
+    """Let guards of metrics follow all callbacks that may record one; checkpoints follow them."""
+    callbacks_of(trainer).sort(
+        key=lambda c: 2 if isinstance(c, Checkpoint) else int(isinstance(c, MetricGuard))
+    )
 
 
 def push_weights(trainer: Trainer) -> None:

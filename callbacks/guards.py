@@ -280,9 +280,7 @@ class MetricGuard(Guard):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._measured:
             _log.warning(
-                "%s had nothing to check: no %r was recorded (by a callback before it in the list)",
-                type(self).__name__,
-                self.metric,
+                "%s had nothing to check: no %r was recorded", type(self).__name__, self.metric
             )
 
 

@@ -98,6 +98,11 @@ def test_metrics_are_guarded_and_stop_early(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer_of(tmp_path, [MetricGuard("reward/mean", 0.4)]).fit(Walker(), Walks())
     assert "MetricGuard at iteration 2: reward/mean is 0.5, bound=0.4" in caplog.text
+    # A guard knows what any callback recorded, also one that follows it in the list.
+    guard, report = MetricGuard("eval/reward_mean", 0.6), RunReport()
+    trainer_of(tmp_path, [guard, Evaluate(1), report]).fit(Walker(), Walks())
+    column = "guard/eval_reward_mean_value"
+    assert [row[column] for row in report.history[1:]] == [0.5, 1.0, 1.5]
     with pytest.raises(GuardError, match=r"reward/mean is 0, bound=0.1"):
         trainer_of(tmp_path, [MetricFloorGuard("reward/mean", 0.1, StopRun())]).fit(
             Walker(), Walks()
