@@ -14,6 +14,9 @@ ADVICE = (
     "of parts that are easy to get, such as a format, or grant them only for right answers"
 )
 
+SATED = 0.9
+"""Share of the range of a part's scores above which it has little more to pay."""
+
 
 class Gaming:
     """Compares the parts of a reward, and held-out accuracy, with the mean reward.
@@ -52,7 +55,8 @@ class Gaming:
         """Return a warning if an important part fell although the mean reward did not; else None.
 
         Important are the part whose weight times range is the largest in the task's ``weights``,
-        and parts of weight 0, which exist to be watched.
+        and parts of weight 0, which exist to be watched. So is any other part that lost more than
+        half, once a part pays nearly all that it can: then it is no trade for something to learn.
         """
         if not self.rewards.full or len(weights) < 2:
             return None
@@ -66,12 +70,27 @@ class Gaming:
                 continue
             first, last = ends.both
             matters = weights[name] == 0 or 0 < pays[name] == max(pays.values())
+            lost = weights[name] > 0 and self._height(name, last) < self._height(name, first) / 2
+            matters = matters or (lost and self._sated(weights))
             if matters and last.mean < first.lowest(last, self.reward_sigmas):
                 return (
                     f"the reward {name} went from {first.mean:.3g} to {last.mean:.3g}, while the "
                     f"mean of all rewards went from {before.mean:.3g} to {now.mean:.3g}. {ADVICE}"
                 )
         return None
+
+    def _height(self, name: str, sample: Sample) -> float:
+        """Return how far the mean of a part is above its lowest score."""
+        return sample.mean - self.ranges[name][0]
+
+    def _sated(self, weights: Mapping[str, float]) -> bool:
+        """Return True if some part with a weight pays nearly all that it can."""
+        seen = {name: self.ranges[name] for name in weights if name in self.ranges}
+        return any(
+            self._height(name, self.parts[name].both[1]) >= SATED * (high - low) > 0
+            for name, (low, high) in seen.items()
+            if weights[name] > 0 and self.parts[name].full
+        )
 
     def accuracy_fell(self, accuracy: float, prompts: int) -> str | None:
         """Return a warning if held-out accuracy fell although the reward rose; else None."""

@@ -37,7 +37,9 @@ def play(make_rollout):
         # From 12 of 16 to 1: 0.75 -> 0.0625, standard errors 0.108 and 0.061, 4 of them 0.50.
         ({RIGHT: 1.0, FORM: 1.0}, [(12, 0), (1, 16)], True),
         ({RIGHT: 0.0, FORM: 1.0}, [(12, 0), (1, 16)], True),  # only watched
-        ({RIGHT: 0.5, FORM: 1.0}, [(12, 0), (1, 16)], False),  # form is what matters most
+        ({RIGHT: 0.5, FORM: 1.0}, [(12, 0), (1, 12)], False),  # form is what matters most
+        ({RIGHT: 0.5, FORM: 1.0}, [(12, 0), (1, 16)], True),  # but it has no more to pay
+        ({RIGHT: 0.5, FORM: 1.0}, [(16, 0), (9, 16)], False),  # more than half is left
         ({RIGHT: 1.0, FORM: 1.0}, [(12, 0), (8, 16)], False),  # 0.5 may be chance
         ({RIGHT: 1.0, FORM: 0.5}, [(12, 0), (1, 16)], False),  # all of the reward fell
         ({RIGHT: 1.0, FORM: -1.0}, [(1, 0), (12, 16)], False),  # the price of the form rose
