@@ -1,0 +1,63 @@
+"""A teacher that vLLM serves gives the logprobs that the model has here."""
+
+import asyncio
+import sys
+import time
+import urllib.request
+from urllib.error import URLError
+
+import pytest
+
+from lightning_rl import ModelTeacher, ServedTeacher
+from lightning_rl.data.teacher_logprobs import of_text
+from lightning_rl.engines.replicas.server_process import ListeningServer
+from lightning_rl.models.tokenizer import load_tokenizer
+
+pytest.importorskip("vllm")
+
+
+@pytest.fixture
+def url(tiny_model):
+    """The address of ``vllm serve`` with the tiny model."""
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(tiny_model),
+    ]
+    options = ["--dtype", "float32", "--kv-cache-memory-bytes", "100000000", "--enforce-eager"]
+    server = ListeningServer([*command, *options], {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    try:
+        while not answers(f"{server.url}/health"):
+            assert server.running, server.tail()
+            time.sleep(0.5)
+        yield f"{server.url}/v1"
+    finally:
+        server.kill()
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5):
+            return True
+    except (URLError, OSError):
+        return False
+
+
+def test_a_served_teacher_agrees_with_the_model_here(tiny_model, url, make_rollout):
+    def rollouts():
+        return [make_rollout([3, 4, 2], [5, 6, 7, 1]), make_rollout([9, 2], [10])]
+
+    one, other = rollouts(), rollouts()
+    served = ServedTeacher(url, str(tiny_model), top_k=3)
+    here = ModelTeacher(str(tiny_model), top_k=3, device="cpu")
+    for teacher in (served, here):
+        teacher.configure(load_tokenizer(str(tiny_model)))
+    scores = asyncio.run(served(rollouts=one))
+    assert scores == pytest.approx(here(other), abs=1e-4)
+    for mine, theirs in zip(one, other, strict=True):
+        found, expected = (of_text(r.rows[0].teacher_logprobs) for r in (mine, theirs))
+        assert (found.logprobs - expected.logprobs).abs().max() < 1e-4
+        assert (found.top_logprobs - expected.top_logprobs).abs().max() < 1e-4
+        assert found.ids.tolist() == expected.ids.tolist()
