@@ -172,7 +172,7 @@ def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
         "sequence 1 x tensor 1", "sequence 2 x tensor 1", "sequence 1 x tensor 2",
     ]  # fmt: skip
     assert "refused: " in said[-3]  # one key-value head
-    assert said[-2].startswith("take sequence 1 x tensor 1: ")
+    assert said[-2].startswith("use sequence 1 x tensor 1: ")
     assert "--trainer.devices 2" in said[-1]
     assert main([*command, "0.0001"]) == 1
     assert "none of them fits with 5% to spare; nearest is " in capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_more_gpus_than_heads_share_a_rollout_if_it_takes_them(workplace, capsys
     )
     said = capsys.readouterr().out
     assert "sequence 2 x tensor 1: 36.8 MiB training + 0.2 MiB engine: DOES NOT FIT" in said
-    assert "take sequence 4 x tensor 1: " in said
+    assert "use sequence 4 x tensor 1: " in said
 
 
 @pytest.mark.slow
@@ -206,11 +206,11 @@ def test_gpus_share_the_experts_of_a_mixture(workplace, capsys, monkeypatch):
         "  sequence 2 x tensor 1", "  sequence 2 x tensor 1 x expert 2",
     ]  # fmt: skip
     assert "sequence 1 x tensor 2: refused: " in said
-    assert "take sequence 1 x tensor 1: " in said
+    assert "use sequence 1 x tensor 1: " in said
     monkeypatch.setattr(Candidate, "fits", property(lambda way: way.expert == 2))
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "take sequence 1 x tensor 1 x expert 2: " in said
+    assert "use sequence 1 x tensor 1 x expert 2: " in said
     assert "--trainer.strategy.tensor 1 --trainer.strategy.expert 2\n" in said
 
 
