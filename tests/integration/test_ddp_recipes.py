@@ -84,7 +84,7 @@ def test_one_flag_is_enough(tiny_model, tmp_path, prompts):
     together = fit(folders[1], tiny_model, prompts, "--trainer.devices", "2", OMP_NUM_THREADS=None)
     printed = (folders[1] / "output").read_text()
     cores = usable_cores()
-    each = f"2 processes of {max(1, cores // 2)} thread"
+    each = f"using 2 processes of {max(1, cores // 2)} thread"
     assert [line.startswith(each) for line in printed.splitlines()].count(True) == 1
     assert "Starting with 2 processes" in printed
     compared = ("reward/mean", "rollout/tokens_mean", "policy/grad_norm", "policy/kl_old")

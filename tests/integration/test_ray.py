@@ -75,9 +75,7 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch, skeleton, by_environm
     nobody = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", nobody if by_environment else "127.0.0.1:1")
     engine = RayEngine(None if by_environment else nobody)
-    with pytest.raises(
-        ReplicaError, match=rf"no Ray cluster at address='{nobody}'.*refused"
-    ):
+    with pytest.raises(ReplicaError, match=rf"no Ray cluster at address='{nobody}'.*refused"):
         engine.start(skeleton)
     assert not ray.is_initialized()
 

@@ -62,7 +62,9 @@ def test_from_the_command_line(workplace, capsys, starts):
     files = [str(folder / f"iteration_{n}.ckpt") for n in (1, 2)]
     place = next(n for n, line in enumerate(lines) if line.startswith("checkpoint "))
     assert "eval/accuracy" in lines[place]
-    assert [line.split()[0] for line in lines[place + 1 :]] == files
+    rows, compared = lines[place + 1 : place + 3], lines[place + 3 :]
+    assert [line.split()[0] for line in rows] == files
+    assert compared[0].startswith(f"{files[1]} against {files[0]}: accuracy ")
     assert len(starts) == 1
     [table] = workplace.rglob("test.json")
     assert [row["checkpoint"] for row in json.loads(table.read_text())] == files

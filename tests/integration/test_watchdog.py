@@ -89,7 +89,7 @@ def whole(tiny_model, tmp_path_factory):
          r".*test_watchdog.py:\d+ in NeverAnswers.generate \(called by agents/base.py:\d+ in "
          r"completion_of\); all stacks are in .*_0.txt. If a"),
         slow(BlocksTheLoop, StalledError, r"hangs and blocks the event loop at .*test_watchdog.py:"
-         r"\d+ in _step \(called by hf/engine.py:\d+ in _advance\)"),
+         r"\d+ in _step \(called by engines/hf/engine.py:\d+ in _advance\)"),
         slow(Raises, EngineError, "failed while generating: the device fell off the bus"),
     ],
 )  # fmt: skip

@@ -85,6 +85,7 @@ def _chain(coroutine: Any) -> tuple[Place, ...]:
 
 
 def tell(place: Place) -> str:
-    """Format a place as ``directory/file.py:12 in function``."""
+    """Format a place as ``directory/file.py:12 in function``; our own files from the package on."""
     file, line, function = place
-    return f"{'/'.join(Path(file).parts[-2:])}:{line} in {function}"
+    *before, own = "/".join(Path(file).parts).rpartition("/lightning_rl/")
+    return f"{own if before[0] else '/'.join(Path(file).parts[-2:])}:{line} in {function}"
