@@ -1,1 +1,1 @@
-"""What an agent loses by asking over HTTP: ``python -m benchmarks.agent_server``."""
+"""The cost to an agent of asking over HTTP: ``python -m benchmarks.agent_server``."""

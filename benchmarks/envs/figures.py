@@ -1,4 +1,4 @@
-"""What `benchmarks/envs` tells of its runs: means, standard errors, and a table."""
+"""The figures of `benchmarks/envs`: means, standard errors, and a table."""
 
 import statistics
 from collections.abc import Mapping, Sequence

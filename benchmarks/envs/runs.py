@@ -17,7 +17,7 @@ from benchmarks.peers.layouts import reason
 PEERS = Path("build") / "envs-venv"
 PEER_PYTHON = PEERS / "bin" / "python"
 SAME = ("torch", "numpy", "gymnasium")
-"""Of which the peers get the versions that are here."""
+"""The packages that the peers get in the versions installed here."""
 PEER_PACKAGES = ("torchrl==0.14.1", "stable-baselines3==2.9.2", "tensorboard==2.21.0")
 CLEANRL = "cleanrl==1.2.0"
 """Without what it asks for: a gym and a torch of its day."""

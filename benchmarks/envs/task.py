@@ -1,4 +1,4 @@
-"""What all sides of `benchmarks/envs` train on, measure and leave; imports gymnasium and torch.
+"""The tasks of `benchmarks/envs`, and what each side leaves; imports gymnasium and torch.
 
 PPO, the same for all: numbers of environments and steps, networks (actor and critic apart, two
 layers of 64 with tanh, orthogonal), Adam, and what the loss is made of.

@@ -1,1 +1,1 @@
-"""Whether anything grows faster than the work: ``python -m benchmarks.growth``."""
+"""Measurements of what grows faster than the work: ``python -m benchmarks.growth``."""

@@ -1,4 +1,4 @@
-"""What is counted of a checkout, and what each of its rooms is for."""
+"""Counts of a checkout, and the purpose of each of its rooms."""
 
 import ast
 import json
@@ -54,7 +54,7 @@ def measure(root: Path) -> dict[str, int]:
 
 
 def captions(root: Path) -> dict[str, str]:
-    """What each room is for: the first sentence of its docstring."""
+    """Return the purpose of each room: the first sentence of its docstring."""
     found = {}
     for name in ORDER:
         folder = root / ("callbacks" if name == "callbacks" else f"lightning_rl/{name}")

@@ -107,6 +107,19 @@ def has_code_of_its_own(error: Exception) -> bool:
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
+def dtype_of(owner: str, name: str) -> torch.dtype:
+    """Return the dtype that an argument of ``owner`` names.
+
+    Raises:
+        ConfigError: unless it is a floating-point dtype that models compute in.
+    """
+    known = ("float32", "bfloat16", "float16")
+    if name not in known:
+        raise ConfigError(f"{owner}(dtype={name!r}) must be one of {', '.join(known)}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
 def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
     """Load the configuration of a model directory or hub name.
 

@@ -6,15 +6,13 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.models.pretrained import Loading, require_local
+from lightning_rl.errors import require_at_least
+from lightning_rl.models.pretrained import Loading, dtype_of, require_local
 from lightning_rl.models.reward_model import RewardModel, padded, scored_text
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rewards.openai_api import APIRefusal, OpenAIAPI
 from lightning_rl.rewards.remote import Remote
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @configurable
@@ -51,8 +49,7 @@ class ModelReward:
     ) -> None:
         require_at_least(1, batch_size=batch_size)
         require_local(model)
-        if dtype not in _DTYPES:
-            raise ConfigError(f"ModelReward(dtype={dtype!r}) must be one of {', '.join(_DTYPES)}")
+        dtype_of("ModelReward", dtype)
         self.model = model
         self.batch_size = batch_size
         self.dtype = dtype
@@ -87,7 +84,7 @@ class ModelReward:
         return scores
 
     def _loaded(self) -> RewardModel:
-        scorer = RewardModel(self.model, self.loading, dtype=getattr(torch, self.dtype))
+        scorer = RewardModel(self.model, self.loading, dtype=dtype_of("ModelReward", self.dtype))
         return scorer.eval().requires_grad_(False).to(self.device)
 
     def close(self) -> None:

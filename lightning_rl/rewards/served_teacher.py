@@ -96,12 +96,15 @@ class ServedTeacher(Teacher, Remote):
                 )
             ]
         try:
-            found = [self._known.get(text.key) or await self._of(text) for text in texts]
+            found = [await self._of(text) for text in texts]
         except APIRefusal as error:
             return [RewardFailure(str(error))]
         return [scored(texts, found)]
 
     async def _of(self, text: Text) -> str:
+        key = text.key
+        if (known := self._known.get(key)) is not None:
+            return known
         token_ids = text.prompt_ids + text.row.token_ids
         body = {
             "model": self.model,
@@ -123,7 +126,7 @@ class ServedTeacher(Teacher, Remote):
             zip(text.row.token_ids, each[begin:], strict=True)
         ):
             _fill(found, place, token, logprobs or {})
-        return self.remember(text, found)
+        return self.remember(key, found)
 
 
 def _fill(found: TeacherLogprobs, place: int, token: int, told: Mapping[str, _Logprob]) -> None:

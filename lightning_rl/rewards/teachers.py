@@ -16,10 +16,9 @@ from lightning_rl.data.encoding import PromptEncoder
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.splitting import split_packs
 from lightning_rl.data.teacher_logprobs import UNKNOWN, TeacherLogprobs, of_text, to_text
-from lightning_rl.engines.base import require_dtype
 from lightning_rl.errors import DataError, require_at_least
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading, require_local
+from lightning_rl.models.pretrained import Loading, dtype_of, require_local
 from lightning_rl.models.tokenizer import require_same_tokens
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rollout import Message, Prompt, Rollout, Row, SamplingDistribution
@@ -118,9 +117,9 @@ class Teacher:
         assert self._encoder is not None  # rewards are configured before they grade
         return self._encoder.encode(text, (), lambda: f"prompt {prompt.key!r}")[0]
 
-    def remember(self, text: Text, logprobs: TeacherLogprobs) -> str:
-        """Keep a text's logprobs, and forget those of the oldest text if there are many."""
-        found = self._known[text.key] = to_text(logprobs)
+    def remember(self, key: bytes, logprobs: TeacherLogprobs) -> str:
+        """Keep the logprobs of a text, and forget those of the oldest if there are many."""
+        found = self._known[key] = to_text(logprobs)
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
         return found
@@ -187,7 +186,7 @@ class ModelTeacher(Teacher):
     ) -> None:
         require_at_least(1, max_tokens_per_pack=max_tokens_per_pack)
         require_local(model)
-        require_dtype(dtype)
+        dtype_of("ModelTeacher", dtype)
         super().__init__(model, model, top_k, hint)
         self.__name__ = name
         self.max_tokens_per_pack = max_tokens_per_pack
@@ -210,7 +209,7 @@ class ModelTeacher(Teacher):
     def _read(self, asked: Mapping[bytes, Text]) -> dict[bytes, str]:
         """Read texts in packs, and return and remember their logprobs."""
         policy = self._policy = self._policy or self._loaded()
-        texts, found = list(asked.values()), {}
+        keys, texts, found = list(asked), list(asked.values()), {}
         if not texts:
             return {}
         batch = pack_rollouts([_as_rollout(text, place) for place, text in enumerate(texts)])
@@ -221,17 +220,17 @@ class ModelTeacher(Teacher):
             for column, values in zip(whole, of_live, strict=True):
                 column[live.cpu()] = values.to("cpu", column.dtype)
             begin = 0
-            for text in (texts[place] for place in places.tolist()):
-                first, end = begin + len(text.prompt_ids), begin + text.length
+            for place in places.tolist():
+                first, end = begin + len(texts[place].prompt_ids), begin + texts[place].length
                 of_row = TeacherLogprobs(*(column[first:end] for column in whole))
-                found[text.key] = self.remember(text, of_row)
+                found[keys[place]] = self.remember(keys[place], of_row)
                 begin = end
         return found
 
     def _loaded(self) -> Policy:
         policy = Policy(self.model, loading=self.loading).requires_grad_(False)
         for weight in policy.parameters():  # not what positions are computed from
-            weight.data = weight.data.to(getattr(torch, self.dtype))
+            weight.data = weight.data.to(dtype_of("ModelTeacher", self.dtype))
         return policy.to(self.device)
 
     def close(self) -> None:

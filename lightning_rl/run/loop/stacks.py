@@ -87,5 +87,6 @@ def _chain(coroutine: Any) -> tuple[Place, ...]:
 def tell(place: Place) -> str:
     """Format a place as ``directory/file.py:12 in function``; our own files from the package on."""
     file, line, function = place
-    *before, own = "/".join(Path(file).parts).rpartition("/lightning_rl/")
-    return f"{own if before[0] else '/'.join(Path(file).parts[-2:])}:{line} in {function}"
+    path = Path(file)
+    outside, _, own = path.as_posix().rpartition("/lightning_rl/")
+    return f"{own if outside else '/'.join(path.parts[-2:])}:{line} in {function}"
