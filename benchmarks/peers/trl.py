@@ -20,6 +20,24 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 from benchmarks.peers.run import Progress, parser_of_run
 
+BEST: dict[str, Any] = {
+    "temperature": 1.0,
+    "beta": 0.0,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "optim": "adamw_torch_fused",
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "vllm_mode": "colocate",
+    "vllm_importance_sampling_correction": False,
+    "logging_steps": 10**9,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+"""TRL's settings on a CPU, whatever the task."""
+
 
 class Clock(TrainerCallback):
     """Reports to ``Progress``; stops at the goal."""
@@ -59,16 +77,8 @@ def main() -> None:
         gradient_accumulation_steps=of_each_process // micro_batch,
         num_generations=8,
         max_completion_length=arguments.max_tokens,
-        temperature=1.0,
-        beta=0.0,
         learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
         max_grad_norm=1.0,
-        optim="adamw_torch_fused",
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
         ddp_find_unused_parameters=False,
         seed=arguments.seed,
         use_transformers_continuous_batching=arguments.generation == "continuous",
@@ -79,13 +89,8 @@ def main() -> None:
             "max_batch_tokens": 4096,
         },
         use_vllm=arguments.generation == "vllm",
-        vllm_mode="colocate",
-        vllm_importance_sampling_correction=False,
         vllm_max_model_length=arguments.max_model_len,
-        logging_steps=10**9,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **BEST,
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),

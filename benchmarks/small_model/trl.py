@@ -46,7 +46,7 @@ def main() -> None:
     mend()
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-    from benchmarks.peers.trl import Clock
+    from benchmarks.peers.trl import BEST, Clock
 
     progress = Progress(NEVER)
 
@@ -64,26 +64,13 @@ def main() -> None:
         gradient_accumulation_steps=GROUPS * GROUP_SIZE // MICRO_BATCH,
         num_generations=GROUP_SIZE,
         max_completion_length=MAX_TOKENS,
-        temperature=1.0,
-        beta=0.0,
         learning_rate=given.lr,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
         max_grad_norm=0.0,
-        optim="adamw_torch_fused",
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
         seed=0,
         shuffle_dataset=False,
         use_vllm=True,
-        vllm_mode="colocate",
-        vllm_importance_sampling_correction=False,
         vllm_max_model_length=128,
-        logging_steps=10**9,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **BEST,
     )
     model = given.data / "model"
     trainer = GRPOTrainer(

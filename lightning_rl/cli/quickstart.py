@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from lightning_rl.config.names import LIBRARY
 from lightning_rl.errors import DiskError
 
-_LIBRARY = Path(__file__).parents[1]
 COPIED = {".py", ".yaml", ".md"}
 """Suffixes of a recipe's files; Python leaves other files beside them."""
 _RECIPE = "recipes.smollm2.quickstart"
@@ -22,7 +22,7 @@ def copy_recipes(place: Path) -> list[Path]:
     Raises:
         DiskError: if they cannot be written there.
     """
-    installed, checkout = _LIBRARY / "recipes", _LIBRARY.parent / "recipes"
+    installed, checkout = LIBRARY / "recipes", LIBRARY.parent / "recipes"
     shipped = installed if installed.is_dir() else checkout
     missing = []
     try:

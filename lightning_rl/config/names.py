@@ -13,7 +13,8 @@ from lightning_rl.errors import ConfigError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_LIBRARY = Path(__file__).parents[1]
+LIBRARY = Path(__file__).parents[1]
+"""The folder of this package."""
 
 
 def _shown_by(stub: Path) -> dict[str, str]:
@@ -27,10 +28,10 @@ def _shown_by(stub: Path) -> dict[str, str]:
 
 
 SURFACES = {
-    "lightning_rl": _shown_by(_LIBRARY / "__init__.pyi"),
+    "lightning_rl": _shown_by(LIBRARY / "__init__.pyi"),
     **{
         f"lightning_rl.{folder.name}": _shown_by(folder / "__init__.pyi")
-        for folder in sorted(_LIBRARY.iterdir())
+        for folder in sorted(LIBRARY.iterdir())
         if (folder / "__init__.pyi").is_file()
     },
 }

@@ -9,8 +9,8 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 
+from lightning_rl.config.names import LIBRARY
 from lightning_rl.run.processes.child import Child
 
 _ASKED_FOR = range(20_000, 30_000)
@@ -18,7 +18,6 @@ _ASKED_FOR = range(20_000, 30_000)
 connections, and Kubernetes to nodes.
 """
 _HERE = "127.0.0.1"
-_PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
 def held_port(host: str) -> socket.socket:
@@ -62,7 +61,7 @@ class ServerProcess(Child):
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(LIBRARY.parent), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "PYTHONPATH": path, **environment}
         super().__init__(command, env, told=signal.SIGTERM, log=True)
 
