@@ -13,11 +13,12 @@ from lightning_rl.collect.collector import GroupFilter
 from lightning_rl.collect.loader import RolloutLoader, limited_epoch
 from lightning_rl.collect.replay_buffer import warn_if_uncorrected
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data import teacher_logprobs
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.models.pretrained import load_config
-from lightning_rl.rollout import Group, Rollout
+from lightning_rl.rollout import Group, Rollout, Row
 from lightning_rl.run.files.metrics import summarize
 from lightning_rl.run.files.resume import enter_directory
 from lightning_rl.run.processes import dist
@@ -94,7 +95,9 @@ class OfflineDataModule(LightningDataModule):
 
     The rollouts are off-policy, increasingly so during training: they keep the logprobs of the
     engine that wrote them. With ``trust_engine_logprobs: true``, ``PPOClip`` limits how far the
-    policy moves away from it; otherwise use a correction such as ``TokenTIS``.
+    policy moves away from it; otherwise use a correction such as ``TokenTIS``. Rollouts that a
+    teacher has read while they were recorded keep its logprobs, so ``TeacherDivergence`` learns
+    from them as it does from new ones.
 
     Args:
         path: a ``.jsonl``, ``.parquet`` or ``.sqlite`` file, which is read into memory.
@@ -215,6 +218,7 @@ class OfflineDataModule(LightningDataModule):
                 f"completed and graded rollouts, as {type(module.advantage).__name__} requires, "
                 "and passes the filters; record more, or change the filters"
             )
+        _check_teacher(self.path, module, [row for g in groups for r in g for row in r.rows])
         return groups
 
     def _module(self) -> OwnLoop:
@@ -224,6 +228,22 @@ class OfflineDataModule(LightningDataModule):
                 f"OfflineDataModule works with a PolicyModule, not {type(module).__name__}"
             )
         return module
+
+
+def _check_teacher(path: str, module: OwnLoop, rows: Sequence[Row]) -> None:
+    """Check that a teacher has read the rows, if the policy learns from one."""
+    read = [teacher_logprobs.of_text(row.teacher_logprobs) for row in rows if row.teacher_logprobs]
+    for key, part in (("advantage", module.advantage), ("loss", module.objective.loss)):
+        if part.needs_teacher and not read:
+            raise DataError(
+                f"{path}: no teacher has read its rollouts, but model.{key}={type(part).__name__} "
+                "learns from one; record them with a ModelTeacher or ServedTeacher in data.rewards"
+            )
+    if module.objective.loss.needs_teacher and not any(one.ids.shape[1] for one in read):
+        raise DataError(
+            f"{path}: its teacher told no likeliest tokens, with which model.loss="
+            f"{type(module.objective.loss).__name__} compares; record with top_k, 16 for example"
+        )
 
 
 def _check_tokens(path: str, rollouts: Sequence[Rollout], vocabulary: int) -> None:

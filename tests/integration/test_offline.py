@@ -1,6 +1,7 @@
 """Training from recorded rollouts alone, and `lightning-rl rollout` that records them, resumed."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.correction import TokenTIS
+from lightning_rl.algos.distillation import Distillation, TeacherDivergence
 from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
 from lightning_rl.callbacks.recorder import collected_rollouts
 from lightning_rl.cli import main
@@ -24,7 +26,9 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.recorded import OfflineDataModule
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.teachers import ModelTeacher
 from lightning_rl.rollout import RolloutStatus
 from tests.support.engine_checks import ROUNDING
 from tests.support.small_run import SaveAfter, trainer_of
@@ -157,6 +161,35 @@ def test_a_critic_needs_no_groups(tiny_model, tmp_path, recorded):
 # ---------------------------------------------------------------- what is used
 
 
+def test_a_student_learns_from_texts_that_a_teacher_has_read(tiny_model, tmp_path, recorded):
+    """The forward KL to the teacher falls, here to one that prefers other tokens."""
+    teacher = Policy(str(tiny_model))
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+    teacher.save_pretrained(tmp_path / "teacher")
+    load_tokenizer(str(tiny_model)).save_pretrained(tmp_path / "teacher")
+    rollouts = deepcopy(recorded)
+
+    def trained(top_k, epochs):
+        reader = ModelTeacher(str(tmp_path / "teacher"), top_k=top_k)
+        reader.configure(load_tokenizer(str(tiny_model)))
+        reader(rollouts)
+        file = open_rollouts(tmp_path / f"read_{top_k}.jsonl")
+        file.append(rollouts, 0)
+        file.close()
+        told = RunReport()
+        options = {"advantage": Distillation(), "loss": TeacherDivergence(beta=0.0)}
+        data = OfflineDataModule(str(file.path), groups_per_iteration=6)
+        fit(policy_module(tiny_model, **options), data, tmp_path, told, epochs=epochs)
+        return [row["policy/teacher_divergence"] for row in told.history]
+
+    apart = trained(top_k=4, epochs=8)
+    assert apart[-1] < 0.5 * apart[0]
+    with pytest.raises(DataError, match=r"its teacher told no likeliest tokens, with which"):
+        trained(top_k=0, epochs=1)
+
+
 def drawn(path, module, tmp_path, epochs=1, **options) -> list[list[tuple[str, float]]]:
     """Group and reward of each rollout of each batch."""
     data = OfflineDataModule(path, **options)
@@ -214,6 +247,10 @@ def test_what_cannot_be_trained_on_is_left_out(tiny_model, tmp_path, recorded, m
         (
             {"filters": [RewardSpread(min_spread=2.0)]}, {}, DataError,
             r"none of its 6 groups has at least 2 completed and graded rollouts, as GRPO requires",
+        ),
+        (
+            {}, {"advantage": Distillation()}, DataError,
+            "no teacher has read its rollouts, but model.advantage=Distillation learns from one",
         ),
     ],
 )  # fmt: skip
