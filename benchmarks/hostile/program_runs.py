@@ -77,14 +77,12 @@ def module(folder: Path, body: str) -> Any:
     return import_module("mine").reward
 
 
-def isolated(
-    name: str, body: str, *says: str, timeout_s: float = 20, sandbox: bool = False
-) -> Call:
+def isolated(name: str, body: str, *says: str, timeout_s: float = 20) -> Call:
     """A reward in processes of its own: ``completions[0]`` is "bad", then "good" (1.0)."""
 
     def play(folder: Path) -> None:
         function = module(folder, f"if completions[0] == 'good': return [1.0]\n{body}")
-        pool = Isolated(function, workers=1, timeout_s=timeout_s, memory_mb=512, sandbox=sandbox)
+        pool = Isolated(function, workers=1, timeout_s=timeout_s, memory_mb=512)
         graded(pool, ["bad", "good"])
 
     return Call(f"isolated: {name}", play, (*says, "reward 1.0: no error"), right=True)

@@ -1,11 +1,10 @@
 """What bad rewards do to a run: each one in the real pool, between good ones.
 
-    python -m benchmarks.reward_faults [--sandbox] [--timeout_s 1] [--save]
+    python -m benchmarks.reward_faults [--timeout_s 1] [--save]
 
 Every fault is graded as the second of three completions by one and the same pool, so whatever a
 fault leaves behind meets those that follow. Prints a Markdown table; the last line is JSON.
-``--sandbox`` adds what only a sandbox prevents; ``--save`` writes the table into
-docs/api/faults.md.
+``--save`` writes the table into docs/api/faults.md.
 """
 
 import argparse
@@ -15,7 +14,7 @@ import re
 import time
 from pathlib import Path
 
-from benchmarks.reward_faults.rewards import FAULTS, LINGERS, SANDBOX_ONLY, faulty
+from benchmarks.reward_faults.rewards import FAULTS, LINGERS, faulty
 from benchmarks.support.results import write_block
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.pool import Isolated
@@ -52,21 +51,19 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--sandbox", action="store_true")
     parser.add_argument("--timeout_s", type=float, default=1.0)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     before = left_behind()
-    pool = Isolated(faulty, 1, options.timeout_s, memory_mb=256, sandbox=options.sandbox)
+    pool = Isolated(faulty, 1, options.timeout_s, memory_mb=256)
     rewards = Rewards([pool])  # type: ignore[list-item]  # async, as reward functions may be
     table = ["| the reward ... | that completion | neighbours | seconds |", "|---|---|---|---|"]
 
     async def grade_all() -> dict[str, int | float]:
         await rewards.grade([group_of(["good"])])  # the worker starts
-        faults = [*FAULTS, *(SANDBOX_ONLY if options.sandbox else [])]
         good = failed = 0
         print("\n".join(table))
-        for fault in faults:
+        for fault in FAULTS:
             group = group_of(["good", fault.__name__, "good"])
             begin = time.perf_counter()
             await rewards.grade([group])
@@ -86,16 +83,16 @@ def main() -> None:
         await rewards.grade([group])
         milliseconds = (time.perf_counter() - begin) * 2
         return {
-            "faults": len(faults),
+            "faults": len(FAULTS),
             "failed": failed,
-            "neighbours": 2 * len(faults),
+            "neighbours": 2 * len(FAULTS),
             "neighbours_graded": good,
             "ms_per_completion": round(milliseconds, 2),
         }
 
     result = asyncio.run(grade_all())
     rewards.close()
-    result |= {"left_behind": len(left_behind() - before), "sandbox": options.sandbox}
+    result["left_behind"] = len(left_behind() - before)
     if options.save:
         write_block(PAGE, "reward-faults", table)
     print(json.dumps(result))

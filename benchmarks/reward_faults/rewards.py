@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -165,52 +164,7 @@ FAULTS: list[Callable[[], Scores]] = [
 ]
 
 
-def _require_sandbox() -> None:
-    if os.getppid() != 0:  # process 1 of its room
-        raise RuntimeError("only to be tried in a sandbox")
-
-
-def kills_everything() -> Scores:
-    """kills every process that it may (`kill -9 -1`)"""
-    _require_sandbox()
-    os.kill(-1, signal.SIGKILL)
-    return [1.0]
-
-
-def removes_files() -> Scores:
-    """overwrites a file of the library"""
-    _require_sandbox()
-    with open(__file__, "a"):
-        return [1.0]
-
-
-def opens_connection() -> Scores:
-    """opens a connection to this machine"""
-    with socket.create_connection(("127.0.0.1", 80), timeout=1):
-        return [1.0]
-
-
-def reads_secrets() -> Scores:
-    """reads the environment of other processes"""
-    _require_sandbox()
-    others = [p for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()]
-    if not others:
-        raise LookupError("there is none")
-    return [float(len(b"".join((process / "environ").read_bytes() for process in others)))]
-
-
-def lists_processes() -> Scores:
-    """reads the command lines of other processes"""
-    _require_sandbox()
-    others = [p for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()]
-    lines = [(other / "cmdline").read_bytes() for other in others]
-    if not lines:
-        raise LookupError("there is none")
-    return [float(len(lines))]
-
-
-SANDBOX_ONLY = [kills_everything, removes_files, opens_connection, reads_secrets, lists_processes]
-_BY_NAME = {f.__name__: f for f in [*FAULTS, *SANDBOX_ONLY]}
+_BY_NAME = {f.__name__: f for f in FAULTS}
 
 
 def faulty(completions: list[str]) -> Scores:

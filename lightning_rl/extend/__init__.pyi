@@ -208,6 +208,9 @@ from lightning_rl.rewards.log import (
 from lightning_rl.rewards.openai_api import (
     APIRefusal as APIRefusal,
 )
+from lightning_rl.rewards.sandbox import (
+    sandboxed as sandboxed,
+)
 from lightning_rl.rollout import (
     Call as Call,
     Group as Group,

@@ -26,19 +26,20 @@ from lightning_rl.rewards.calling import (
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.pool_worker import Limits
 from lightning_rl.run.processes.child import PythonChild
-from lightning_rl.run.processes.machine import ALLOW_SANDBOX, usable_cores
+from lightning_rl.run.processes.machine import usable_cores
 
 START_S = 120.0
 """Time limit, in seconds, for a worker to start and import the function's module."""
 GRACE_S = 10.0
 """Seconds after ``timeout_s`` until the worker itself counts as stuck."""
-_KEPT_ENVIRONMENT = {"PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH"}
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @configurable
 class Isolated(PerSample):
     """Runs a reward function per completion, each in a fresh process with limits.
+
+    They protect from accidents, not from code that means harm: a function that runs what a model
+    wrote should run it as a command of its own, under :func:`lightning_rl.extend.sandboxed`.
 
     A completion whose process exceeds its time or memory, crashes or raises is FAILED with that
     reason, and everything that the process started is killed; the others are graded. The function's
@@ -51,14 +52,12 @@ class Isolated(PerSample):
         workers: number of completions graded at the same time; None: one per usable core.
         timeout_s: wall-clock seconds per completion.
         memory_mb: MiB that a completion's process may use beyond what its imports take.
-        sandbox: also deny network, sight of other processes, secrets of the environment, and
-            writing files except 64 MiB of its own; for functions that run what a model wrote.
         fault_score: score for completions whose process broke a limit or died; None: FAILED. A
             function that raises is always FAILED.
 
     Raises:
-        ConfigError: if the function is ``async`` or cannot be imported in another process, values
-            are out of range, or the machine does not allow a sandbox.
+        ConfigError: if the function is ``async`` or cannot be imported in another process, or
+            values are out of range.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Isolated(PerSample):
         workers: int | None = None,
         timeout_s: float = 10.0,
         memory_mb: int = 1024,
-        sandbox: bool = False,
         fault_score: float | None = None,
     ) -> None:
         require_at_least(1, workers=workers, memory_mb=memory_mb)
@@ -75,13 +73,11 @@ class Isolated(PerSample):
         require_finite(fault_score=fault_score)
         super().__init__(function)
         self.workers = workers or usable_cores()
-        self.limits = Limits(timeout_s, memory_mb, sandbox)
+        self.limits = Limits(timeout_s, memory_mb)
         self.fault_score = fault_score
         self._pickled = _pickled(function)
         self._threads: ThreadPoolExecutor | None = None
         self._idle: deque[_Worker] = deque()
-        if sandbox:
-            self._idle.append(self._start())  # else it is refused only after the first generation
 
     async def grade_one(self, sample: dict[str, Any]) -> Score:
         if self._threads is None:
@@ -126,11 +122,6 @@ class Isolated(PerSample):
         if refusal is None:
             return worker
         worker.kill()
-        if refusal.startswith("no sandbox"):
-            raise ConfigError(
-                f"sandbox=True is not possible on this machine ({refusal}): {ALLOW_SANDBOX}, or "
-                "set sandbox=False if you trust the code that it runs"
-            )
         raise ConfigError(f"a worker could not load reward {self.__name__}: {refusal}")
 
 
@@ -149,11 +140,7 @@ class _Worker(PythonChild):
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        env = _ONE_THREAD | dict(os.environ)
-        if limits.sandbox:
-            # Linux gives no user namespace to a process with several threads, and numpy's linear
-            # algebra has as many as the trainer's variable says.
-            env = {k: v for k, v in env.items() if k in _KEPT_ENVIRONMENT} | _ONE_THREAD
+        env = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         self.home = tempfile.mkdtemp(prefix="lightning_rl_reward_")
         super().__init__(pool_worker.main, self.home, env=env, stdout=subprocess.DEVNULL)
 

@@ -19,20 +19,14 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-# Not used here, but by rewards: torch has to be imported before there is a sandbox, in which it
-# finds no directory for temporary files.
-import lightning_rl.config.arguments  # noqa: F401
 from lightning_rl.rewards.calling import RewardFailure, only_score
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import plain_score
-from lightning_rl.rewards.sandbox import forks_into_a_room, run_in_sandbox, shut
 from lightning_rl.run.processes.child import ending
 from lightning_rl.run.processes.keeper import adopt_orphans, die_with_parent, end_all
 
 FILES_MB = 64
-"""Megabytes that a sample may write: in total if sandboxed, else per file."""
-MAX_PROCESSES = 64
-"""Maximum processes and threads of a sandboxed sample; the kernel exempts root."""
+"""Megabytes per file that a sample may write."""
 _RESULT_BYTES = 65536  # what a pipe holds: the sample never waits for a reader
 _ERROR_CHARACTERS = 2000
 
@@ -43,7 +37,6 @@ class Limits:
 
     timeout_s: float
     memory_mb: int
-    sandbox: bool
 
 
 def main(connection: Connection, home: str) -> None:
@@ -61,15 +54,8 @@ def _serve(connection: Connection, home: str) -> None:
     with open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # where memory runs out, the kernel takes samples, not the trainer
     try:
-        if limits.sandbox:
-            run_in_sandbox(server.serve, home, FILES_MB)
-        else:
-            adopt_orphans()
-            server.serve()
-    except ConnectionError:
-        raise
-    except OSError as error:
-        connection.send_bytes(_json(error=f"no sandbox: {error}"))
+        adopt_orphans()
+        server.serve()
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
@@ -98,27 +84,25 @@ class Server:
         self.connection.send_bytes(_json())
         at_first = _own_limits()
         with contextlib.suppress(EOFError, ConnectionError):  # the other end is gone: the end
-            # Without a sandbox a sample can lower them: then another worker grades the next.
+            # A sample can lower them: then another worker grades the next.
             while (request := self.connection.recv_bytes()) and _own_limits() == at_first:
                 self.connection.send_bytes(self._run(function, request))
 
     def _run(self, function: Any, request: bytes) -> bytes:
-        place = self.home if self.limits.sandbox else tempfile.mkdtemp(dir=self.home)
+        place = tempfile.mkdtemp(dir=self.home)
         reader, writer = os.pipe()
         with open("/proc/self/statm") as statm:
             mapped = int(statm.read().split()[0]) * resource.getpagesize()
-        with forks_into_a_room() if self.limits.sandbox else contextlib.nullcontext():
-            pid = os.fork()
-            if pid == 0:
-                self._be_sample(function, request, place, mapped, reader, writer)
+        pid = os.fork()
+        if pid == 0:
+            self._be_sample(function, request, place, mapped, reader, writer)
         os.close(writer)
         in_time = self._wait(pid)
         status = end_all(pid)
         os.set_blocking(reader, False)
         with os.fdopen(reader, "rb", buffering=0) as results:
             result = results.read(_RESULT_BYTES)
-        if place != self.home:
-            shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
         if not in_time:
             return _json(fault=f"ran longer than timeout_s={self.limits.timeout_s:g}")
         if os.WIFSIGNALED(status):
@@ -175,8 +159,6 @@ def _confine(place: str, limits: Limits, mapped: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    if limits.sandbox:
-        shut(place, FILES_MB)
     os.chdir(place)
     os.environ |= {"HOME": place, "TMPDIR": place}
     tempfile.tempdir = None
@@ -185,9 +167,6 @@ def _confine(place: str, limits: Limits, mapped: int) -> None:
         resource.RLIMIT_FSIZE: FILES_MB * 2**20,
         resource.RLIMIT_CORE: 0,
     }
-    if limits.sandbox:
-        # Counted per user and namespace; outside it would count everything the user runs.
-        bounds[resource.RLIMIT_NPROC] = MAX_PROCESSES
     for kind, bound in bounds.items():
         resource.setrlimit(kind, (bound, bound))
 

@@ -1,63 +1,99 @@
-"""Tests of a program: the tests run here, the program in a separate interpreter.
+"""The process that judges one program: the tests run here, the program in a fork.
 
 A name that the tests neither define nor import, and that is not built in, is the program's. Calls
 to it run in the other process, and return plain data, which is compared here; so nothing that a
-program does to Python, or to its objects, can make a test pass.
+program does to Python, or to its objects, can make a test pass. The standard library and a few
+files of this package are all that is imported, so the process starts quickly.
 """
 
 import ast
 import builtins
+import contextlib
 import importlib
 import json
+import os
+import resource
 import socket
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
-from lightning_rl.rewards import tested_program
 from lightning_rl.rewards.program_object import RemoteObject, number_of
-from lightning_rl.rewards.tested_program import JSONSocket, error_of, read, written
+from lightning_rl.rewards.tested_program import JSONSocket, error_of, read, run_program, written
 from lightning_rl.run.processes.keeper import keep_others_out
 
 _ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
+
+
+BEGUN = "begun\n"
+"""Written once the program runs under its limits: what happens from then on is its own doing."""
 
 
 class BadTestsError(ValueError):
     """The tests cannot judge any program."""
 
 
-def passes(program: str, tests: str | list[str]) -> bool:
+def main() -> None:
+    """Judge the program on standard input by its tests; write ``BEGUN``, then the verdict.
+
+    The verdict is ``{"passed": ...}``, or ``{"failure": reason}`` if no program could be judged.
+    """
+    limits = json.loads(sys.argv[1])
+    sys.path[:] = limits["path"]
+    request, answer = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    os.chdir(limits["directory"])
+    _limit(limits)
+    keep_others_out()
+    ours, theirs = socket.socketpair()
+    # The tests are read only afterwards: the program must not have them in its memory.
+    if os.fork() == 0:
+        for file in (ours, request):
+            file.close()
+        os.close(answer)
+        keep_others_out(False)
+        run_program(theirs)
+        os._exit(0)
+    theirs.close()
+    os.write(answer, BEGUN.encode())
+    try:
+        verdict: dict[str, Any] = {"passed": _passes(JSONSocket(ours), **json.load(request))}
+    except (SyntaxError, BadTestsError) as error:
+        verdict = {"failure": f"{type(error).__name__}: {error}"[:2000]}
+    except MemoryError:
+        verdict = {"passed": False}
+    os.write(answer, json.dumps(verdict).encode())
+    os._exit(0)  # whatever tests left to be done at the end
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    """Limit this process, and the program's."""
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # where memory runs out, the kernel takes programs, not the trainer
+    megabytes = {resource.RLIMIT_AS: limits["memory_mb"], resource.RLIMIT_FSIZE: limits["files_mb"]}
+    bounds = {resource.RLIMIT_CORE: 0} | {kind: mb * 2**20 for kind, mb in megabytes.items()}
+    if limits["processes"] is not None:
+        bounds[resource.RLIMIT_NPROC] = limits["processes"]
+    for kind, bound in bounds.items():
+        resource.setrlimit(kind, (bound, bound))
+
+
+def _passes(line: JSONSocket, program: str, tests: list[str]) -> bool:
     """Tell whether a program passes all tests, which are Python.
 
     Raises:
         SyntaxError: if the tests do not compile.
         BadTestsError: if the tests never use the program, or pass it something that cannot be sent.
     """
-    texts = [tests] if isinstance(tests, str) else tests
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise BadTestsError(f"tests={tests!r:.100} must be a string or a list of strings")
     # Before the program: broken tests are no fault of its.
-    trees = [ast.parse(text, "<tests>") for text in texts]
+    trees = [ast.parse(text, "<tests>") for text in tests]
     compiled = [compile(tree, "<tests>", "exec") for tree in trees]
-    keep_others_out()
-    ours, theirs = socket.socketpair()
-    path = json.dumps(sys.path)
-    with ours, theirs:
-        # Not a fork: it would have the tests in its memory.
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", tested_program.__file__, str(theirs.fileno()), path],
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        try:
-            asker = ProcessClient(JSONSocket(ours))
-            passed = _all_pass(asker, program, compiled, _modules_of(trees))
-        finally:
-            process.kill()
-            process.wait()
+    asker = ProcessClient(line)
+    passed = _all_pass(asker, program, compiled, _modules_of(trees))
     if asker.unsent:
         raise BadTestsError(asker.unsent)
     if passed and not asker.asked:

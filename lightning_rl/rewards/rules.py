@@ -1,15 +1,17 @@
 """Ready-made rewards: length penalty, the environment's reward, and tests of written programs."""
 
+import asyncio
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError
-from lightning_rl.rewards.calling import RewardFailure, Score
-from lightning_rl.rewards.pool import Isolated
-from lightning_rl.rewards.program_tests import BadTestsError, passes
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.rewards.calling import Score
+from lightning_rl.rewards.program_judge import ProgramJudge
 from lightning_rl.rollout import Message, answer_in
+from lightning_rl.run.processes.machine import usable_cores
 
 _FENCE = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -63,7 +65,7 @@ class EnvironmentReward:
 
 
 @configurable
-class PythonTests(Isolated):
+class PythonTests:
     """1.0 for a completion whose Python program passes all tests of its row, else 0.0.
 
     The program is the completion's last fenced block (marked python or unmarked), or else the whole
@@ -71,15 +73,18 @@ class PythonTests(Isolated):
     such as ``assert add(1, 2) == 3``. They run in a process that the program cannot reach: names
     that they neither define nor import, and that are not built in, refer to the program, and its
     results are compared as plain data. Tests that never use the program, so that none could fail
-    them, make the rollout FAILED. Everything runs in a sandbox; see :class:`Isolated` for the
-    limits, and docs/rewards.md for what can be tested, and what a sandbox does not prevent.
+    them, make the rollout FAILED. Each program has a sandbox of its own, made by bubblewrap; see
+    docs/rewards.md for what can be tested, and what a sandbox does not prevent.
 
     Args:
         column: the data set's column of tests: a string, or a list of strings to run in order.
         workers: number of programs that run at the same time; None: one per usable core.
         timeout_s: wall-clock seconds per program; one that takes longer scores 0.0.
-        memory_mb: MiB per program; one that needs more scores 0.0.
-        sandbox: run without network, sight of other processes, or files to write but its own.
+        memory_mb: MiB per process of a program, of which Python takes about 30; one that needs more
+            scores 0.0.
+        sandbox: run without network, sight of other processes, files except those of the system and
+            of this Python, or files to write but 64 MiB in memory; False: limits only, which do not
+            stop a program that means harm.
 
     Raises:
         ConfigError: if values are out of range, or the machine does not allow a sandbox.
@@ -93,40 +98,38 @@ class PythonTests(Isolated):
         memory_mb: int = 512,
         sandbox: bool = True,
     ) -> None:
-        super().__init__(RunTests(column), workers, timeout_s, memory_mb, sandbox, fault_score=0.0)
-
-    async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
-        score = await super().grade_one(sample)
-        if isinstance(score, float) and not 0.0 <= score <= 1.0:
-            return RewardFailure(f"its process returned {score!r}; a test result is in [0, 1]")
-        return score
-
-
-class RunTests:
-    """Runs tests in this process, and the program under test in a separate interpreter.
-
-    The program has no access to the score, nor to what a test expects.
-    """
-
-    def __init__(self, column: str) -> None:
+        require_at_least(1, workers=workers, memory_mb=memory_mb)
+        require_at_least(0.001, timeout_s=timeout_s)
         self.column = column
         self.__name__ = "python_tests"
+        self.workers = workers or usable_cores()
+        self.judge = ProgramJudge(timeout_s, memory_mb, sandbox)
+        self._threads: ThreadPoolExecutor | None = None
 
-    def __call__(
+    async def __call__(
         self,
-        completions: list[str | list[Message]],
+        completions: Sequence[str | list[Message]],
         opened_thoughts: Sequence[bool] | None = None,
         **columns: Any,
-    ) -> list[Any]:
+    ) -> list[Score]:
         if self.column not in columns:
             raise KeyError(f"the data has no column {self.column!r}; it has {sorted(columns)}")
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix=self.__name__)
         opened = opened_thoughts or [False] * len(completions)
-        return [
-            _score(program_in(completion, in_thought), tests)
-            for completion, in_thought, tests in zip(
-                completions, opened, columns[self.column], strict=True
-            )
+        programs = map(program_in, completions, opened)
+        loop = asyncio.get_running_loop()
+        judged = [
+            loop.run_in_executor(self._threads, self.judge.score, program, tests)
+            for program, tests in zip(programs, columns[self.column], strict=True)
         ]
+        return await asyncio.gather(*judged)
+
+    def close(self) -> None:
+        """Wait for programs that run; grading again is possible."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
 
 
 def program_in(completion: str | list[Message], opened_thought: bool = False) -> str:
@@ -137,10 +140,3 @@ def program_in(completion: str | list[Message], opened_thought: bool = False) ->
     text = answer_in(completion, opened_thought) or ""
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text
-
-
-def _score(program: str, tests: str | list[str]) -> Score:
-    try:
-        return float(passes(program, tests))
-    except (SyntaxError, BadTestsError) as error:
-        return RewardFailure(f"{type(error).__name__}: {error}")

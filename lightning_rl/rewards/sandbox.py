@@ -1,144 +1,88 @@
-"""A sandbox of Linux namespaces, without privileges and without a container.
+"""A sandbox for commands that run what a model wrote, made by bubblewrap."""
 
-Process 1 of a sandbox runs programs one after another, each as process 1 of its own room. A room
-has no network, sees no process but its own, also in ``/proc``, and can write only to one in-memory
-directory, which is new in each room. Its processes cannot address any process outside, so they
-cannot signal, trace or limit whatever runs them. Only the standard library is imported, so workers
-start quickly.
-"""
-
-import contextlib
-import ctypes
+import functools
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Sequence
 
-from lightning_rl.run.processes.keeper import die_with_parent, keep_others_out
-from lightning_rl.run.processes.namespaces import (
-    MS_NODEV,
-    MS_NOSUID,
-    MS_PRIVATE,
-    MS_REC,
-    NEWIPC,
-    NEWNET,
-    NEWNS,
-    NEWPID,
-    NEWUSER,
-    check,
-    drop_capabilities,
-    hide_processes,
-    libc,
-    unshare,
+from lightning_rl.errors import ConfigError
+from lightning_rl.run.processes.machine import ALLOW_SANDBOX
+
+FILES_MB = 64
+"""Megabytes that ``/tmp`` of a sandbox holds, its only writable directory."""
+MAX_PROCESSES = 64
+"""Maximum processes and threads of a program in a sandbox; the kernel exempts root."""
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd"),
 )
+_NOBODY = "65534"
+_NEW = [
+    "--unshare-user",
+    "--unshare-all",
+    "--die-with-parent",
+    "--new-session",
+    "--as-pid-1",
+    "--cap-drop",
+    "ALL",
+]
+# A container that hides parts of its own /proc permits no other: then it is empty.
+_PROCESSES = (["--proc", "/proc"], ["--size", "4096", "--tmpfs", "/proc", "--remount-ro", "/proc"])
 
-# linux/mount.h, linux/prctl.h
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-_PR_SET_NO_NEW_PRIVS = 38
-_NOBODY = 65534
+_WITHOUT = "or set sandbox: false, whose limits protect from accidents only"
 
 
-def run_in_sandbox(body: Callable[[], None], directory: str, megabytes: int) -> None:
-    """Run ``body`` as process 1 of a new sandbox, and return when it is done.
+def sandboxed(command: Sequence[str], readable: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs ``command`` in a sandbox of its own, as its process 1.
 
-    When it ends, or this process does, the kernel kills whatever still runs inside.
+    It has no network, sees no process from outside, and can write only to ``/tmp``, 64 MiB in
+    memory. It can read the system's programs and libraries, this Python with its installed
+    packages, and ``readable``. Everything in it ends with ``command``, and with the thread that
+    started it. Set the limits and environment variables of ``command`` where it is started.
 
     Args:
-        body: must not raise; forks each program within :func:`forks_into_a_room`.
-        directory: passed to :func:`shut` to try one room before ``body`` runs.
-        megabytes: likewise.
+        command: a program and its arguments; the program's path must be readable inside.
+        readable: further files and directories that it may read.
 
     Raises:
-        OSError: if this machine does not allow a sandbox; names the call that was refused.
+        ConfigError: if bubblewrap is not installed, or may not make a sandbox on this machine.
     """
-    user, group = os.getuid(), os.getgid()
-    # Not root inside, or each program that is started would get capabilities again.
-    unshare(NEWUSER | NEWPID | NEWNET, (user or _NOBODY, group or _NOBODY))
-    reader, writer = os.pipe()
-
-    def first() -> None:
-        _make_read_only()
-        with forks_into_a_room():
-            tried = _fork(lambda: shut(directory, megabytes), writer)
-        os.waitpid(tried, 0)
-        os.close(writer)
-        body()
-
-    pid = _fork(first, writer, reader)
-    os.close(writer)
-    with os.fdopen(reader) as refusal:
-        said = refusal.read()
-    os.waitpid(pid, 0)
-    if said:
-        number, _, text = said.partition(" ")
-        raise OSError(int(number), text)
+    return [*_room(), *_shown([*installed(), *readable]), "--remount-ro", "/", "--", *command]
 
 
-def _fork(work: Callable[[], None], refusals: int, *unused: int) -> int:
-    """Fork a child that does ``work`` and ends; it writes an OSError to ``refusals``."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            die_with_parent()
-            for descriptor in unused:
-                os.close(descriptor)
-            work()
-        except OSError as error:
-            os.write(refusals, f"{error.errno} {error.strerror}".encode())
-        finally:
-            os._exit(0)
-    return pid
+def installed() -> list[str]:
+    """Return the directories of this Python, of packages installed for it, and of libraries."""
+    libraries = filter(os.path.isabs, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    places = {sys.prefix, sys.base_prefix, site.getusersitepackages(), *libraries}
+    return sorted(places | {os.path.realpath(place) for place in places})
 
 
-def _make_read_only() -> None:
-    """Make all files read-only; process 1 keeps the privileges that it needs to make rooms."""
-    # Only now, so that the process outside keeps its own view and can tidy up.
-    unshare(NEWNS)
-    check("mount", libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-    # struct mount_attr: what to set, what to clear, propagation, user namespace
-    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
-    check(
-        "mount_setattr",
-        libc.syscall(
-            _SYS_MOUNT_SETATTR,
-            _AT_FDCWD,
-            b"/",
-            _AT_RECURSIVE,
-            ctypes.byref(attributes),
-            ctypes.c_size_t(ctypes.sizeof(attributes)),
-        ),
+def _shown(places: Sequence[str]) -> list[str]:
+    return [word for place in places for word in ("--ro-bind-try", place, place)]
+
+
+@functools.cache
+def _room() -> list[str]:
+    program = shutil.which("bwrap")
+    if program is None:
+        raise ConfigError(
+            "a sandbox needs bubblewrap 0.7 or newer, but there is no bwrap on the PATH: "
+            f"apt-get install bubblewrap, or conda install -c conda-forge bubblewrap; {_WITHOUT}"
+        )
+    said = ""
+    for processes in _PROCESSES:
+        # /tmp comes first: what is readable may lie in it.
+        files = ["--size", str(FILES_MB * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        devices = ["--dev", "/dev", "--remount-ro", "/dev"]
+        user = ["--uid", _NOBODY, "--gid", _NOBODY]
+        room = [program, *_NEW, *user, *files, *devices, *processes, *_shown(_SYSTEM)]
+        tried = subprocess.run([*room, "--", "/bin/true"], capture_output=True, text=True)
+        if tried.returncode == 0:
+            return room
+        said = said or tried.stderr.strip()
+    raise ConfigError(
+        f"bubblewrap cannot make a sandbox here ({said}): {ALLOW_SANDBOX}; {_WITHOUT}"
     )
-    check("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    keep_others_out()
-
-
-@contextlib.contextmanager
-def forks_into_a_room() -> Iterator[None]:
-    """Make each fork by process 1 of a sandbox process 1 of a room; call :func:`shut` in it.
-
-    Raises:
-        OSError: if this machine does not allow it.
-    """
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-    unshare(NEWPID)
-    try:
-        yield
-    finally:
-        check("setns", libc.setns(own, NEWPID))
-        os.close(own)
-
-
-def shut(directory: str, megabytes: int) -> None:
-    """Close the room whose process 1 this is: afterwards nothing in it has any privilege.
-
-    Args:
-        directory: an empty directory, the only writable place in this room.
-        megabytes: its capacity.
-
-    Raises:
-        OSError: if this machine does not allow it.
-    """
-    unshare(NEWNS | NEWIPC)
-    options = f"size={megabytes}m,nr_inodes=4096,mode=700".encode()
-    mounted = libc.mount(b"none", directory.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
-    check("mount", mounted)
-    hide_processes()
-    drop_capabilities()

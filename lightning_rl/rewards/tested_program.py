@@ -1,10 +1,8 @@
-"""The interpreter of a program under test: runs the program, and the judge's requests to it.
+"""The process of a program under test: runs the program, and the judge's requests to it.
 
-    python -I -S tested_program.py DESCRIPTOR SYS_PATH
-
-DESCRIPTOR is a socket to the judge, in whose process the tests run. The first message is the
-program. Each further message is a request, answered by plain data, or by the number of an object
-that stays here. So whatever the program does to this interpreter, it can only answer.
+A socket leads to the judge, in whose process the tests run. The first message is the program. Each
+further message is a request, answered by plain data, or by the number of an object that stays here.
+So whatever the program does to this process, it can only answer.
 
 Both sides share :class:`JSONSocket` and the form of values. Only the standard library is imported.
 """
@@ -289,14 +287,8 @@ def error_of(names: list[str], text: str) -> Exception:
     return RuntimeError(text)
 
 
-def main() -> None:
-    """Serve the judge."""
-    sys.path[:] = json.loads(sys.argv[2])
-    line = JSONSocket(socket.socket(fileno=int(sys.argv[1])))
+def run_program(connection: socket.socket) -> None:
+    """Serve the judge until the connection ends."""
     sys.argv = [PROGRAM]
     with contextlib.suppress(EOFError, OSError):
-        Answers(line).serve()
-
-
-if __name__ == "__main__":
-    main()
+        Answers(JSONSocket(connection)).serve()

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sandbox import need_sandbox
+
 pytestmark = pytest.mark.slow
 
 MARK = "RUN_OF_TEST"
@@ -42,10 +44,23 @@ POOL = """
 import asyncio, os, threading, time
 from mine import leaves
 from lightning_rl import Isolated
-pool = Isolated(leaves, workers=1, timeout_s=600, sandbox={sandbox})
+pool = Isolated(leaves, workers=1, timeout_s=600)
 call = lambda: asyncio.run(pool(completions=["a"], path=["there"]))
 threading.Thread(target=call, daemon=True).start()
-time.sleep({seconds})
+time.sleep(5)
+"""
+SANDBOX = f"""
+import asyncio, os, threading, time
+from lightning_rl import PythonTests
+program = f'''
+import os
+os.environ["{MARK}"] = {{os.environ["{MARK}"]!r}}
+{DAEMON}while True: pass
+'''
+pool = PythonTests(workers=1, timeout_s=600)
+call = lambda: asyncio.run(pool(completions=[program], tests=["f()"]))
+threading.Thread(target=call, daemon=True).start()
+time.sleep(5)
 """
 WORLD = f"""
 import gymnasium
@@ -100,8 +115,8 @@ asyncio.run(grade())
 """
 SLOW_FORKS = "import os, time\nos.register_at_fork(after_in_child=lambda: time.sleep(2))\n"
 KINDS = {
-    "reward pool": POOL.format(sandbox=False, seconds=5) + SLEEP,
-    "sandbox": POOL.format(sandbox=True, seconds=5) + SLEEP,
+    "reward pool": POOL + SLEEP,
+    "sandbox": SANDBOX + SLEEP,
     "plain reward": PLAIN + SLEEP,
     "plain reward, killed while it forks": SLOW_FORKS + PLAIN + SLEEP,
     "program alone": PROGRAM.format(alone=True),
@@ -152,6 +167,8 @@ def run_of(script: str, place: Path) -> Iterator[None]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_a_run_outlives_it_when_it_is_killed(kind, tmp_path):
+    if kind == "sandbox":
+        need_sandbox()
     (tmp_path / "mine.py").write_text(WORLD if "Gym" in kind else REWARD)
     with run_of(KINDS[kind], tmp_path):
         assert len(marked(str(tmp_path))) > 1  # the run is not alone

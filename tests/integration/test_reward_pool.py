@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reward_faults.rewards import FAULTS, SANDBOX_ONLY, faulty
+from benchmarks.reward_faults.rewards import FAULTS, faulty
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
@@ -42,10 +42,6 @@ class Scaled:
 
     def __call__(self, completions):
         return [self.factor * len(completions[0])]
-
-
-def secret(completions):
-    return [float("SECRET" in os.environ)]
 
 
 def pids(completions):
@@ -116,16 +112,6 @@ def wait_until_gone(*pids: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def sandboxed():
-    try:
-        pool = Isolated(faulty, workers=1, timeout_s=30, memory_mb=256, sandbox=True)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    yield pool
-    pool.close()
-
-
 OUTCOMES = {
     "raises": "KeyError: 'answer'",
     "wrong_count": "returned 3 scores for 1 completion",
@@ -157,7 +143,6 @@ def test_each_fault_fails_its_completion_and_no_other():
 
 
 def test_a_worker_whose_limits_a_completion_lowered_is_replaced(helpers):
-    """Without a sandbox nothing keeps a completion from that."""
     pool = Isolated(helpers.lowers_limits, workers=1, fault_score=0.0)
     assert run(pool, completions=["x", "lower", "x", "x"]) == [1.0] * 4
     pool.close()
@@ -206,49 +191,6 @@ def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
     (pid,) = run(pool, completions=["x"])
     assert not alive(int(pid))
     pool.close()
-
-
-@pytest.mark.slow
-def test_a_sandbox_keeps_from_network_files_processes_and_secrets(sandboxed):
-    reasons = [
-        "No such process", "Read-only file system", "Network is unreachable", "there is none",
-        "there is none",
-    ]  # fmt: skip
-    scores = run(sandboxed, completions=[*(f.__name__ for f in SANDBOX_ONLY), "good"])
-    assert scores.pop() == 1.0
-    for score, reason in zip(scores, reasons, strict=True):
-        assert reason in score.reason
-
-
-@pytest.mark.slow
-def test_a_sandbox_that_the_machine_forbids_is_refused_at_once(sandboxed):
-    """In a user namespace that may have no other; nothing runs unprotected instead."""
-    script = (
-        "from benchmarks.reward_faults.rewards import faulty\n"
-        "from lightning_rl.rewards.pool import Isolated\n"
-        "Isolated(faulty, workers=1, sandbox=True)\n"
-    )
-    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, sys.executable, script],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "ConfigError: sandbox=True is not possible on this machine (no sandbox:" in done.stderr
-    assert "unshare" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_sandbox_hides_the_environment(sandboxed, helpers, monkeypatch):
-    monkeypatch.setenv("SECRET", "x")
-    found = {}
-    for sandbox in (False, True):
-        pool = Isolated(helpers.secret, workers=1, sandbox=sandbox)
-        found[sandbox] = run(pool, completions=["x"])
-        pool.close()
-    assert found == {False: [1.0], True: [0.0]}
 
 
 @pytest.mark.slow
@@ -385,7 +327,7 @@ def test_a_worker_whose_trainer_is_gone_as_it_starts_ends_without_a_word(tmp_pat
         "from benchmarks.reward_faults.rewards import faulty\n"
         "from lightning_rl.rewards.pool_worker import Limits, main\n"
         "ours, theirs = Pipe()\n"
-        "ours.send_bytes(pickle.dumps(Limits(1.0, 64, False)))\n"
+        "ours.send_bytes(pickle.dumps(Limits(1.0, 64)))\n"
         "if sys.argv[2] == 'later': ours.send_bytes(pickle.dumps(faulty))\n"
         "ours.close()\nmain(theirs, sys.argv[1])\n"
     )

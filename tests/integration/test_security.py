@@ -44,7 +44,7 @@ SECRET = "sk-never-to-be-seen-4711"
         "lightning_rl.rewards.pool.os.system",
         "lightning_rl.rewards.pool.os",
         # Theirs, but for this library's own use: it runs a column of the data right here.
-        "lightning_rl.rewards.rules.RunTests",
+        "lightning_rl.rewards.program_judge.ProgramJudge",
         "lightning_rl.cli.main",
         "lightning_rl.config.hints.import_object",
         "lightning.pytorch.cli.LightningCLI",
@@ -211,7 +211,7 @@ EVIL = "open('ran', 'w').close()\n"
 ATTACKS = {
     "--data.rewards+=lightning_rl.rewards.pool.os.system": "os.system' is not among the trusted",
     "--data.rewards+=evil_module.f": "--trust evil_module",
-    "--data.rewards+=lightning_rl.rewards.rules.RunTests": "not among the trusted modules' public",
+    "--data.rewards+=lightning_rl.rewards.program_judge.ProgramJudge": "not among the trusted",
     "--trainer.callbacks+=evil_module.Callback": "--trust evil_module",
     '--trainer.callbacks=\'[{"class_path": "evil_module.Callback"}]\'': "--trust evil_module",
     "--trainer.callbacks+=part.txt": "'part.txt' is a configuration file, which is not read here",

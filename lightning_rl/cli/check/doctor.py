@@ -25,7 +25,6 @@ from lightning_rl.cli.check.doctor_gpu import (
     check_gpus,
     check_sandbox,
     gpu_checks,
-    try_sandbox,
 )
 from lightning_rl.run.processes.machine import (
     GPU,
@@ -225,7 +224,7 @@ def diagnose() -> list[Check]:
     checks.append(Check("cpu", f"{cpu_model()}, {usable_cores()} cores usable"))
     checks.append(Check("memory", f"{memory_bytes() / GIB:.1f} GiB"))
     checks += space_checks()
-    checks.append(check_sandbox(try_sandbox()))
+    checks.append(check_sandbox())
     return checks
 
 

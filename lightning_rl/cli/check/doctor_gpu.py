@@ -1,19 +1,14 @@
 """The doctor's checks of GPUs, of compilers for them, and of the rewards' sandbox."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_rl.run.processes.machine import (
-    ALLOW_SANDBOX,
-    GPU,
-    c_compiler,
-    cuda_compiler,
-    python_header,
-)
+from lightning_rl.errors import ConfigError
+from lightning_rl.rewards.sandbox import sandboxed
+from lightning_rl.run.processes.machine import GPU, c_compiler, cuda_compiler, python_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,42 +87,13 @@ def check_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool)
     return Check("compiler", value, problem, fix, serious=True)
 
 
-def check_sandbox(refusal: str | None) -> Check:
-    """Check that rewards with ``sandbox: true`` can run; ``refusal`` is the machine's error."""
-    if refusal is None:
-        return Check("sandbox", "works (rewards with sandbox: true)")
-    problem = f"rewards with sandbox: true cannot run here ({refusal})"
-    fix = f"{ALLOW_SANDBOX}, or run trusted code only"
-    return Check("sandbox", "not possible", problem, fix)
-
-
-def try_sandbox() -> str | None:
-    """Run nothing in a sandbox, in a process of its own; None, or what the machine says."""
-    path = Path(__file__).parents[2] / "rewards" / "sandbox.py"
+def check_sandbox() -> Check:
+    """Check that programs of a model can be tested in a sandbox."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", _TRY, str(path)],
-            capture_output=True, text=True, timeout=20, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return "it did not end within 20 s"
-    if done.returncode == 0 and not done.stdout.strip():
-        return None
-    said = done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}"
-    return said.splitlines()[-1]
-
-
-_TRY = """
-import os, runpy, sys, tempfile
-run = runpy.run_path(sys.argv[1])["run_in_sandbox"]
-place = tempfile.mkdtemp()
-try:
-    run(lambda: None, place, 1)
-except OSError as error:
-    print(error.strerror or error)
-finally:
-    os.rmdir(place)
-"""
+        sandboxed([])
+    except ConfigError as error:
+        return Check("sandbox", "not possible", "PythonTests cannot run here", str(error))
+    return Check("sandbox", "works (for PythonTests)")
 
 
 def gpu_checks(gpus: Sequence[GPU], torch_cuda: str | None) -> list[Check]:

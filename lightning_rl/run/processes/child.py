@@ -34,10 +34,13 @@ class Child:
         env: its environment variables; None: those of this process.
         told: the signal that it gets when this process is gone; 0: none, as it notices by itself.
         grace_s: seconds that it then has to end.
+        stdin: a file for its standard input.
         stdout: a file for its standard output; None: its standard error.
         log: keep its output for :meth:`printed`; otherwise it goes where this process's output
             goes.
         pass_fds: file descriptors that it inherits.
+        keeper: False for a command that needs none: it ends by itself with the thread that started
+            it, and its descendants with it.
     """
 
     def __init__(
@@ -46,14 +49,16 @@ class Child:
         env: Mapping[str, str] | None = None,
         told: int = 0,
         grace_s: float = GRACE_S,
+        stdin: int = subprocess.DEVNULL,
         stdout: int | None = None,
         log: bool = False,
         pass_fds: Sequence[int] = (),
+        keeper: bool = True,
     ) -> None:
         self._log: IO[bytes] | None = tempfile.TemporaryFile() if log else None  # noqa: SIM115
         self._process = subprocess.Popen(
-            kept(command, told, grace_s),
-            stdin=subprocess.DEVNULL,
+            kept(command, told, grace_s) if keeper else command,
+            stdin=stdin,
             stdout=self._log if stdout is None else stdout,
             stderr=self._log,
             env=env,

@@ -132,7 +132,7 @@ def end_all(child: int) -> int:
 
 def kill_children() -> None:
     """Kill all children of this process; as process 1, all processes of its namespace."""
-    if os.getpid() == 1:  # of a sandbox: all at once, so that nothing can fork away
+    if os.getpid() == 1:  # of a namespace: all at once, so that nothing can fork away
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         return

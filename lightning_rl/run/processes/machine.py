@@ -138,7 +138,7 @@ ALLOW_SANDBOX = (
     "allow user namespaces (sysctl user.max_user_namespaces; in Docker a seccomp profile that "
     "allows unshare and mount)"
 )
-"""Advice for machines on which rewards with ``sandbox: true`` are refused."""
+"""Advice for machines that allow no namespaces to those who are not root."""
 
 IN_PROCESS = SpecifierSet(">=0.28,<0.33")
 """The versions that ``VLLMLocal`` supports."""

@@ -10,9 +10,9 @@ import ctypes
 import os
 
 # linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h
-NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_REC, MS_PRIVATE, MS_SLAVE = 0x4000, 0x40000, 0x80000
+NEWNS, NEWUSER, NEWPID = 0x20000, 0x10000000, 0x20000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MS_REC, MS_SLAVE = 0x4000, 0x80000
 _MNT_DETACH = 2
 _PR_CAPBSET_DROP, _CAP_SYS_ADMIN = 24, 21
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -32,13 +32,11 @@ def check(call: str, result: int) -> None:
         raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
-def unshare(namespaces: int, inside: tuple[int, int] | None = None) -> None:
-    """Move this process to new namespaces.
+def unshare(namespaces: int) -> None:
+    """Move this process to new namespaces, with the same user and group as outside.
 
     Args:
         namespaces: flags of the namespaces; a new process namespace holds only later forks.
-        inside: user and group of this process within a new user namespace; None: the same as
-            outside.
 
     Raises:
         OSError: if it is not permitted.
@@ -46,10 +44,9 @@ def unshare(namespaces: int, inside: tuple[int, int] | None = None) -> None:
     user, group = os.getuid(), os.getgid()
     check("unshare", libc.unshare(namespaces))
     if namespaces & NEWUSER:
-        to_user, to_group = inside or (user, group)
         _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{to_user} {user} 1")
-        _write("/proc/self/gid_map", f"{to_group} {group} 1")
+        _write("/proc/self/uid_map", f"{user} {user} 1")
+        _write("/proc/self/gid_map", f"{group} {group} 1")
 
 
 def drop_capabilities() -> None:
@@ -95,19 +92,6 @@ def mount_own_processes() -> None:
     check("mount", libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None))
     libc.umount2(b"/proc", _MNT_DETACH)  # without privileges it stays, and is covered
     check("mount", libc.mount(b"proc", b"/proc", b"proc", _HARMLESS, None))
-
-
-def hide_processes() -> None:
-    """Cover the outer ``/proc``, which shows all command lines, with that of this namespace.
-
-    A container that hides parts of its own ``/proc`` may not permit another; then it becomes empty.
-
-    Raises:
-        OSError: if this machine does not permit it.
-    """
-    harmless = MS_RDONLY | _HARMLESS
-    if libc.mount(b"proc", b"/proc", b"proc", harmless, None) != 0:
-        check("mount", libc.mount(b"none", b"/proc", b"tmpfs", harmless, b"size=4k"))
 
 
 def _write(path: str, text: str) -> None:

@@ -2,14 +2,19 @@
 
 import asyncio
 import datetime
+import os
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks.hostile.attacks import ATTACKS, HONEST, TESTS
 from benchmarks.hostile.forgeries import FORGERIES
 from lightning_rl.errors import ConfigError
+from lightning_rl.rewards import program_judge, sandbox
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.rules import PythonTests, program_in
+from tests.support.sandbox import need_sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"
 
@@ -20,10 +25,8 @@ def run(pool, **columns):
 
 @pytest.fixture(scope="module")
 def python_tests():
-    try:
-        pool = PythonTests(workers=1, timeout_s=60)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    need_sandbox()
+    pool = PythonTests(workers=1, timeout_s=60)
     yield pool
     pool.close()
 
@@ -166,6 +169,7 @@ def test_no_program_that_answers_nothing_is_paid(python_tests):
 
 @pytest.mark.slow
 def test_no_program_that_hangs_is_paid():
+    need_sandbox()
     pool = PythonTests(workers=2, timeout_s=4)
     require_unpaid(pool, [name for name in FORGERIES if name.endswith("hangs")])
     pool.close()
@@ -184,14 +188,9 @@ def test_tests_that_no_program_could_fail_are_refused(python_tests):
         assert "must be a string or a list of strings" in score.reason
 
 
-def test_a_score_beyond_those_of_tests_is_none(python_tests, monkeypatch):
-    monkeypatch.setattr(python_tests, "_grade", lambda sample: {"score": 1e6})
-    (score,) = run(python_tests, completions=[ADD], tests=["assert True"])
-    assert "returned 1000000.0; a test result is in" in score.reason
-
-
 def test_programs_are_paid_whatever_runs_before_and_beside_them(monkeypatch):
     """24 honest ones between 15 attacks on what runs them; two are judged at a time."""
+    need_sandbox()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # the trainer's
     programs: list[str] = []
     for attack in ATTACKS.values():
@@ -199,14 +198,12 @@ def test_programs_are_paid_whatever_runs_before_and_beside_them(monkeypatch):
     programs += [HONEST] * (24 - len(ATTACKS))
     pool = PythonTests(workers=2, timeout_s=60)
     scores = run(pool, completions=programs, tests=[TESTS] * len(programs))
-    workers = [worker.running for worker in pool._idle]
     pool.close()
     assert scores == [0.0, 1.0] * len(ATTACKS) + [1.0] * (24 - len(ATTACKS))
-    assert workers == [True, True]
 
 
 def test_a_program_sees_no_process_of_this_machine(python_tests):
-    """Only its judge, which is process 1 of its room, and itself."""
+    """Only its judge, which is process 1 of its sandbox, and itself."""
     program = (
         "import os\ndef others():\n"
         "    found = {int(p) for p in os.listdir('/proc') if p.isdigit()}\n"
@@ -215,17 +212,107 @@ def test_a_program_sees_no_process_of_this_machine(python_tests):
     assert run(python_tests, completions=[program], tests=["assert others() == (1, [])"]) == [1.0]
 
 
+REACHES = {
+    "kills what it may": ("os.kill(-1, 9)", ProcessLookupError),
+    "writes a file of Python's": ("open(os.__file__, 'a')", OSError),
+    "writes beside its directory": ("open('/written', 'w')", OSError),
+    "writes among the devices": ("open('/dev/written', 'w')", OSError),
+    "connects to this machine": ("socket.create_connection(('127.0.0.1', 80), 1)", OSError),
+    "reads a file of the user's": ("open({file!r})", FileNotFoundError),
+    "reads the trainer's environment": ("os.environ['SECRET']", KeyError),
+    "reads its judge's environment": ("open('/proc/1/environ').read()", PermissionError),
+    "opens its judge's files": ("[open(f'/proc/1/fd/{{n}}') for n in range(9)]", PermissionError),
+}
+
+
+@pytest.mark.parametrize("what", REACHES)
+def test_a_sandbox_keeps_from_network_files_processes_and_secrets(
+    what, python_tests, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SECRET", "x")
+    (tmp_path / "answers").write_text("42")
+    expression, error = REACHES[what]
+    text = expression.format(file=str(tmp_path / "answers"))
+    program = f"import os, socket\ndef reach():\n    {text}\n"
+    tests = (
+        f"try:\n    reach()\nexcept {error.__name__}:\n    pass\n"
+        "else:\n    raise AssertionError('reached')"
+    )
+    assert run(python_tests, completions=[program], tests=[tests]) == [1.0]
+
+
+def test_without_a_sandbox_there_are_limits(tmp_path, monkeypatch):
+    """And nothing of what a program started is left; each has an empty directory."""
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    pool = PythonTests(workers=1, timeout_s=60, memory_mb=256, sandbox=False)
+    alone = "import os\ndef files(): return os.listdir(), open('left', 'w').close()\n"
+    leaves = ["sh", "-c", f"sleep 86399; : {tmp_path}"]
+    started = (
+        f"import subprocess\nleft = subprocess.Popen({leaves}, start_new_session=True)\n"
+        "def pid(): return left.pid\n"
+    )
+    completions = [alone, alone, "x = bytearray(2**30)", started]
+    tests = ["assert files() == ([], None)"] * 2 + ["assert len(x) == 2**30", "assert pid() > 1"]
+    scores = run(pool, completions=completions, tests=tests)
+    pool.close()
+    assert scores == [1.0, 1.0, 0.0, 1.0]
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True)
+    assert str(tmp_path) not in running.stdout
+
+
+def test_a_machine_without_a_sandbox_is_refused_at_once(monkeypatch):
+    """Nothing runs unprotected instead; the message says how to get one."""
+    sandbox._room.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox.shutil, "which", lambda name: None)
+        with pytest.raises(ConfigError, match=r"apt-get install bubblewrap, .* sandbox: false"):
+            PythonTests()
+        patch.setattr(sandbox.shutil, "which", lambda name: "/bin/false")
+        with pytest.raises(ConfigError, match=r"cannot make a sandbox here .* user namespaces"):
+            PythonTests()
+    sandbox._room.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_container_that_hides_parts_of_proc_has_a_sandbox_without_it():
+    """It permits no new /proc; found out by trying, in a user namespace like a container's."""
+    need_sandbox()
+    script = (
+        "import asyncio\nfrom lightning_rl.rewards.rules import PythonTests\n"
+        "program = 'import os\\ndef seen(): return os.listdir(\"/proc\")'\n"
+        "tests = 'assert seen() == []'\n"
+        "print(asyncio.run(PythonTests(timeout_s=60)(completions=[program], tests=[tests])))\n"
+    )
+    inside = ["unshare", "--user", "--map-root-user", "--mount"]
+    hidden = f'mount -t tmpfs none /proc/tty && exec {" ".join(inside)} "$0" -c "$1"'
+    done = subprocess.run(
+        [*inside, "sh", "-c", hidden, sys.executable, script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "[1.0]\n", done.stderr
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_its_program(monkeypatch):
+    monkeypatch.setattr(program_judge, "sandboxed", lambda *_: ["sh", "-c", "echo no room; exit 1"])
+    pool = PythonTests(workers=1, timeout_s=60)
+    (score,) = run(pool, completions=[ADD], tests=["assert add(1, 2) == 3"])
+    pool.close()
+    assert score == RewardFailure("its process did not start: no room")
+
+
 def test_a_program_that_hangs_is_wrong(python_tests):
-    pool = PythonTests(workers=1, timeout_s=0.2)
-    assert run(pool, completions=["while True: pass"], tests=["assert True"]) == [0.0]
+    pool = PythonTests(workers=1, timeout_s=4)
+    assert run(pool, completions=["while True: pass"], tests=["f()"]) == [0.0]
     pool.close()
 
 
 def test_broken_tests_are_no_fault_of_the_program(python_tests):
     (score,) = run(python_tests, completions=[ADD], tests=["assert add(1, 2 == 3"])
     assert "SyntaxError" in score.reason
-    (score,) = run(python_tests, completions=[ADD], asserts=["assert True"])
-    assert "no column 'tests'; it has ['asserts']" in score.reason
+    with pytest.raises(KeyError, match=r"no column 'tests'; it has \['asserts'\]"):
+        run(python_tests, completions=[ADD], asserts=["assert True"])
 
 
 def test_the_program_is_the_last_block_or_everything():

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_rl.cli.check import doctor_gpu
 from lightning_rl.cli.check.doctor_gpu import Check
+from lightning_rl.errors import ConfigError
 from lightning_rl.run.processes.machine import (
     GPU,
     c_compiler,
@@ -94,13 +95,13 @@ def test_what_triton_compiles_with_is_serious_on_gpus_only():
 
 
 def test_the_sandbox_is_tried_and_a_refusal_told(monkeypatch):
-    assert doctor_gpu.check_sandbox(None).problem is None
-    told = doctor_gpu.check_sandbox("unshare: Operation not permitted")
-    assert told.problem.endswith("cannot run here (unshare: Operation not permitted)")
-    assert not told.serious
-    tried = doctor_gpu._TRY
-    refusing = "raise OSError(1, 'unshare: Operation not permitted')"
-    monkeypatch.setattr(doctor_gpu, "_TRY", tried.replace("run(lambda: None, place, 1)", refusing))
-    assert doctor_gpu.try_sandbox() == "unshare: Operation not permitted"
-    monkeypatch.setattr(doctor_gpu, "_TRY", "raise ValueError('what is this')")
-    assert doctor_gpu.try_sandbox() == "ValueError: what is this"
+    monkeypatch.setattr(doctor_gpu, "sandboxed", lambda command: command)
+    assert doctor_gpu.check_sandbox().problem is None
+
+    def refuse(command):
+        raise ConfigError("there is no bwrap: apt-get install bubblewrap")
+
+    monkeypatch.setattr(doctor_gpu, "sandboxed", refuse)
+    told = doctor_gpu.check_sandbox()
+    assert (told.problem, told.serious) == ("PythonTests cannot run here", False)
+    assert told.fix == "there is no bwrap: apt-get install bubblewrap"
