@@ -11,13 +11,19 @@ PARTS = ("loss", "aggregation", "advantage", "correction", "kl", "kl_reward", "e
 
 
 def part_of(written: dict[str, Any]) -> Any:
-    """Build the object that a ``class_path`` and its ``init_args`` describe."""
-    name = written["class_path"].removeprefix("lightning_rl.")  # rewards have import paths
-    return public(name)(**written.get("init_args", {}))
+    """Build the object that a ``class_path`` and its ``init_args`` describe, its parts first."""
+    name = written["class_path"].rpartition(".")[2]  # some stand with their import paths
+    return public(name)(**{n: _built(value) for n, value in written.get("init_args", {}).items()})
+
+
+def _built(value: Any) -> Any:
+    return part_of(value) if isinstance(value, dict) and "class_path" in value else value
 
 
 def check_parts(result: Conversion) -> None:
     """Build each part of the update, and our own rewards, as ``lightning-rl fit`` will.
+
+    Rewards that are models are not built: the directories may be another machine's.
 
     Raises:
         ConfigError: if one is refused: convert would have written a configuration that cannot run.
@@ -29,7 +35,7 @@ def check_parts(result: Conversion) -> None:
         if "value_loss" in model:
             ValueLoss(**model["value_loss"])
         for reward in data["rewards"]:
-            if isinstance(reward, dict):
+            if isinstance(reward, dict) and "model" not in reward["init_args"]:
                 part_of(reward)
     except ConfigError as error:
         raise ConfigError(f"these values convert to settings that are refused: {error}") from error

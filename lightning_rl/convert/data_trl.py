@@ -12,7 +12,7 @@ _HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 
 def put_data(given: Given, result: Conversion) -> None:
-    """Set the prompts to train on, and the rewards."""
+    """Set the prompts to train on."""
     shuffle = {} if given["shuffle_dataset"] else {"shuffle": False}
     if given["data_seed"] is not None:
         shuffle["seed"] = given["data_seed"]
@@ -28,7 +28,6 @@ def put_data(given: Given, result: Conversion) -> None:
             )
     written = prompts or instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle)
     result.put("data.train_prompts", written)
-    _rewards(given, result)
 
 
 def _prompts(given: Given, split: str, **options: Any) -> dict[str, Any] | None:
@@ -42,7 +41,8 @@ def _prompts(given: Given, split: str, **options: Any) -> dict[str, Any] | None:
     return instance("HFDatasetPrompts", path=name, **part, split=given[split], **options)
 
 
-def _rewards(given: Given, result: Conversion) -> None:
+def put_rewards(given: Given, result: Conversion) -> None:
+    """Set the rewards, and their weights."""
     names = [*as_list(given["reward_model_name_or_path"]), *as_list(given["reward_funcs"])]
     weights = given["reward_weights"] or [None] * len(names)
     if names and len(weights) != len(names):

@@ -43,15 +43,14 @@ class Updates:
         return self.minibatches * self.epochs
 
 
-def carry(given: Given, result: Conversion, updates: Updates, total: int | None) -> None:
-    """Carry over what defines the update; ``total`` is the run's optimizer steps, if known."""
+def carry(given: Given, result: Conversion, updates: Updates) -> None:
+    """Carry over what defines the loss."""
     _loss(given, result)
     _aggregation(given, result, updates)
     _entropy(given, result, updates)
     _advantage(given, result)
     _correction(given, result)
     _reference(given, result, updates.steps)
-    _optimizer(given, result, total)
 
 
 def _loss(given: Given, result: Conversion) -> None:
@@ -286,7 +285,8 @@ def _corrected_penalty(given: Given, result: Conversion, steps: int) -> None:
         )
 
 
-def _optimizer(given: Given, result: Conversion, total: int | None) -> None:
+def put_optimizer(given: Given, result: Conversion, total: int | None) -> None:
+    """Set the optimizer and its schedule; ``total`` is the run's optimizer steps, if known."""
     name = str(given["optim"]).removeprefix("OptimizerNames.").lower()
     options: dict[str, Any] = {"lr": given["learning_rate"], "weight_decay": given["weight_decay"]}
     kind = {"sgd": "SGD", "adafactor": "Adafactor"}.get(name, "AdamW")

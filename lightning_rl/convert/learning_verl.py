@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning_rl.convert.conversion import Conversion, Given, instance
+from lightning_rl.convert.distillation_verl import carry_teacher, teaches_alone
 from lightning_rl.convert.rejection_verl import (
     CORRECTION,
     TRUNCATED,
@@ -24,12 +25,21 @@ def group_size(given: Given) -> int:
     return int(given[ROLLOUT + "n"] * given[ROLLOUT + "n_agent"])
 
 
-def carry(given: Given, result: Conversion, total: int | None) -> None:
-    """Carry over what defines the update; ``total`` is the run's optimizer steps, if known."""
+def carry(given: Given, result: Conversion, steps: int, total: int | None) -> None:
+    """Carry over what defines the update.
+
+    Args:
+        given: the values.
+        result: what has been converted.
+        steps: optimizer steps of an iteration.
+        total: those of the run, if known.
+    """
     mode = carry_correction(given, result)
     _loss(given, result, mode or given[ACTOR + "policy_loss.loss_mode"])
-    _advantage(given, result)
+    if not teaches_alone(given):
+        _advantage(given, result)
     _penalties(given, result)
+    carry_teacher(given, result, steps)
     _optimizer(given, result, total)
 
 

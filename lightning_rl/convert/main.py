@@ -72,9 +72,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = CommandParser(
         "convert",
-        "Read a configuration of TRL (GRPOConfig) or verl (PPO trainer) and write ours. What could "
-        "not be carried over, and what a number means here, is listed above it and on stderr.",
-        "In a Python script, the arguments of GRPOConfig, GRPOTrainer, LoraConfig and load_dataset "
+        "Read a configuration of TRL (GRPOConfig, DistillationConfig) or verl (PPO trainer) and "
+        "write ours. What could not be carried over, and what a number means here, is listed above "
+        "it and on stderr.",
+        "In a Python script, the arguments of a trainer, its config, LoraConfig and load_dataset "
         "are read; values that only a run would reveal are named. For verl, prefer the script "
         "that starts it, or .hydra/overrides.yaml, which hold only what was set. Scripts are "
         "read, never run.",

@@ -1,15 +1,24 @@
-"""A Python script that starts TRL's GRPOTrainer, read as the values of its configuration."""
+"""A Python script that starts a trainer of TRL, read as the values of its configuration."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_rl.convert.distillation_trl import defaults_of
 from lightning_rl.convert.peft import KEY
 from lightning_rl.convert.python_script import PythonScript
 from lightning_rl.convert.python_values import Called, Local, Named, Unread, plain
 from lightning_rl.errors import ConfigError
 
-_TRAINER, _CONFIG = "GRPOTrainer", "GRPOConfig"
-_POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
+_OF_ANSWERS = ("model", "teacher_model", "args", "data_collator", "train_dataset", "eval_dataset")
+_TRAINERS = {
+    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "DistillationTrainer": ("model", "teacher_model", "args", "train_dataset", "eval_dataset"),
+    "ServerDistillationTrainer": ("model", "args", "train_dataset", "eval_dataset"),
+    "GKDTrainer": _OF_ANSWERS,
+    "GOLDTrainer": _OF_ANSWERS,
+}
+"""The trainers that are read, with their positional arguments."""
+_CONFIGS = {name.replace("Trainer", "Config") for name in _TRAINERS}
 _ELSEWHERE = {
     "tools": "tools belong to an agent here: data.agent with a ToolAgent",
     "environment_factory": "an environment belongs to an agent here: data.agent with MultiTurn",
@@ -67,26 +76,28 @@ def _text(value: Any) -> Any:
 
 
 def read_trl_script(text: str, place: str) -> ReadScript:
-    """Read the arguments that a script gives GRPOConfig, GRPOTrainer, LoraConfig and load_dataset.
+    """Read the arguments that a script gives a trainer, its config, LoraConfig and load_dataset.
 
     Raises:
-        ConfigError: if it calls neither of the first two, or cannot be read.
+        ConfigError: if it calls neither a trainer of ``_TRAINERS`` nor the config of one, or cannot
+            be read.
     """
-    script = PythonScript(text, place, (_TRAINER, _CONFIG))
-    trainers = [call for call in script.calls if call.last == _TRAINER]
-    configs = [call for call in script.calls if call.last == _CONFIG]
+    script = PythonScript(text, place, (*_TRAINERS, *_CONFIGS))
+    trainers = [call for call in script.calls if call.last in _TRAINERS]
+    configs = [call for call in script.calls if call.last in _CONFIGS]
     if not trainers and not configs:
         others = sorted({call.last for call in script.calls if call.last.endswith("Trainer")})
         found = f" (it starts {', '.join(others)})" if others else ""
-        raise ConfigError(f"{place}: it has no call of {_CONFIG} or {_TRAINER}{found}")
-    trainer = trainers[0] if trainers else Called(_TRAINER)
-    given = dict(zip(_POSITIONS, trainer.args, strict=False)) | trainer.kwargs
-    result = ReadScript()
+        raise ConfigError(f"{place}: it has no call of GRPOConfig or GRPOTrainer{found}")
+    trainer = trainers[0] if trainers else Called(configs[0].last.replace("Config", "Trainer"))
+    given = dict(zip(_TRAINERS[trainer.last], trainer.args, strict=False)) | trainer.kwargs
+    result = ReadScript(defaults_of(trainer.last))
     if len(trainers) > 1:
-        result.missing.append(f"{len(trainers)} calls of {_TRAINER}: the first is converted")
+        result.missing.append(f"{len(trainers)} calls of {trainer.last}: the first is converted")
     config = given.get("args", configs[0] if configs else None)
-    _config(config, result)
-    _model(given.get("model"), result)
+    _config(config, trainer.last.replace("Trainer", "Config"), result)
+    _model(given.get("model"), "", result)
+    _model(given.get("teacher_model"), "teacher_", result)
     _adapters(given.get(KEY), result)
     _rewards(given.get("reward_funcs"), result)
     _data("train", given.get("train_dataset"), result)
@@ -100,13 +111,13 @@ def read_trl_script(text: str, place: str) -> ReadScript:
     return result
 
 
-def _config(config: Any, result: ReadScript) -> None:
+def _config(config: Any, name: str, result: ReadScript) -> None:
     if not isinstance(config, Called):
-        result.missing.append(f"{_CONFIG}: {said_of(config)} could not be read")
+        result.missing.append(f"{name}: {said_of(config)} could not be read")
         return
     if config.receiver is not None:
         result.missing.append(
-            f"{_CONFIG}: its values come from the command line or a file; convert what starts "
+            f"{name}: its values come from the command line or a file; convert what starts "
             "the script, too"
         )
     for name, value in (
@@ -115,7 +126,7 @@ def _config(config: Any, result: ReadScript) -> None:
         result.put(name, value)
 
 
-def _model(model: Any, result: ReadScript) -> None:
+def _model(model: Any, prefix: str, result: ReadScript) -> None:
     if isinstance(model, Called) and model.last == "get_peft_model":
         wrapped = [*model.args, *model.kwargs.values()]
         named = {name: value for name, value in model.kwargs.items() if name in _LORA}
@@ -125,11 +136,11 @@ def _model(model: Any, result: ReadScript) -> None:
     if isinstance(model, Called) and model.last == "from_pretrained":
         names = ("pretrained_model_name_or_path", "model_name")
         name = next((model.kwargs.pop(n) for n in names if n in model.kwargs), None)
-        result.put("model_name_or_path", model.args[0] if model.args else name)
+        result.put(f"{prefix}model_name_or_path", model.args[0] if model.args else name)
         if model.kwargs:
-            result.put("model_init_kwargs", model.kwargs)
+            result.put(f"{prefix}model_init_kwargs", model.kwargs)
     elif model is not None:
-        result.put("model_name_or_path", model, "model")
+        result.put(f"{prefix}model_name_or_path", model, f"{prefix}model")
 
 
 def _adapters(peft: Any, result: ReadScript) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.config.yaml_text import DEEPEST, parse_yaml
+from lightning_rl.convert.distillation_trl import defaults_of
 from lightning_rl.convert.hydra import parse_overrides
 from lightning_rl.convert.python_trl import read_trl_script
 from lightning_rl.convert.shell import read_script
@@ -20,7 +21,7 @@ VERL_SECTIONS = {"actor_rollout_ref", "algorithm", "critic"}
 """Top-level names of verl's configuration that no GRPOConfig has."""
 _LARGEST = 10_000_000
 _VERL_PROGRAM = re.compile(r"-m (\w+\.)*main_(ppo|dapo)\w*|\S+ (\S*/)?main_(ppo|dapo)\w*\.py")
-_TRL_PROGRAM = re.compile(r"trl grpo|\S+ (\S*/)?grpo\w*\.py")
+_TRL_PROGRAM = re.compile(r"trl (grpo|distillation)|\S+ (\S*/)?(grpo|distillation|gkd|gold)\w*\.py")
 _PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)[ =](\d{1,4})\b")
 
 
@@ -131,6 +132,8 @@ def _from_script(text: str, path: Path) -> Source:
         for program, source_of in programs:
             if at := _after(words, program):
                 found.append(source_of(words[at:], path.parent))
+                if program is _TRL_PROGRAM:
+                    found[-1].values = defaults_of(words[at - 1]) | found[-1].values
                 found[-1].devices = _processes(words[: at - 1]) or found[-1].devices
     if not found:
         raise ConfigError(

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
 
-from lightning_rl.convert import learning_trl as learning
+from lightning_rl.convert import distillation_trl as distillation, learning_trl as learning
 from lightning_rl.convert.checked import check_parts
 from lightning_rl.convert.conversion import (
     Conversion,
@@ -17,7 +17,7 @@ from lightning_rl.convert.conversion import (
     prompts_from,
     table,
 )
-from lightning_rl.convert.data_trl import put_data, put_heldout
+from lightning_rl.convert.data_trl import put_data, put_heldout, put_rewards
 from lightning_rl.convert.learning_trl import Updates
 from lightning_rl.convert.peft import KEY, with_adapters
 from lightning_rl.errors import ConfigError
@@ -34,6 +34,8 @@ def convert_trl(
 ) -> Conversion:
     """Convert a GRPOConfig, with what TRL's own script reads in addition to it.
 
+    A configuration that names a teacher is read as a DistillationConfig, or one of its relatives.
+
     Args:
         values: values by name, as in its YAML or ``to_dict()``; defaults may be left out.
         devices: number of training processes, which TRL gets from its launcher.
@@ -45,6 +47,7 @@ def convert_trl(
     """
     values = with_adapters(values)
     require_grpo_config(values)
+    values = distillation.with_teacher(values)
     given = Given(values, TRL, _defaults_of_bases())
     result = Conversion()
     result.put("trainer.max_epochs", 1)
@@ -54,7 +57,12 @@ def convert_trl(
     _engine(given, result)
     updates = _batches(given, result, devices)
     total = _length(given, result, updates.steps)
-    learning.carry(given, result, updates, total)
+    if distillation.distils(given):
+        distillation.carry(given, result)
+    else:
+        put_rewards(given, result)
+        learning.carry(given, result, updates)
+    learning.put_optimizer(given, result, total)
     _trainer(given, result, devices)
     _callbacks(given, result, updates.steps, eval_prompts)
     result.left += given.left()

@@ -15,6 +15,7 @@ from lightning_rl.convert.conversion import (
     prompts_from,
     table,
 )
+from lightning_rl.convert.distillation_verl import other_teachers, teaches_alone
 from lightning_rl.convert.hydra import parse_overrides
 from lightning_rl.errors import ConfigError
 
@@ -30,6 +31,7 @@ _BEFORE = {
 """Names, or beginnings of names, in older versions, with their present ones."""
 _LAYOUT = re.compile(
     r"fsdp_config|megatron|offload|log_prob_|micro_batch|hdfs|\.checkpoint\.|ray_|profile|prefill"
+    r"|teacher_models\.\w+\.(inference|num_replicas)|distillation\.n(_gpus|nodes)"
 )
 """Matches names that decide where things are placed, not what is learned."""
 _MOST_LISTED = 40
@@ -59,10 +61,11 @@ def convert_verl(
     _engine(given, result)
     steps = _batches(given, result)
     total = _length(given, result)
-    learning.carry(given, result, None if total is None else total * steps)
+    learning.carry(given, result, steps, None if total is None else total * steps)
     _trainer(given, result)
     _callbacks(given, result)
     result.left += given.left()
+    result.missing += other_teachers(values)
     _left_out(values, result)
     check_parts(result)
     return result
@@ -152,9 +155,10 @@ def _part_that_spreads(given: Given, rewards: Sequence[str] | None) -> str | Non
 
 
 def _rewards(given: Given, result: Conversion, rewards: Sequence[str] | None) -> None:
-    if rewards is None:
+    written: list[Any] = list(rewards or [])
+    if rewards is None and not teaches_alone(given):
         result.missing.append("data.rewards: import paths of your reward functions")
-    written: list[Any] = list(rewards or ["MODULE.FUNCTION"])
+        written = ["MODULE.FUNCTION"]
     buffer, factor = given[_OVERLONG + "len"], given[_OVERLONG + "penalty_factor"]
     if given[_OVERLONG + "enable"] and buffer is None:
         result.leave(given, _OVERLONG + "enable", "overlong_buffer_cfg.len is not set")

@@ -107,15 +107,18 @@ def has_code_of_its_own(error: Exception) -> bool:
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Floating-point dtypes that models compute in."""
+
+
 def dtype_of(owner: str, name: str) -> torch.dtype:
     """Return the dtype that an argument of ``owner`` names.
 
     Raises:
         ConfigError: unless it is a floating-point dtype that models compute in.
     """
-    known = ("float32", "bfloat16", "float16")
-    if name not in known:
-        raise ConfigError(f"{owner}(dtype={name!r}) must be one of {', '.join(known)}")
+    if name not in DTYPES:
+        raise ConfigError(f"{owner}(dtype={name!r}) must be one of {', '.join(DTYPES)}")
     found: torch.dtype = getattr(torch, name)
     return found
 

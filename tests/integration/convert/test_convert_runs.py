@@ -34,6 +34,7 @@ TRL = {
         "max_steps": 8,
         "report_to": ["tensorboard"],
     },
+    "distillation": {"teacher_model_name_or_path": "teacher", "top_p": 0.9, "max_steps": 8},
 }
 VERL = {
     "ppo": ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8"],
@@ -55,6 +56,15 @@ VERL = {
         "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.rollout_correction.rollout_is=token",
     ],
+    "teacher": [
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+        "distillation.enabled=true",
+        "distillation.distillation_loss.loss_mode=k1",
+        "distillation.distillation_loss.use_policy_gradient=true",
+        "distillation.teacher_models.teacher_model.model_path=teacher",
+    ],
 }
 
 
@@ -65,6 +75,7 @@ def convert(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     row = {"prompt": "312=", "answer": "123"}
     (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    (tmp_path / "teacher").symlink_to(tiny_model)
 
     def run(theirs):
         (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))

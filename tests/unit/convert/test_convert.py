@@ -94,7 +94,7 @@ OTHER = {
     "num_completions_to_print": 3, "max_tool_calling_iterations": 3,
     "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "gradient_accumulation_steps": 4,
     "model_init_kwargs": {"subfolder": "v2"}, "chat_template_kwargs": {"enable_thinking": False},
-    "lora_modules_to_save": ["norm"],
+    "lora_modules_to_save": ["norm"], "teacher_model_init_kwargs": {"subfolder": "v2"},
 }  # fmt: skip
 # What a parameter needs beside it to mean anything.
 BESIDE = {
@@ -123,6 +123,9 @@ BESIDE = {
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},
     "run_name": {"report_to": "tensorboard"},
     "gradient_accumulation_steps": {"steps_per_generation": 32},
+    "teacher_model_revision": {"teacher_model_name_or_path": "a/b"},
+    "teacher_model_init": {"teacher_model_name_or_path": "a/b"},
+    "loss_": {"teacher_model_server_url": "http://a:1", "beta": 0.0},
 }  # fmt: skip
 START = {"max_steps": 100, "save_steps": 10, "bf16": True}
 
@@ -351,6 +354,8 @@ VERL_OTHER = {
     "actor_rollout_ref.actor.strategy": "megatron", "algorithm.filter_groups.metric": "acc",
     "algorithm.gamma": 0.9, "algorithm.lam": 0.9, "trainer.critic_warmup": 5,
     "trainer.log_val_generations": 5, "reward.reward_kwargs.max_resp_len": 256,
+    "distillation.distillation_loss.loss_mode": "k2",
+    "distillation.distillation_loss.loss_max_clamp": 5.0,
 }  # fmt: skip
 VERL_BESIDE = {
     "algorithm.rollout_correction.rollout_is": {
@@ -375,6 +380,16 @@ VERL_BESIDE = {
     "actor_rollout_ref.actor.loss_scale": {
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm"
     },
+    "distillation.": {"distillation.enabled": True, "algorithm.use_kl_in_reward": False,
+                      "actor_rollout_ref.actor.use_kl_loss": False},
+    "distillation.distillation_loss.topk": {
+        "distillation.distillation_loss.loss_mode": "forward_kl_topk"
+    },
+    "distillation.distillation_loss.clip": {
+        "distillation.distillation_loss.use_policy_gradient": True,
+        "distillation.distillation_loss.use_task_rewards": False,
+    },
+    "distillation.teacher_models": {"distillation.distillation_loss.loss_mode": "forward_kl_topk"},
 }  # fmt: skip
 # They hold here always, or are covered by what is written for the policy.
 ALWAYS = (

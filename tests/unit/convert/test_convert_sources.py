@@ -54,7 +54,7 @@ def test_a_value_of_verl_of_any_kind_is_carried_or_refused_in_one_line(name):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_generations": 0}, "num_generations=0: it takes a whole number >= 2"),
+        ({"num_generations": 0}, "num_generations=0: it takes a whole number >= 1"),
         ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps=null: it takes a num"),
         ({"learning_rate": "fast"}, "learning_rate='fast': it takes a number >= 0"),
         ({"reward_weights": {"a": 1}}, "reward_weights=.* it takes a list of numbers"),
