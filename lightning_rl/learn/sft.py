@@ -58,9 +58,11 @@ class SupervisedModule(LearningModule):
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         checkpoint["day"] = self.day.date
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         self.day.date = checkpoint.get("day", self.day.date)
 
     def configure_optimizers(self) -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rl import BaseReference, LoRA
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError, DataError
@@ -59,6 +60,20 @@ def test_first_loss_is_log_2_and_training_separates_the_pairs(tiny_model, tmp_pa
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # policy and reference are the same
     assert trainer.callback_metrics["dpo/accuracy"] == 1.0
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_checkpoint_of_a_lora_leaves_its_base_to_the_models_files(tiny_model, tmp_path):
+    """Supervised modules once saved it, too."""
+    module = DPOModule(str(tiny_model), lora=LoRA(rank=2), reference=BaseReference())
+    trainer = fit(module, PairDataModule(IterablePrompts(PAIRS), batch_size=8), tmp_path)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    held = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    assert held.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
+    again = DPOModule.load_from_checkpoint(
+        tmp_path / "last.ckpt", lora=LoRA(rank=2), reference=BaseReference()
+    )
+    for name, weight in again.state_dict().items():
+        assert torch.equal(weight, module.state_dict()[name]), name
 
 
 def test_margins_equal_plain_transformers(tiny_model, in_double):
