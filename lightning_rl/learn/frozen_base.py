@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.reward_model import RewardModel
 from lightning_rl.run.digest import digests
 
 _KEY = "frozen_base"
@@ -50,7 +51,7 @@ def put_back_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = base | checkpoint["state_dict"]
 
 
-def adapted(module: nn.Module) -> dict[str, Policy]:
+def adapted(module: nn.Module) -> dict[str, Policy | RewardModel]:
     """Return the policies that train a LoRA on weights from files, by their places in the module.
 
     A policy that is not trained is a reference, which may have been updated, so it is saved as a
@@ -59,7 +60,7 @@ def adapted(module: nn.Module) -> dict[str, Policy]:
     return {
         place: policy
         for place, policy in module.named_modules()
-        if isinstance(policy, Policy)
+        if isinstance(policy, Policy | RewardModel)
         and policy.lora is not None
         and policy.lora.quantization is None
         and not policy.random_init

@@ -14,6 +14,7 @@ from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.dpo import PairDataModule
 from lightning_rl.learn.sft import SupervisedModule
+from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.parallel.sharding import refuse_mesh
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reward_model import RewardModel, padded, padding_of, scored_text
@@ -35,7 +36,7 @@ def bradley_terry(
     return -F.logsigmoid(gap) + centering * (chosen + rejected) ** 2
 
 
-@configurable(model=model_of)
+@configurable(model=model_of, lora=as_lora)
 class RewardModelModule(SupervisedModule):
     """Trains a reward model: a causal LM whose head is one number per text (Bradley-Terry).
 
@@ -53,6 +54,7 @@ class RewardModelModule(SupervisedModule):
             (TRL's ``center_rewards_coefficient``, where 0.01 is usual).
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
+        lora: train only adapters, and the head; None: train all weights.
         gradient_checkpointing: recompute activations in backward.
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
@@ -67,12 +69,19 @@ class RewardModelModule(SupervisedModule):
         centering: float = 0.0,
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
+        lora: LoRA | None = None,
         gradient_checkpointing: bool = False,
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            model, optimizer, lr_scheduler, gradient_checkpointing, trust_remote_code, model_kwargs
+            model,
+            optimizer,
+            lr_scheduler,
+            gradient_checkpointing,
+            trust_remote_code,
+            model_kwargs,
+            lora=lora,
         )
         require_finite(centering=centering)
         if centering < 0:
@@ -84,9 +93,10 @@ class RewardModelModule(SupervisedModule):
         """Load the model, once."""
         refuse_mesh(self)
         if self.policy is None:
-            model: Any = RewardModel(str(self.model), self.loading, new_head=True)
+            model: Any = RewardModel(str(self.model), self.loading, new_head=True, lora=self.lora)
             if self.gradient_checkpointing:
-                model.lm.gradient_checkpointing_enable()
+                # Reentrant, layers whose inputs are frozen would have no gradient.
+                model.lm.gradient_checkpointing_enable({"use_reentrant": False})
             self.policy = model.train()  # or nothing is recomputed
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:

@@ -143,7 +143,7 @@ class LoRA:
                 r=self.rank,
                 lora_alpha=self.alpha,
                 target_modules=names,
-                task_type="CAUSAL_LM",
+                task_type="CAUSAL_LM" if lm.can_generate() else "SEQ_CLS",
                 base_model_name_or_path=lm.name_or_path,
                 **options,
             )

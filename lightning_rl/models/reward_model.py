@@ -1,6 +1,7 @@
 """RewardModel: a sequence classifier of one label, which scores a prompt with its completion."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,14 +17,18 @@ from transformers.utils import logging as transformers_logging
 from lightning_rl.data.ends import ends_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.export import StoredDtypes
+from lightning_rl.models.lora import LoRA, merged_weights
 from lightning_rl.models.preparation import disable_dropout
 from lightning_rl.models.pretrained import PLAIN, Loading, load_config, not_found
 from lightning_rl.models.sampling import at_least_float32
 from lightning_rl.models.soundness import require_complete, require_finite
+from lightning_rl.models.stacked import FileNames
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Message
 
 _SCORER = "ForSequenceClassification"
+HEAD = "score"
+"""Name of the layer that makes a number of the last token's hidden state."""
 
 
 class RewardModel(nn.Module):
@@ -34,14 +39,15 @@ class RewardModel(nn.Module):
         loading: how its files are read.
         new_head: take only a causal LM's body where the head is missing, with a random head.
         dtype: of its weights.
+        lora: train adapters, and the head; None: all weights.
 
     Raises:
-        ConfigError: if the model cannot be loaded, is no reward model, or its weights are NaN.
+        ConfigError: if the model cannot be loaded, is no reward model, or its weights are NaN; or
+            for a LoRA on quantised weights.
     """
 
-    lora = None
     reader = None
-    sharded = False
+    sharded = random_init = False
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class RewardModel(nn.Module):
         loading: Loading = PLAIN,
         new_head: bool = False,
         dtype: torch.dtype = torch.float32,
+        lora: LoRA | None = None,
     ) -> None:
         super().__init__()
         self.model, self.loading = model, loading
@@ -56,8 +63,12 @@ class RewardModel(nn.Module):
         self.lm = _load(model, loading, new_head, dtype)
         if self.lm.config.pad_token_id is None or new_head:
             self.lm.config.pad_token_id = padding_of(self.tokenizer)
+        self.lm.config.architectures = [type(self.lm).__name__]  # its file has the causal LM's
         disable_dropout(self.lm)
         self.stored = StoredDtypes.of(model, loading)
+        self.lora = lora and _with_head(lora)
+        if self.lora is not None:
+            self.lora.attach(self.lm)
 
     @property
     def max_tokens(self) -> int | None:
@@ -72,12 +83,28 @@ class RewardModel(nn.Module):
         return at_least_float32(found.logits.squeeze(-1))
 
     def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:
-        """Return the parameters to optimize, in one group."""
-        return [{"params": list(self.lm.parameters())}]
+        """Return the trained parameters, in one group."""
+        return [{"params": [p for p in self.lm.parameters() if p.requires_grad]}]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights under their Hugging Face names."""
-        yield from self.lm.state_dict().items()
+        """Yield the weights under their Hugging Face names, with a LoRA merged."""
+        weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
+        yield from FileNames(self.lm).each(weights)
+
+
+def _with_head(lora: LoRA) -> LoRA:
+    """Return the LoRA with the head, which is new, among the weights that are trained as a whole.
+
+    Raises:
+        ConfigError: for quantised weights.
+    """
+    if lora.quantization is not None:
+        raise ConfigError(
+            f"lora.quantization={type(lora.quantization).__name__}: a reward model is not "
+            "quantised; leave it out"
+        )
+    saved = lora.options.get("modules_to_save") or []
+    return replace(lora, options=lora.options | {"modules_to_save": [*saved, HEAD]})
 
 
 def _load(model: str, loading: Loading, new_head: bool, dtype: torch.dtype) -> PreTrainedModel:
@@ -107,7 +134,7 @@ def _load(model: str, loading: Loading, new_head: bool, dtype: torch.dtype) -> P
     finally:
         transformers_logging.set_verbosity(verbosity)
     if new_head:  # the output layer of a causal LM is left over, and the new head is missing
-        head = {name for name in info["missing_keys"] if name.startswith("score.")}
+        head = {name for name in info["missing_keys"] if name.startswith(f"{HEAD}.")}
         info["missing_keys"] = set(info["missing_keys"]) - head
         info["unexpected_keys"] = set(info["unexpected_keys"]) - {"lm_head.weight"}
     require_complete(model, info)

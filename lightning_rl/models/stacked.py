@@ -84,6 +84,6 @@ def all_linear(lm: PreTrainedModel) -> str | list[str]:
         left_out = left_out | {"out_proj"}
     if not left_out:
         return "all-linear"
-    head = lm.get_output_embeddings()
-    linear = (n for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head)
+    heads = (lm.get_output_embeddings(), getattr(lm, "score", None))
+    linear = (n for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m not in heads)
     return sorted({name.rpartition(".")[2] for name in linear} - left_out)

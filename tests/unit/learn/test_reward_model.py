@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from lightning_rl import HFExport, ModelReward, SeparateValueHead
+from lightning_rl import NF4, HFExport, LoRA, ModelReward, SeparateValueHead
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.reward_model import RewardModelModule, RewardPairDataModule, bradley_terry
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import PLAIN, load_lm
 from lightning_rl.models.reward_model import RewardModel, padded, padding_of, scored_text
 from tests.support.small_run import adamw, trainer_of
 from tests.support.tiny_models import CHATML, byte_tokenizer, save_random_model
@@ -97,13 +98,17 @@ def test_length_bias_counts_pairs_in_which_length_misleads(tiny_model):
     assert float(metrics["length_bias"]) == pytest.approx(0.25)  # pair 2 alone
 
 
-def test_a_run_learns_and_its_export_is_a_reward_and_a_critic(tiny_model, tmp_path):
-    module = RewardModelModule(str(tiny_model), centering=0.01, optimizer=adamw(1e-2))
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["whole", "lora"])
+def test_a_run_learns_and_its_export_is_a_reward_and_a_critic(tiny_model, tmp_path, lora):
+    module = RewardModelModule(
+        str(tiny_model), centering=0.01, optimizer=adamw(1e-2), lora=lora,
+        gradient_checkpointing=lora is not None,
+    )  # fmt: skip
     data = RewardPairDataModule(
         IterablePrompts(ROWS[:24]), IterablePrompts(ROWS[24:]), batch_size=8, seed=3
     )
     torch.manual_seed(0)
-    export = HFExport(str(tmp_path / "hf"))
+    export = HFExport(str(tmp_path / "hf"), merge_adapters=True)
     trainer = trainer_of(tmp_path, [export], logger=False, max_epochs=10)
     trainer.fit(module, data)
     assert float(trainer.callback_metrics["rm/val_accuracy"]) == 1.0
@@ -123,6 +128,33 @@ def test_a_run_learns_and_its_export_is_a_reward_and_a_critic(tiny_model, tmp_pa
     assert "pipeline_tag: text-classification" in card
     critic = Policy(str(tiny_model), SeparateValueHead(str(tmp_path / "hf"))).value_head
     assert torch.equal(critic.linear.weight, model.score.weight)
+
+
+def test_a_lora_trains_adapters_and_the_head_and_its_checkpoint_holds_these(tiny_model, tmp_path):
+    def fitted(path=None, **options):
+        module = RewardModelModule(str(tiny_model), optimizer=adamw(1e-2), lora=LoRA(rank=2))
+        trainer = trainer_of(tmp_path, logger=False, **options)
+        trainer.fit(module, RewardPairDataModule(IterablePrompts(ROWS), seed=3), ckpt_path=path)
+        return module, trainer
+
+    module, trainer = fitted()
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert {name for name in trained if ".lora_" not in name} == {"policy.lm.score.weight"}
+    # Of two layers with seven linear layers each, the head not among them.
+    assert len(trained) == 2 * 7 * 2 + 1
+    files = dict(load_lm(str(tiny_model), False, PLAIN).base_model.named_parameters())
+    for name, weight in module.policy.lm.base_model.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(weight, files[name.replace(".base_layer", "")]), name
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt")["state_dict"].keys() == trained
+    again, _ = fitted(tmp_path / "last.ckpt")  # with nothing left to train
+    for name, weight in again.state_dict().items():
+        assert torch.equal(weight, module.state_dict()[name]), name
+    with pytest.raises(ConfigError, match=r"alone would omit.*modules_to_save=\['score'\]"):
+        fitted(callbacks=[HFExport(str(tmp_path / "hf"), merge_adapters=False)])
+    with pytest.raises(ConfigError, match=r"lora\.quantization=NF4: a reward model"):
+        RewardModel(str(tiny_model), new_head=True, lora=LoRA(quantization=NF4()))
 
 
 @pytest.fixture
