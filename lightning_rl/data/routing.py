@@ -4,12 +4,11 @@
 their numbers, token by token and layer by layer. An empty text means that nothing was recorded.
 """
 
-from base64 import b64decode, b64encode
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rl.data.packed_text import joined, split
 from lightning_rl.errors import DataError
 
 UNKNOWN = -1
@@ -20,7 +19,7 @@ def to_text(experts: Tensor) -> str:
     """Encode the experts (T, L, K) of T tokens as text."""
     narrow = not experts.numel() or int(experts.max()) < 256
     form = f"{experts.shape[1]}x{experts.shape[2]}x{1 if narrow else 2}"
-    return _joined(form, experts.cpu().numpy().astype("<u1" if narrow else "<i2").tobytes())
+    return joined(form, experts.cpu().numpy().astype("<u1" if narrow else "<i2").tobytes())
 
 
 def of_text(text: str) -> Tensor:
@@ -40,7 +39,7 @@ def beginning(text: str, tokens: int) -> str:
     if not text:
         return text
     form, data = _split(text)
-    return _joined(form, data[: tokens * _stride(form)])
+    return joined(form, data[: tokens * _stride(form)])
 
 
 def extended(known: str, longer: str) -> str:
@@ -58,7 +57,7 @@ def extended(known: str, longer: str) -> str:
         raise DataError(f"routed experts of two models in one row ({form}, {other}); drop them")
     if form != other:  # in one of them all numbers happen to be small
         return to_text(torch.cat([of_text(known), of_text(longer)[len(of_text(known)) :]]))
-    return _joined(form, data + more[len(data) :])
+    return joined(form, data + more[len(data) :])
 
 
 def column(texts: list[str], lengths: list[int]) -> Tensor | None:
@@ -85,21 +84,8 @@ def column(texts: list[str], lengths: list[int]) -> Tensor | None:
     return made
 
 
-def _joined(form: str, data: bytes) -> str:
-    return f"{form}:{b64encode(data).decode()}"
-
-
 def _split(text: str) -> tuple[str, bytes]:
-    form, _, data = text.partition(":")
-    try:
-        stride, numbers = _stride(form), b64decode(data, validate=True)
-    except ValueError as error:
-        raise DataError(
-            f"routed experts {text[:40]!r} are damaged ({error}); restore the file"
-        ) from error
-    if not stride or len(numbers) % stride:
-        raise DataError(f"routed experts {text[:40]!r} are damaged: a part of a token is missing")
-    return form, numbers
+    return split(text, "routed experts", _stride)
 
 
 def _sizes(form: str) -> tuple[int, int, int]:

@@ -4,7 +4,6 @@
 by token, the written token's logprob, those 16 tokens, and their logprobs.
 """
 
-from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rl.data.packed_text import joined, split
 from lightning_rl.errors import DataError
 
 UNKNOWN = -1
@@ -36,7 +36,7 @@ def to_text(found: TeacherLogprobs) -> str:
     made = np.zeros(len(found.logprobs), _form(count))
     for name, column in zip(made.dtype.names or (), found, strict=True):
         made[name] = column.cpu().numpy()
-    return f"{count}:{b64encode(made.tobytes()).decode()}"
+    return joined(str(count), made.tobytes())
 
 
 def of_text(text: str) -> TeacherLogprobs:
@@ -45,13 +45,8 @@ def of_text(text: str) -> TeacherLogprobs:
     Raises:
         DataError: if the text is not of this form.
     """
-    count, _, data = text.partition(":")
-    try:
-        found = np.frombuffer(b64decode(data, validate=True), _form(int(count)))
-    except ValueError as error:
-        raise DataError(
-            f"a teacher's logprobs {text[:40]!r} are damaged ({error}); restore the file"
-        ) from error
+    count, data = split(text, "a teacher's logprobs", lambda form: _form(int(form)).itemsize)
+    found = np.frombuffer(data, _form(int(count)))
     logprobs, ids, top = (torch.from_numpy(found[n].copy()) for n in found.dtype.names or ())
     return TeacherLogprobs(logprobs, ids.long(), top)
 

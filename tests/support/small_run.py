@@ -54,6 +54,24 @@ def trainer_of(tmp_path, callbacks=(), kind=Trainer, **options) -> Trainer:
     return kind(callbacks=list(callbacks), default_root_dir=tmp_path, **options)
 
 
+class Losses(Callback):
+    """The losses of a run's steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.seen.append(float(outputs["loss"].detach()))
+
+
+def fit(module, data, tmp_path, **options) -> tuple[Trainer, list[float]]:
+    """Train by automatic optimisation; the losses of the steps, too."""
+    losses = Losses()
+    trainer = trainer_of(tmp_path, [losses], logger=False, **options)
+    trainer.fit(module, data)
+    return trainer, losses.seen
+
+
 class SaveAfter(Callback):
     """A checkpoint after some iteration."""
 

@@ -40,6 +40,8 @@ def test_text_form_keeps_every_number():
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(DataError, match="a teacher's logprobs '2:AAA' are damaged"):
         teacher_logprobs.of_text("2:AAA")
+    with pytest.raises(DataError, match="a part of a token is missing"):
+        teacher_logprobs.of_text("2:AAAA")
 
 
 def test_columns_of_rows_with_and_without_a_teacher(make_rollout):

@@ -14,7 +14,7 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.dpo import DPOModule, PairDataModule, RolloutPairs, dpo
 from lightning_rl.models.policy import load_tokenizer
 from tests.support.doubles import EXACT, doubled
-from tests.support.small_run import trainer_of
+from tests.support.small_run import fit
 
 
 def test_loss_by_hand():
@@ -40,23 +40,10 @@ PAIRS = [
 ]
 
 
-def fit(module, data, tmp_path, epochs=1):
-    trainer = trainer_of(tmp_path, logger=False, max_epochs=epochs)
-    trainer.fit(module, datamodule=data)
-    return trainer
-
-
 def test_first_loss_is_log_2_and_training_separates_the_pairs(tiny_model, tmp_path):
-    losses = []
-
-    class Watched(DPOModule):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            losses.append(float(loss.detach()))
-            return loss
-
-    module = Watched(str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
-    trainer = fit(module, PairDataModule(IterablePrompts(PAIRS), batch_size=8), tmp_path, epochs=4)
+    module = DPOModule(str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    data = PairDataModule(IterablePrompts(PAIRS), batch_size=8)
+    trainer, losses = fit(module, data, tmp_path, max_epochs=4)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # policy and reference are the same
     assert trainer.callback_metrics["dpo/accuracy"] == 1.0
     assert losses[-1] < 0.5 * losses[0]
@@ -65,7 +52,7 @@ def test_first_loss_is_log_2_and_training_separates_the_pairs(tiny_model, tmp_pa
 def test_a_checkpoint_of_a_lora_leaves_its_base_to_the_models_files(tiny_model, tmp_path):
     """Supervised modules once saved it, too."""
     module = DPOModule(str(tiny_model), lora=LoRA(rank=2), reference=BaseReference())
-    trainer = fit(module, PairDataModule(IterablePrompts(PAIRS), batch_size=8), tmp_path)
+    trainer, _ = fit(module, PairDataModule(IterablePrompts(PAIRS), batch_size=8), tmp_path)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     held = torch.load(tmp_path / "last.ckpt")["state_dict"]
     assert held.keys() == {name for name, p in module.named_parameters() if p.requires_grad}

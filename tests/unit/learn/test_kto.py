@@ -11,7 +11,7 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.kto import KTODataModule, KTOModule, kto
 from lightning_rl.models.policy import load_tokenizer
 from tests.support.doubles import EXACT, doubled
-from tests.support.small_run import trainer_of
+from tests.support.small_run import fit
 
 
 def test_loss_by_hand():
@@ -29,24 +29,10 @@ ROWS = [
 ]
 
 
-def fit(module, data, tmp_path, epochs=1):
-    trainer = trainer_of(tmp_path, logger=False, max_epochs=epochs)
-    trainer.fit(module, datamodule=data)
-    return trainer
-
-
 def test_first_loss_is_a_half_and_training_separates_the_kinds(tiny_model, tmp_path):
-    losses = []
-
-    class Watched(KTOModule):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            losses.append(float(loss.detach()))
-            return loss
-
-    module = Watched(str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    module = KTOModule(str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
     rows = KTODataModule(IterablePrompts(ROWS), IterablePrompts(ROWS[:4]), batch_size=8)
-    trainer = fit(module, rows, tmp_path, epochs=4)
+    trainer, losses = fit(module, rows, tmp_path, max_epochs=4)
     assert losses[0] == pytest.approx(0.5, abs=1e-5)  # policy and reference are the same
     assert losses[-1] < 0.8 * losses[0]
     assert trainer.callback_metrics["kto/val_accuracy"] == 1.0

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoModelForCausalLM
 
@@ -15,25 +14,10 @@ from lightning_rl.learn.dpo import DPOModule
 from lightning_rl.learn.sft import SFTDataModule, SFTModule
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.rollout import Prompt
-from tests.support.small_run import trainer_of
+from tests.support.small_run import Losses, fit, trainer_of
 from tests.support.tolerances import scores_rounding
 
 ROWS = [{"prompt": f"{n}=", "completion": f"{n}"[::-1]} for n in range(100, 164)]
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.seen.append(float(outputs["loss"].detach()))
-
-
-def fit(module, data, tmp_path, **options) -> tuple[Trainer, list[float]]:
-    losses = Losses()
-    trainer = trainer_of(tmp_path, [losses], logger=False, **options)
-    trainer.fit(module, data)
-    return trainer, losses.seen
 
 
 def test_a_row_becomes_a_rollout_that_ends(tiny_model):
