@@ -56,6 +56,12 @@ def carry(given: Given, result: Conversion) -> None:
     result.put_class("model.advantage", "Distillation")
     result.put_class("model.aggregation", "TokenMean")
     result.put("data.rewards", [_teacher(given, result)])
+    if given["reward_funcs"]:
+        result.leave(
+            given,
+            "reward_funcs",
+            "a distillation of TRL has no rewards: set TeacherDivergence.beside",
+        )
     sampling = result.config["data"]["init_args"]["sampling"]
     for name in [name for name in _CUTS if name in sampling]:
         del sampling[name]

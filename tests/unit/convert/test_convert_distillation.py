@@ -57,13 +57,16 @@ def test_the_older_trainers_of_trl_have_their_own_defaults():
 
 @pytest.mark.parametrize(("beta", "top_k"), [(0.0, 8), (1.0, 16)])
 def test_a_served_teacher_of_trl(beta, top_k):
-    values = {"teacher_model_server_url": "http://host:8000/", "loss_top_k": 8, "beta": beta}
+    values = {"teacher_model_server_url": "http://host:8000/", "loss_top_k": 8, "beta": beta,
+              "reward_funcs": ["a.b"]}  # fmt: skip
     result = convert_trl(values)
     [teacher] = parts(result)[1]["rewards"]
     served = {"base_url": "http://host:8000/v1", "model": "TEACHER", "top_k": top_k}
     assert teacher == {"class_path": "lightning_rl.ServedTeacher", "init_args": served}
     assert any("for TEACHER" in line for line in result.missing)
-    assert ("beta" in {item.key for item in result.left}) == (beta == 1)
+    left = {item.key: item.reason for item in result.left}
+    assert ("beta" in left) == (beta == 1)
+    assert "has no rewards" in left["reward_funcs"]
 
 
 def test_a_script_that_starts_a_distillation_trainer():
