@@ -8,7 +8,7 @@ from select import select
 
 import pytest
 
-from benchmarks import algorithms, experts, faults, guards, layout, scaling
+from benchmarks import algorithms, experts, faults, guards, layout, overoptimisation, scaling
 from benchmarks.parallel import tables as parallel
 from benchmarks.peers import tables as peers
 from benchmarks.peers.layouts import Layout, reason, run, together
@@ -72,6 +72,7 @@ def front_table(result):
         ("docs/experts", "experts", experts.table),
         ("docs/gpu", "layout", layout.table),
         ("docs/guards", "guards", guards.table),
+        ("docs/rewards", "overoptimisation", overoptimisation.table),
     ],
 )
 def test_a_page_shows_what_was_saved(page, block, table):
@@ -79,6 +80,26 @@ def test_a_page_shows_what_was_saved(page, block, table):
     text = (SAVED.parents[1] / f"{page}.md").read_text(encoding="utf-8")
     shown = text.partition(f"<!-- {block} -->\n")[2].partition(f"\n<!-- /{block} -->")[0]
     assert shown.splitlines() == table(saved.get("result", saved))
+
+
+def test_overoptimisation_finds_the_peak_of_the_gold_reward():
+    assert overoptimisation.gold(["124", "1234", "12", ""], ["124", "124", "124", "124"]) == [
+        1.0, 0.5, pytest.approx(2 / 3), 0.0,
+    ]  # fmt: skip
+    runs = [
+        {"rows": [{"gold": g, "model": m, "distance": d} for g, m, d in rows], "alarm": alarm}
+        for rows, alarm in (
+            ([(0.4, 0, 0), (0.7, 1, 1), (0.8, 2, 2), (0.9, 3, 3), (0.1, 4, 4)], None),
+            ([(0.6, 0, 0), (0.5, 1, 1), (0.8, 2, 2), (0.7, 3, 3), (0.3, 4, 4)], 5),
+        )
+    ]
+    # Means of both: 0.5, 0.6, 0.8, 0.8, 0.2; over three iterations: 1.9 / 3, 2.2 / 3, 1.8 / 3.
+    found = overoptimisation.summary(runs)
+    assert (found["gold_start"], found["peak_iteration"]) == (0.5, 3)
+    assert found["gold_peak"] == pytest.approx(2.2 / 3)
+    assert (found["gold_end"], found["distance_peak"]) == (pytest.approx(0.6), 2.0)
+    assert (found["model_peak"], found["model_end"]) == (2.0, 3.0)
+    assert found["alarm_iterations"] == [None, 5]
 
 
 def test_scaling_compares_processes_with_one():
