@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_rl.callbacks.samples import FirstAndLast, Sample
 from lightning_rl.collect.tasks import Task
+from lightning_rl.rewards.teachers import Teacher
 from lightning_rl.rollout import Rollout
 
 ADVICE = (
@@ -134,5 +135,13 @@ def component(prompt_set: str, reward: str) -> str:
 
 
 def component_weights(task: Task) -> dict[str, float]:
-    """Return the weight of each part in the reward of a task."""
-    return {component(task.name, name): w for name, w in task.rewards.weights.items()}
+    """Return the weight of each part in the reward of a task.
+
+    A teacher is none: the policy learns from its logprobs, whatever its score's weight is.
+    """
+    functions = task.rewards.functions
+    return {
+        component(task.name, name): weight
+        for name, weight in task.rewards.weights.items()
+        if not isinstance(functions[name], Teacher)
+    }

@@ -4,8 +4,14 @@ import json
 
 import pytest
 
-from lightning_rl.callbacks.gaming import Gaming
+from lightning_rl.agents.base import SingleTurn
+from lightning_rl.callbacks.gaming import Gaming, component_weights
 from lightning_rl.callbacks.samples import FirstAndLast
+from lightning_rl.collect.tasks import Task
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines.sampling import Sampling
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.teachers import ModelTeacher
 
 GROUPS = 16
 RIGHT, FORM = "right", "form"
@@ -85,3 +91,12 @@ def test_it_goes_on_where_its_state_was_taken(play):
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.state_dict() == before.state_dict()
     assert after.part_fell(weights) == before.part_fell(weights) is not None
+
+
+def test_a_teacher_is_no_part_that_is_watched(tiny_model):
+    def right(completions, **_):
+        return [1.0 for _ in completions]
+
+    rewards = Rewards([right, ModelTeacher(str(tiny_model))], [1.0, 0.0])
+    task = Task("", IterablePrompts([]), SingleTurn(), rewards, Sampling(), 4, 1.0)
+    assert component_weights(task) == {"right": 1.0}
