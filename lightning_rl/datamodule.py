@@ -81,13 +81,13 @@ class RLDataModule(CollectingDataModule):
         expert_per_iteration: number of expert rows per iteration.
         buffer: keeps the groups of a run, and mixes older ones into each batch; None: no buffer.
         filters: groups rejected by any of them are replaced by groups of new prompts.
-        max_rounds: maximum rounds of generation for one batch, after which the run stops; each
-            round replaces only the groups that are missing.
-        refill_seconds: no round begins later than this many seconds after the first; None: no
+        max_rounds: at most this many times ``groups_per_iteration`` groups are generated for one
+            batch, after which the run stops.
+        refill_seconds: no replacement begins later than this many seconds after the batch; None: no
             limit.
-        train_on_rest: when no round is left, fill the batch with the groups that filters rejected
-            last, instead of stopping the run. Replacements still being generated after
-            ``refill_seconds`` are evicted.
+        train_on_rest: when nothing more may be generated, fill the batch with the groups that
+            filters rejected last, instead of stopping the run. Replacements still being generated
+            after ``refill_seconds`` are evicted.
         agent: generates one rollout.
         collector: decides when each group is generated for training; None: the whole batch at once,
             by ``SyncCollector``, which is always used to collect without training.

@@ -8,7 +8,7 @@ import asyncio
 import math
 import selectors
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -18,14 +18,15 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_rl.agents.base import Agent, SingleTurn
-from lightning_rl.collect.collector import Collector
-from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.collect.collection import Collection
+from lightning_rl.collect.collector import Collector, GroupFilter
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import EngineError
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rollout import Group, Prompt, Rollout
+from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run.loop.background import innermost
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
 
@@ -144,6 +145,8 @@ class SimulatedEngine(Engine):
             self._waiting.remove(request)
         else:
             self._count -= 1
+            self._stamp(request)
+            self._cancelled_tokens += len(request.versions)
 
     def _plan(self) -> None:
         """Let those that wait begin, and wake up when the next request is done."""
@@ -172,6 +175,10 @@ class SimulatedEngine(Engine):
         written = math.floor(self._written - request.begun + 1e-6)
         written = request.length if done else written
         request.versions += [self.version] * (written - len(request.versions))
+
+
+def _tokens(group: Group) -> int:
+    return sum(rollout.length for rollout in group)
 
 
 T = TypeVar("T")
@@ -247,7 +254,8 @@ class Simulation:
 
     ``waited`` is the trainer's time without a batch, ``trained_seconds`` its time with one,
     ``slot_seconds`` the time in which requests ran, summed over them, ``pushes`` the versions that
-    were pushed.
+    were pushed, ``rejected`` the tokens of groups that filters rejected, ``made_up`` those of them
+    that completed a batch, and ``cancelled`` those of aborted requests.
     """
 
     seconds: float = 0.0
@@ -260,6 +268,9 @@ class Simulation:
     dropped: list[Group] = field(default_factory=list)
     given_back: list[str] = field(default_factory=list)
     pushes: list[int] = field(default_factory=list)
+    rejected: int = 0
+    made_up: int = 0
+    cancelled: int = 0
 
 
 async def _train_streamed(
@@ -290,6 +301,8 @@ def simulate(
     first: int = 0,
     ahead: bool = False,
     schedule: SyncSchedule = FixedSchedule(),
+    filters: Sequence[GroupFilter] = (),
+    refill_seconds: float | None = None,
 ) -> Simulation:
     """Train on what a collector hands over, in iterations ``first`` to ``iterations - 1``.
 
@@ -299,6 +312,8 @@ def simulate(
         first: where a run goes on that stopped after so many iterations.
         ahead: let the collector work ahead beyond the end, as for a longer run.
         schedule: after which iterations weights are synced.
+        filters: groups that any of them rejects are replaced.
+        refill_seconds: after which rejected groups complete the batch; None: never.
 
     Raises:
         EngineError: if the collector hangs.
@@ -321,18 +336,30 @@ def simulate(
             sampling,
             iterations=None if ahead else iterations,
         )
-        collector.bind(pipeline, source)
+        collection = Collection(
+            pipeline, collector, source, filters, 1000, refill_seconds, refill_seconds is not None
+        )
         try:
             for iteration in range(first, iterations):
                 source.begin(iteration)
                 begin = clock()
                 streamed = await _train_streamed(collector, num_groups, train_seconds)
-                groups = await collector.take(num_groups)
+                collection.clear()
+                for missing, seconds in collection.rounds(clock):
+                    taken = await collection.in_loop(iteration, missing, seconds)
+                    await rewards.grade_ahead(taken)
+                    collection.note(taken)
+                groups = collection.kept
                 result.waited += clock() - begin - train_seconds(streamed)
                 result.batches.append(groups)
-                result.dropped += collector.dropped
-                collector.dropped.clear()
-                collector.ack(groups)
+                for group in in_groups(collection.generated):
+                    if group[0].status in (RolloutStatus.ABORTED, RolloutStatus.EXPIRED):
+                        result.dropped.append(group)
+                    elif group[0].status is RolloutStatus.SKIPPED:
+                        result.rejected += _tokens(group)
+                for group in groups[num_groups - collection.made_up :]:
+                    result.made_up += _tokens(group)
+                collector.ack(collection.taken)
                 versions = [v for g in groups for r in g for v in r.versions]
                 result.staleness.update(iteration - v for v in versions)
                 result.tokens += len(versions)
@@ -349,6 +376,7 @@ def simulate(
                 await engine.resume()
                 await collector.after_sync()
             result.seconds, result.slot_seconds = clock(), engine.slot_seconds
+            result.cancelled = engine.cancelled_tokens
         finally:
             await collector.close()
         result.given_back = [record["id"] for record in source.state_dict()["again"]]

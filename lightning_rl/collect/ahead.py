@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
-from lightning_rl.rollout import Group, RolloutStatus
+from lightning_rl.rollout import Group
 from lightning_rl.run.loop.background import cancel_here, innermost
 from lightning_rl.sync.schedule import CollectorStatus
 
@@ -67,15 +67,31 @@ class WorkingAhead(Collector):
         self._missing = 0
         return taken
 
-    async def evict(self, taken: list[Group]) -> None:
-        """Give up what only this batch may train on; other groups go on, for the next one."""
-        groups = (*self._done, *self._running.values())
-        late = {g[0].group_id for g in groups if self._deadline_of(g) <= self._batch}
-        await cancel_here([t for t, g in self._running.items() if g[0].group_id in late])
-        self._done = [group for group in self._done if group[0].group_id not in late]
-        for name in late:
-            del self._deadline[name]
-        await super().evict([*taken, *self._done, *self._running.values()])
+    async def evict(self, taken: list[Group]) -> list[Group]:
+        """Return what is done, and give up what only this batch may train on; the rest goes on."""
+        done, self._done = self._done[: self._missing], self._done[self._missing :]
+        self._missing = 0
+        await cancel_here(self._expire_due(self._batch))
+        return done
+
+    def _expire_due(self, iteration: int) -> list[asyncio.Task[None]]:
+        """Abort what no iteration after this one may train on; return the tasks that this ends."""
+
+        def is_due(group: Group) -> bool:
+            return self._deadline_of(group) <= iteration
+
+        tasks = [task for task, group in self._running.items() if is_due(group)]
+        due = [*filter(is_due, self._done), *(self._running.pop(task) for task in tasks)]
+        self._done = [group for group in self._done if not is_due(group)]
+        for task in tasks:
+            task.cancel()
+        for group in due:
+            self._expire(group)
+        return tasks
+
+    def _expire(self, group: Group) -> None:
+        super()._expire(group)
+        self._deadline.pop(group[0].group_id, None)
 
     def ack(self, groups: list[Group]) -> None:
         super().ack(groups)
@@ -134,8 +150,7 @@ class WorkingAhead(Collector):
                 group = self.issue()
                 deadline = _oldest_version(group, default=version) + self.max_staleness
                 if deadline < self._batch or not self._fits(deadline):
-                    self._drop(group, RolloutStatus.EXPIRED)
-                    self.source.give_back(group[0].prompt)
+                    self._expire(group)
                     continue
             elif newest >= self._batch and self._fits(newest):
                 group, deadline = self.issue(), newest

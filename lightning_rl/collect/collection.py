@@ -3,16 +3,17 @@
 import asyncio
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.replay_buffer import ReplayBuffer
-from lightning_rl.collect.stats import rollout_metrics
+from lightning_rl.collect.stats import rollout_metrics, waste_metrics
 from lightning_rl.collect.streamed import Consumer, StreamedCollector
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.base import RunState, drives_engine
@@ -37,11 +38,11 @@ class Collection:
         collector: decides when which group is generated.
         source: issues the groups.
         filters: rejected groups are replaced by groups of new prompts (DAPO's dynamic sampling).
-        max_rounds: how often to ask for replacements in one iteration.
+        max_rounds: a batch takes at most so many times ``source.num_groups`` groups.
         refill_seconds: after which no more are asked for; None: no limit.
         train_on_rest: groups that are still missing then are made up by the last that filters
             rejected, in place of an error; what is still written after ``refill_seconds`` as a
-            replacement is evicted.
+            replacement is evicted, and what is finished is kept.
         buffer: keeps the groups, and adds older ones to each batch; None: none.
         experts: given an iteration, returns rollouts to imitate beside its own; None: none.
     """
@@ -73,18 +74,26 @@ class Collection:
         self.buffer = buffer
         self.experts = experts
         self._acked: float | None = None
-        self._clear()
+        self._cancelled: int | None = None  # tokens of cancelled requests, when last counted
+        self._warned = False
+        self.clear()
+        self._clock: Callable[[], float] = time.monotonic
         collector.bind(pipeline, source)
+        collector.refill = self if filters else None
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the last batch."""
         self.generated: list[Rollout] = []
         self.kept: list[Group] = []
         self.rejected: Counter[str] = Counter()
         self._set_aside: list[tuple[Group, list[Rollout]]] = []
-        self._made_up = 0
+        self.made_up = 0
         self.seconds = 0.0
         self._ahead: dict[str, float] = {}
-        self._taken: list[Group] = []
+        self._end = math.inf
+        self._verdicts: dict[str, GroupFilter | None] = {}
+        self.taken: list[Group] = []
+        """All groups that the collector gave for the batch."""
 
     def next(
         self, iteration: int, version: int, tell: Callable[[list[Rollout]], None] | None = None
@@ -98,7 +107,7 @@ class Collection:
 
         Raises:
             EngineError: if the engine is not ready, or fails.
-            FilterError: if too few groups were kept in ``max_rounds`` rounds, or
+            FilterError: if too few groups were kept within ``max_rounds`` or
                 ``refill_seconds``, and ``train_on_rest`` is not set.
             RewardError: if too large a share could not be graded.
         """
@@ -119,8 +128,10 @@ class Collection:
 
     def collect(self, iteration: int) -> list[Rollout]:
         """This rank's share of an iteration's groups that all filters keep; held until ``ack``."""
-        self._clear()
+        self.clear()
         engine = self.pipeline.engine
+        if self._cancelled is None:
+            self._cancelled = engine.cancelled_tokens
         with dist.every_rank():
             if drives_engine(engine):
                 self._fill(iteration)
@@ -129,27 +140,47 @@ class Collection:
         return self.rollouts
 
     def _fill(self, iteration: int) -> None:
-        """Keep ``source.num_groups`` groups."""
         self.pipeline.engine.require_ready()
-        end, rounds = time.monotonic() + self.refill_seconds, 0
-        while missing := self.source.num_groups - len(self.kept):
-            left = end - time.monotonic()
-            if rounds and (rounds == self.max_rounds or left <= 0):
-                self._make_up(missing, rounds)
-                return
-            rounds += 1
-            bounded = self.train_on_rest and rounds > 1  # what the first writes is the rest
-            groups = self._take(iteration, missing, left if bounded else math.inf)
-            self._taken += groups
-            for group in groups:
-                self.add(group)
+        for missing, seconds in self.rounds(time.monotonic):
+            groups = self._take(iteration, missing, seconds)
+            self.note(groups)
             self.pipeline.rewards.require_graded([r for group in groups for r in group])
 
-    def _make_up(self, missing: int, rounds: int) -> None:
+    def rounds(self, clock: Callable[[], float]) -> Iterator[tuple[int, float]]:
+        """Yield how many groups are missing, and the seconds to take them in; :meth:`note` them.
+
+        At the end ``source.num_groups`` groups are kept.
+        """
+        self._clock, self._end = clock, clock() + self.refill_seconds
+        while missing := self.source.num_groups - len(self.kept):
+            if self.taken and not self.may_refill(0):
+                self._make_up(missing)
+                return
+            # What the first round generates is the rest to train on.
+            yield missing, self.seconds_to_evict() if self.taken else math.inf
+
+    def rejects(self, group: Group) -> bool:
+        graded = all(r.reward is not None for r in group if r.completed and not r.baseline)
+        return graded and self._verdict(group) is not None
+
+    def may_refill(self, drawn: int) -> bool:
+        within = len(self.taken) + drawn < self.max_rounds * self.source.num_groups
+        return within and self._clock() < self._end
+
+    def seconds_to_evict(self) -> float:
+        return self._end - self._clock() if self.train_on_rest else math.inf
+
+    def note(self, groups: list[Group]) -> None:
+        """Keep or reject groups that the collector gave, which are graded."""
+        self.taken += groups
+        for group in groups:
+            self.add(group)
+
+    def _make_up(self, missing: int) -> None:
         """Train on what there is: take the last rejected groups back, if that is wanted."""
         if not self.train_on_rest:
             raise FilterError(
-                f"after {rounds} rounds only {len(self.kept)} of "
+                f"of {len(self.taken)} groups generated only {len(self.kept)} of "
                 f"groups_per_iteration={self.source.num_groups} groups passed the filters "
                 f"({self.tell()}): the prompts are exhausted, too easy or too hard; raise "
                 "max_rounds (or refill_seconds), change the prompts, drop the filter, or set "
@@ -159,7 +190,16 @@ class Collection:
             for rollout in completed:
                 rollout.status = RolloutStatus.COMPLETED
             self.kept.append(group)
-        self._made_up = missing
+        self.made_up = missing
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{missing} of groups_per_iteration={self.source.num_groups} groups are ones that "
+                f"filters rejected ({self.tell()}), because max_rounds or refill_seconds left no "
+                "time for others; raise them, or change the prompts or filters. The metric "
+                "filter/made_up has their number in every iteration",
+                stacklevel=2,
+            )
 
     def _take(self, iteration: int, count: int, seconds: float) -> list[Group]:
         begin, since = time.perf_counter(), self._acked
@@ -167,42 +207,57 @@ class Collection:
             begin, self._acked = since, None
         with self.pipeline.clock("generate"):
             if self.stream is not None and isinstance(self.collector, StreamedCollector):
-                self._work_ahead(self.collector, iteration, count, self.stream)
-            groups = run_async(self._in_loop(iteration, count, seconds), meanwhile=self.meanwhile)
+                seconds = self._work_ahead(self.collector, iteration, count, seconds, self.stream)
+            groups = run_async(self.in_loop(iteration, count, seconds), meanwhile=self.meanwhile)
         self.seconds += time.perf_counter() - begin
         self.pipeline.grade(groups)
         return groups
 
     def _work_ahead(
-        self, collector: StreamedCollector, iteration: int, count: int, stream: Consumer
-    ) -> None:
-        """Let the stream work on groups that filters keep, until all are complete."""
+        self,
+        collector: StreamedCollector,
+        iteration: int,
+        count: int,
+        seconds: float,
+        stream: Consumer,
+    ) -> float:
+        """Let the stream work on groups that filters keep, until all are complete.
+
+        Returns:
+            How many of the seconds are left; 0 if they were over before all were complete.
+        """
 
         async def begin() -> list[Group]:
             self.source.begin(iteration)
             return await collector.begin(count, stream.first)
 
-        before = len(self.kept)
+        async def complete() -> list[int]:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_limit(end - time.monotonic())):
+                    return await collector.complete()
+            return []
+
+        before, end = len(self.kept), time.monotonic() + seconds
         elsewhere = self.pipeline.engine.serves_all_ranks  # servers have threads of their own
         with nullcontext() if elsewhere else beside_engine(collector.engine_threads):
             groups = run_async(begin())
-            while places := run_async(collector.complete()):
-                kept = [p for p in places if all(f.keep(groups[p]) for f in self.filters)]
+            while places := run_async(complete()):
+                kept = [place for place in places if self._verdict(groups[place]) is None]
                 stream.add([(before + place, groups[place]) for place in kept])
+        return max(0.0, end - time.monotonic())
 
-    async def _in_loop(self, iteration: int, count: int, seconds: float) -> list[Group]:
-        """The collector's next groups; none, if it does not have them in so many seconds."""
+    async def in_loop(self, iteration: int, count: int, seconds: float) -> list[Group]:
+        """The collector's next groups; after so many seconds, those that are finished."""
         # All that works ahead is in this thread too, so nothing changes in the middle of it.
         self.source.begin(iteration)
-        limit = asyncio.timeout(None if seconds == math.inf else seconds)
+        limit = asyncio.timeout(_limit(seconds))
         try:
             async with limit:
                 groups = await self.collector.take(count)
         except TimeoutError:
             if not limit.expired():
                 raise
-            groups = []
-            await self.collector.evict(self._taken)
+            groups = await self.collector.evict(self.taken)
         dropped, self.collector.dropped = self.collector.dropped, []
         self.generated += [rollout for group in dropped for rollout in group]
         self._ahead = self.collector.metrics()
@@ -214,15 +269,21 @@ class Collection:
     def add(self, group: Group) -> None:
         """Keep a group, or mark its rollouts SKIPPED and note which filter rejected it."""
         self.generated += group
-        for group_filter in self.filters:
-            if not group_filter.keep(group):
-                self.rejected[type(group_filter).__name__] += 1
-                completed = [rollout for rollout in group if rollout.completed]
-                self._set_aside.append((group, completed))
-                for rollout in completed:
-                    rollout.status = RolloutStatus.SKIPPED
-                return
-        self.kept.append(group)
+        if (group_filter := self._verdict(group)) is None:
+            self.kept.append(group)
+            return
+        self.rejected[type(group_filter).__name__] += 1
+        completed = [rollout for rollout in group if rollout.completed]
+        self._set_aside.append((group, completed))
+        for rollout in completed:
+            rollout.status = RolloutStatus.SKIPPED
+
+    def _verdict(self, group: Group) -> GroupFilter | None:
+        """Return the first filter that rejects a graded group, asking each at most once."""
+        name = group[0].group_id
+        if name not in self._verdicts:
+            self._verdicts[name] = next((f for f in self.filters if not f.keep(group)), None)
+        return self._verdicts[name]
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -231,7 +292,7 @@ class Collection:
 
     def metrics(self) -> dict[str, float]:
         """Groups that each filter rejected, or that made up a batch; what the collector has."""
-        made_up = {"filter/made_up": float(self._made_up)} if self.train_on_rest else {}
+        made_up = {"filter/made_up": float(self.made_up)} if self.train_on_rest else {}
         rejected = {f"filter/{name}": float(n) for name, n in self.rejected.items()}
         return self._ahead | rejected | made_up
 
@@ -251,7 +312,13 @@ class Collection:
         rollouts = [rollout for group in groups for rollout in group]
         counted = [rollout for rollout in rollouts if not rollout.baseline]
         metrics = rollout_metrics(counted, dist.all_reduce_max(self.seconds), version, versions)
-        return groups, metrics | dist.all_reduce_sum(self.metrics())
+        summed = dist.all_reduce_sum(self.metrics() | {"cancelled": self._count_cancelled()})
+        return groups, metrics | waste_metrics(counted, int(summed.pop("cancelled"))) | summed
+
+    def _count_cancelled(self) -> float:
+        """Return how many tokens cancelled requests have left behind since the last batch."""
+        before, self._cancelled = self._cancelled or 0, self.pipeline.engine.cancelled_tokens
+        return float(self._cancelled - before)
 
     def tell(self) -> str:
         """Say in words which filter rejected how many groups."""
@@ -275,7 +342,7 @@ class Collection:
     def ack(self) -> None:
         """Take note that the batch is in safe hands, and begin to work on the next one."""
         # Nobody waits: the loop may be in the middle of an engine's step.
-        runtime.loop.call_soon_threadsafe(self.collector.ack, self._taken)
+        runtime.loop.call_soon_threadsafe(self.collector.ack, self.taken)
         self._acked = time.perf_counter()
 
     @contextmanager
@@ -329,6 +396,10 @@ class Collection:
             TimeoutError: if something blocks the loop for longer than ``timeout`` seconds.
         """
         run_async(self.collector.close(), timeout)
+
+
+def _limit(seconds: float) -> float | None:
+    return None if seconds == math.inf else max(0.0, seconds)
 
 
 def _without_logprobs(rollout: Rollout) -> Rollout:

@@ -1,19 +1,35 @@
 """Collectors decide when each group is generated; filters, which groups are worth training on."""
 
+import asyncio
 import inspect
+import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.rollouts.form import whole
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.rollout import Group, Rollout, RolloutStatus, own
-from lightning_rl.run.loop.background import require_awaited
+from lightning_rl.run.loop.background import cancel_here, innermost, require_awaited
 from lightning_rl.sync.schedule import CollectorStatus
+
+
+class Refill(Protocol):
+    """Says which groups of a batch need a replacement, and until when one may be generated."""
+
+    def rejects(self, group: Group) -> bool:
+        """Tell if a filter rejects this group; False if it is not graded yet."""
+
+    def may_refill(self, drawn: int) -> bool:
+        """Tell if a replacement may begin now, after so many groups since the last ``take``."""
+
+    def seconds_to_evict(self) -> float:
+        """Return the seconds after which replacements still being generated are given up."""
 
 
 class Collector(ABC):
@@ -30,6 +46,8 @@ class Collector(ABC):
 
     pipeline: RolloutPipeline
     source: GroupSource
+    refill: Refill | None = None
+    """Set if filters may reject groups: ``take`` may then also return replacements for them."""
 
     def __init__(self) -> None:
         self._issued: dict[str, Group] = {}
@@ -78,15 +96,26 @@ class Collector(ABC):
         del self._issued[group[0].group_id]
         self.dropped.append(group)
 
-    async def evict(self, taken: list[Group]) -> None:
-        """Give up the groups of a cancelled ``take``; their prompts are issued again.
+    def _expire(self, group: Group) -> None:
+        """Give up a group that was issued; its prompt is issued again."""
+        self._drop(group, RolloutStatus.EXPIRED)
+        self.source.give_back(group[0].prompt)
+
+    async def evict(self, taken: list[Group]) -> list[Group]:
+        """Give up the unfinished groups of a cancelled ``take``, and return the finished ones.
 
         These are all issued groups except those that were already ``taken``.
         """
         kept = {group[0].group_id for group in taken}
+        finished: list[Group] = []
         for group in [g for name, g in self._issued.items() if name not in kept]:
-            self._drop(group, RolloutStatus.EXPIRED)
-            self.source.give_back(group[0].prompt)
+            if any(rollout.status is RolloutStatus.INIT for rollout in group):
+                self._expire(group)
+            else:
+                finished.append(group)
+        # Nothing is generated any more, but completions are decoded.
+        await self.pipeline.generate(finished, self.source.sampling, branching=False)
+        return finished
 
     def ack(self, groups: list[Group]) -> None:
         """Forget groups that ``take`` returned: they are in a batch, or a filter rejected them."""
@@ -193,9 +222,52 @@ class SyncCollector(Collector):
         self.max_concurrency = max_concurrency
 
     async def take(self, count: int) -> list[Group]:
+        if self.refill is not None:
+            return await self._take_and_refill(count, self.refill)
         groups = [self.issue() for _ in range(count)]
         await self.pipeline.generate(groups, self.source.sampling, self.max_concurrency)
         return groups
+
+    async def _take_and_refill(self, count: int, refill: Refill) -> list[Group]:
+        """Issue a group more for each that is rejected, without waiting for the others.
+
+        The first of all issued groups that filters keep are the same in whatever order they end.
+        """
+        gate = asyncio.Semaphore(self.max_concurrency or sys.maxsize)
+        groups: dict[asyncio.Task[None], Group] = {}
+
+        def begin() -> asyncio.Task[None]:
+            group = self.issue()
+            task = asyncio.create_task(self._generate_and_grade(group, gate))
+            groups[task] = group
+            return task
+
+        first = {begin() for _ in range(count)}
+        running = set(first)
+        try:
+            while running:
+                seconds = math.inf if running & first else refill.seconds_to_evict()
+                limit = None if seconds == math.inf else max(0.0, seconds)
+                done, running = await asyncio.wait(
+                    running, timeout=limit, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                for task in done:
+                    task.result()  # raises what went wrong
+                    if refill.rejects(groups[task]) and refill.may_refill(len(groups)):
+                        running.add(begin())
+        except Exception as error:
+            raise innermost(error) from None
+        finally:
+            await cancel_here(running)
+        for group in [group for task, group in groups.items() if task in running]:
+            self._expire(group)
+        return [group for task, group in groups.items() if task not in running]
+
+    async def _generate_and_grade(self, group: Group, gate: asyncio.Semaphore) -> None:
+        await self.pipeline.generate([group], self.source.sampling, gate)
+        await self.pipeline.rewards.grade_ahead([group])
 
 
 class GroupFilter(ABC):

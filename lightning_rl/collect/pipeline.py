@@ -228,10 +228,12 @@ class RolloutPipeline:
         self,
         groups: Sequence[Group],
         sampling: Sampling,
-        max_concurrency: int | None = None,
+        max_concurrency: int | asyncio.Semaphore | None = None,
         branching: bool = True,
     ) -> None:
         """Let the agent generate all unfinished rollouts, at most ``max_concurrency`` at a time.
+
+        Calls that are given the same semaphore share its places.
 
         A rollout whose agent raises becomes FAILED with that reason; the others continue. If agents
         branch rollouts and ``branching`` is True, each branch is added to its group behind the
@@ -247,7 +249,9 @@ class RolloutPipeline:
                 "pipeline.generate(rollouts, ...) got a list of rollouts; it takes a list of "
                 "groups, to which branches may be added: pass [group]"
             )
-        gate = asyncio.Semaphore(max_concurrency or sys.maxsize)
+        gate = max_concurrency
+        if not isinstance(gate, asyncio.Semaphore):
+            gate = asyncio.Semaphore(gate or sys.maxsize)
 
         async def fill(group: Group, rollout: Rollout) -> None:
             agent, own = self._by(rollout.prompt, sampling)

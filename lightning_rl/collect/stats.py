@@ -16,6 +16,12 @@ from lightning_rl.run.files.metrics import summarize
 
 _CUT = (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)
 """Statuses of rollouts that a collector cut, whose length and ending carry no information."""
+_WASTED_BY = {
+    RolloutStatus.SKIPPED: "filters",
+    RolloutStatus.ABORTED: "aborts",
+    RolloutStatus.EXPIRED: "aborts",
+    RolloutStatus.FAILED: "errors",
+}
 ANSWER = "answer"
 """The column that a reward gives to ``log_extra`` for maj@k: each completion's answer, or None."""
 
@@ -65,6 +71,23 @@ def rollout_metrics(
         part = [s for r in graded if (s := r.reward_parts.get(name)) is not None]
         metrics[f"reward/{name}"], metrics[f"reward/{name}_std"] = summarize(part)
     return metrics | logged_metrics(graded)
+
+
+def waste_metrics(rollouts: Sequence[Rollout], cancelled: int) -> dict[str, float]:
+    """Return the share of generated tokens that no update uses: in all, and by what wasted them.
+
+    ``cancelled`` counts tokens of requests that were cancelled: no rollout holds them.
+    """
+    wasted, total = Counter({"aborts": cancelled}), cancelled
+    for rollout in rollouts:
+        tokens = sum(sum(row.loss_mask) for row in rollout.own_rows())
+        total += tokens + rollout.dropped
+        wasted["aborts"] += rollout.dropped
+        if rollout.status in _WASTED_BY:
+            wasted[_WASTED_BY[rollout.status]] += tokens
+    shares = {f"rollout/wasted_by_{cause}": wasted[cause] for cause in _WASTED_BY.values()}
+    named = {"rollout/wasted_share": wasted.total()} | shares
+    return {name: tokens / max(1, total) for name, tokens in named.items()}
 
 
 def _endings(place: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

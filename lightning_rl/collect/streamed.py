@@ -89,9 +89,9 @@ class StreamedCollector(Collector):
         self._groups, self._tasks = [], {}
         return groups
 
-    async def evict(self, taken: list[Group]) -> None:
+    async def evict(self, taken: list[Group]) -> list[Group]:
         await self._cancel()
-        await super().evict(taken)
+        return await super().evict(taken)
 
     async def close(self) -> None:
         await self._cancel()

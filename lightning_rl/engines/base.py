@@ -88,6 +88,7 @@ class Engine(ABC):
     """
 
     version: int = -1
+    _cancelled_tokens: int = 0
     dtype: str
     chosen_dtype: str | None = None
     """The constructor's argument; None: the trainer's dtype."""
@@ -280,6 +281,11 @@ class Engine(ABC):
     def in_flight(self) -> int:
         """Number of requests that are not answered yet."""
         return 0
+
+    @property
+    def cancelled_tokens(self) -> int:
+        """Number of tokens generated for requests that were cancelled, as far as it can tell."""
+        return self._cancelled_tokens
 
     @property
     def paused(self) -> bool:

@@ -154,6 +154,10 @@ class PolicyEngines(Engine):
         return sum(engine.in_flight for engine in self.engines.values())
 
     @property
+    def cancelled_tokens(self) -> int:
+        return sum(engine.cancelled_tokens for engine in self.engines.values())
+
+    @property
     def paused(self) -> bool:
         return any(engine.paused for engine in self.engines.values())
 

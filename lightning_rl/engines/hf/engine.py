@@ -268,6 +268,7 @@ class TransformersEngine(LoRAEngine):
         for request, future in list(self._writing.items()):
             if future.done():  # nobody waits for it any more
                 request.reason = "abort"
+                self._cancelled_tokens += len(request.tokens)
                 del self._writing[request]
         joining = []
         for request in list(islice(self._waiting, self.max_batch_size - len(self._writing))):

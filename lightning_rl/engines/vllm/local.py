@@ -213,6 +213,7 @@ class VLLMLocal(VLLMEngine):
         except asyncio.CancelledError:
             with self._exclusive:
                 if self._requests.pop(request_id, None) is not None and self._llm is not None:
+                    self._cancelled_tokens += tokens_so_far(self._llm, request_id)
                     self._llm.abort_request([internal_id], internal=True)
             raise
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +100,8 @@ class Noted(SyncCollector):
 class Collecting:
     """A pipeline over numbered prompts, of which only multiples of ``useful`` can spread."""
 
+    stream = None
+
     def __init__(self, tiny_model, useful: int, rows: int = 30) -> None:
         tokenizer = load_tokenizer(str(tiny_model))
         data = [{"prompt": f"{n}=", "number": n} for n in range(1, rows + 1)]
@@ -117,6 +121,7 @@ class Collecting:
         sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
         source = GroupSource(self.prompts, groups, 3, sampling, seed=4)
         batches = Collection(self.pipeline, self.collector, source, filters, rounds, **options)
+        batches.stream = self.stream
         batches.collect(iteration)
         batches.ack()
         return batches
@@ -138,8 +143,8 @@ def test_without_filters_one_round_is_all(tiny_model):
 def test_rejected_groups_are_replaced_by_groups_of_new_prompts(tiny_model):
     run = Collecting(tiny_model, useful=3)
     collection = run.collect([RewardSpread()])
-    # 1 2 [3] 4 | 5 [6] 7 | 8 [9] | 10 | 11 | [12]
-    assert run.drawn == [4, 3, 2, 1, 1, 1]
+    # 1 2 [3] 4, 5 [6] 7 for those that are rejected, 8 [9] for these, and so on until [12].
+    assert run.drawn == [4]
     assert numbers(collection.rollouts) == [n for n in (3, 6, 9, 12) for _ in range(3)]
     assert numbers(collection.generated) == [n for n in range(1, 13) for _ in range(3)]
     assert collection.metrics() == {"filter/RewardSpread": 8.0}
@@ -176,62 +181,107 @@ def test_the_same_run_again_is_the_same(tiny_model):
 def test_too_few_good_groups_end_with_a_clear_error(tiny_model):
     run = Collecting(tiny_model, useful=3)
     message = (
-        r"after 3 rounds only 3 of groups_per_iteration=4 groups passed the filters "
+        r"of 8 groups generated only 2 of groups_per_iteration=4 groups passed the filters "
         r"\(RewardSpread rejected 6\).*raise max_rounds"
     )
     with pytest.raises(FilterError, match=message) as error:
-        run.collect([RewardSpread()], rounds=3)
-    assert run.drawn == [4, 3, 2]
+        run.collect([RewardSpread()], rounds=2)
     assert isinstance(error.value, LightningRLError)
 
 
 def test_a_batch_may_be_made_up_of_what_was_rejected(tiny_model):
     run = Collecting(tiny_model, useful=3)
-    collection = run.collect([RewardSpread()], rounds=3, train_on_rest=True)
-    # 1 2 [3] 4 | 5 [6] 7 | 8 [9], and the last that was rejected
-    assert run.drawn == [4, 3, 2]
-    assert numbers(collection.rollouts) == [n for n in (3, 6, 9, 8) for _ in range(3)]
+    with pytest.warns(UserWarning, match=r"2 of groups_per_iteration=4 .* filters rejected"):
+        collection = run.collect([RewardSpread()], rounds=2, train_on_rest=True)
+    # Of 1 to 8, [3] and [6], and the last that were rejected
+    assert numbers(collection.rollouts) == [n for n in (3, 6, 7, 8) for _ in range(3)]
     assert {r.status for r in collection.rollouts} == {RolloutStatus.COMPLETED}
-    assert collection.metrics() == {"filter/RewardSpread": 6.0, "filter/made_up": 1.0}
+    assert collection.metrics() == {"filter/RewardSpread": 6.0, "filter/made_up": 2.0}
     skipped = [r for r in collection.generated if r.status is RolloutStatus.SKIPPED]
-    assert numbers(skipped) == [n for n in (1, 2, 4, 5, 7) for _ in range(3)]
+    assert numbers(skipped) == [n for n in (1, 2, 4, 5) for _ in range(3)]
+    # Each completion has two tokens; 4 of 8 groups went to waste.
+    _, metrics = collection.of_all_ranks(0)
+    wasted = {name: share for name, share in metrics.items() if "wasted" in name}
+    assert wasted == {
+        "rollout/wasted_share": 0.5,
+        "rollout/wasted_by_filters": 0.5,
+        "rollout/wasted_by_aborts": 0.0,
+        "rollout/wasted_by_errors": 0.0,
+    }
     # Of what is useful alone, nothing is made up; where nothing is, everything.
     assert run.collect([], iteration=1, train_on_rest=True).metrics() == {"filter/made_up": 0.0}
-    nothing = Collecting(tiny_model, useful=100).collect(
-        [RewardSpread()], rounds=2, train_on_rest=True
-    )
+    nobody = Collecting(tiny_model, useful=100)
+    with pytest.warns(UserWarning, match="4 of groups_per_iteration=4"):
+        nothing = nobody.collect([RewardSpread()], rounds=2, train_on_rest=True)
     assert numbers(nothing.rollouts) == [n for n in (5, 6, 7, 8) for _ in range(3)]
 
 
-def test_no_round_begins_after_the_deadline(tiny_model):
+def test_no_replacement_begins_after_the_deadline(tiny_model):
     run = Collecting(tiny_model, useful=3)
-    collection = run.collect([RewardSpread()], refill_seconds=0.0, train_on_rest=True)
-    assert run.drawn == [4]  # the first is none that refills
+    with pytest.warns(UserWarning, match="3 of groups_per_iteration=4"):
+        collection = run.collect([RewardSpread()], refill_seconds=0.0, train_on_rest=True)
+    assert len(collection.generated) == 4 * 3
     assert numbers(collection.rollouts) == [n for n in (3, 1, 2, 4) for _ in range(3)]
-    with pytest.raises(FilterError, match=r"after 1 rounds only 1 of .* set train_on_rest: true"):
+    with pytest.raises(FilterError, match=r"of 4 groups .* only 1 of .* set train_on_rest: true"):
         run.collect([RewardSpread()], refill_seconds=0.0, iteration=1)
 
 
 @pytest.mark.parametrize(
-    "collector", [SyncCollector(), StreamedCollector(), AsyncCollector(max_staleness=0)]
+    ("collector", "streams"),
+    [
+        (SyncCollector(), False),
+        (StreamedCollector(), False),
+        (StreamedCollector(), True),
+        (AsyncCollector(max_staleness=0), False),
+    ],
 )
-def test_replacements_that_are_still_written_at_the_deadline_are_evicted(tiny_model, collector):
+def test_replacements_that_are_still_written_at_the_deadline_are_evicted(
+    tiny_model, collector, streams
+):
     class Stalls(Dice):
         async def generate(self, token_ids, sampling, seed):
-            if len(self.seeds) == 4 * 3:
+            if len(self.seeds) in (4 * 3, 6 * 3):  # 6 is written, 5 and 7 never are
+                self.seeds.append(seed)
                 await asyncio.get_running_loop().create_future()
             return await super().generate(token_ids, sampling, seed)
 
     run = Collecting(tiny_model, useful=3)
     run.pipeline.engine, run.collector = Stalls(), collector
-    found = run.collect([RewardSpread()], refill_seconds=0.5, train_on_rest=True)
-    # 1 2 [3] 4 | 5 6 7, which are never written
-    assert sorted(numbers(found.rollouts)) == [n for n in (1, 2, 3, 4) for _ in range(3)]
+    if streams:
+        run.stream = SimpleNamespace(begin=len, add=list, first=frozenset())
+    with pytest.warns(UserWarning, match="2 of groups_per_iteration=4"):
+        found = run.collect([RewardSpread()], refill_seconds=0.5, train_on_rest=True)
+    # 1 2 [3] 4, and of their replacements 5 [6] 7 what is finished
+    assert Counter(numbers(found.rollouts)) == {3: 3, 6: 3, 2: 3, 4: 3}
+    assert all(r.status is RolloutStatus.COMPLETED and r.completion for r in found.rollouts)
     expired = [r for r in found.generated if r.status is RolloutStatus.EXPIRED]
-    assert numbers(expired) == [n for n in (5, 6, 7) for _ in range(3)]
+    assert numbers(expired) == [n for n in (5, 7) for _ in range(3)]
     state = found.state_dict()
-    assert [prompt["columns"]["number"] for prompt in state["source"]["again"]] == [5, 6, 7]
+    assert [prompt["columns"]["number"] for prompt in state["source"]["again"]] == [5, 7]
     assert state["collector"] == {"groups": []}
+
+
+def test_a_rejected_group_is_replaced_while_others_are_written(tiny_model):
+    """The batch is the same in whatever order groups end, and none waits for a slow one."""
+
+    class Slow(Dice):
+        """The first three requests, of prompt 1, end when 5 has been asked for."""
+
+        async def generate(self, token_ids, sampling, seed):
+            made = await super().generate(token_ids, sampling, seed)
+            place = len(self.seeds)
+            if place > 4 * 3:
+                later.set()
+            elif place <= 3:
+                await later.wait()
+            return made
+
+    later = asyncio.Event()
+    whole = Collecting(tiny_model, useful=3).collect([RewardSpread()])
+    run = Collecting(tiny_model, useful=3)
+    run.pipeline.engine = Slow()
+    found = run.collect([RewardSpread()])
+    assert [r.to_dict() for r in found.generated] == [r.to_dict() for r in whole.generated]
 
 
 class Even(GroupFilter):
