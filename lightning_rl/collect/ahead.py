@@ -5,6 +5,7 @@ import math
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
@@ -22,9 +23,14 @@ class WorkingAhead(Collector):
     ``num_groups`` a batch, all deadlines can be met; and a batch waits for groups that would miss
     theirs in a later one. So nothing is thrown away for being stale, however long it takes.
 
+    With ``abort_stale`` a batch waits only for groups whose prompt was aborted before. Others that
+    miss their deadline are aborted at once, and their prompts are issued again.
+
     Args:
         max_staleness: versions by which a token may be older than the policy that trains on it.
     """
+
+    abort_stale = False
 
     def __init__(self, max_staleness: int) -> None:
         super().__init__()
@@ -33,6 +39,7 @@ class WorkingAhead(Collector):
         self._running: dict[asyncio.Task[None], Group] = {}
         self._done: list[Group] = []
         self._deadline: dict[str, int] = {}
+        self._restarted: set[str] = set()  # keys of prompts whose group was given up
         self._failure: BaseException | None = None
         self._progress = asyncio.Event()
         self._active = False  # from the first batch of a run on, until it is closed
@@ -92,22 +99,31 @@ class WorkingAhead(Collector):
     def _expire(self, group: Group) -> None:
         super()._expire(group)
         self._deadline.pop(group[0].group_id, None)
+        self._restarted.add(group[0].prompt.key)
 
     def ack(self, groups: list[Group]) -> None:
         super().ack(groups)
         for group in groups:
             self._deadline.pop(group[0].group_id)
+            self._restarted.discard(group[0].prompt.key)
+        self._expire_due(self._batch)  # only with abort_stale there is anything
         self._batch, self._missing = self._batch + 1, self.source.num_groups
         self._fill_or_fail()
 
     def _ready(self, count: int) -> bool:
         """Tell if the first ``count`` done groups may go without making others miss deadlines."""
-        self._done.sort(key=self._deadline_of)
+        self._done.sort(key=lambda group: (self._may_abort(group), self._deadline_of(group)))
         taken, left = self._done[:count], [*self._done[count:], *self._running.values()]
-        return len(taken) == count and all(
-            self._due(iteration, left) <= self._slots(iteration, missing=0)
+        waited = [group for group in left if not self._may_abort(group)]
+        in_time = not self._running or all(
+            self._due(iteration, waited) <= self._slots(iteration, missing=0)
             for iteration in self._horizon()
         )
+        return len(taken) == count and in_time
+
+    def _may_abort(self, group: Group) -> bool:
+        """Tell if a batch need not wait for it: only once, so that long rollouts count too."""
+        return self.abort_stale and group[0].prompt.key not in self._restarted
 
     def _fits(self, deadline: int) -> bool:
         """Tell if one more group with this deadline leaves a place in time for every group."""
@@ -237,6 +253,14 @@ class WorkingAhead(Collector):
         self._active, self._failure = False, None
         self._progress = asyncio.Event()  # another run may have another loop
 
+    def state_dict(self) -> dict[str, Any]:
+        restarted = {"restarted": sorted(self._restarted)} if self.abort_stale else {}
+        return super().state_dict() | restarted
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._restarted = set(state.get("restarted", ()))
+
     def metrics(self) -> dict[str, float]:
         return {
             "collect/in_flight": float(len(self._running)),
@@ -259,14 +283,23 @@ class AsyncCollector(WorkingAhead):
     Args:
         max_staleness: versions by which a token may be older than the policy that trains on it.
         max_groups_in_flight: groups generated at the same time; None: as many as staleness allows.
+        abort_stale: abort groups in flight that have become too stale for the next batch, and
+            issue their prompts again, instead of waiting for them. A prompt's second group is
+            always waited for.
     """
 
     works_between_batches = True
 
-    def __init__(self, max_staleness: int = 1, max_groups_in_flight: int | None = None) -> None:
+    def __init__(
+        self,
+        max_staleness: int = 1,
+        max_groups_in_flight: int | None = None,
+        abort_stale: bool = False,
+    ) -> None:
         super().__init__(max_staleness)
         require_at_least(1, max_groups_in_flight=max_groups_in_flight)
         self.max_groups_in_flight = max_groups_in_flight
+        self.abort_stale = abort_stale
 
     def _allowance(self) -> int:
         if self.max_groups_in_flight is None:

@@ -83,7 +83,20 @@ class Watch(RLCallback):
         self.batches[pl_module.iteration - 1] = self._collected
 
 
-def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, **options):
+class FirstNeverEnds(SlowTurns):
+    """The first group of all asks its engine again and again."""
+
+    first = prompt = None
+
+    async def run(self, rollout, engine, sampling):
+        if self.first is None:
+            self.first, self.prompt = rollout.group_id, rollout.prompt.id
+        while rollout.group_id == self.first:
+            await engine.generate([3], Sampling(max_tokens=60, min_tokens=60), rollout.seed)
+        return await super().run(rollout, engine, sampling)
+
+
+def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, agent=None, **options):
     module = PolicyModule(
         str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=7
     )
@@ -91,7 +104,7 @@ def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, **options
         numbers(100, 300, seed=1),
         [sevens],
         engine=engine,
-        agent=SlowTurns(),
+        agent=agent or SlowTurns(),
         collector=collector,
         eval_prompts=numbers(8),
         sampling=Sampling(max_tokens=22),
@@ -159,6 +172,26 @@ def test_staleness_is_bounded_counted_and_logged(trained):
     assert max(work) <= 8
     assert work[-1] == 0
     assert work[3] > 0
+
+
+@pytest.mark.parametrize("name", ["vllm", "transformers"])
+def test_a_group_that_became_too_stale_is_aborted_in_the_engine(
+    tiny_model, tmp_path, name, request
+):
+    engine, watch, agent = request.getfixturevalue(name), Watch(), FirstNeverEnds()
+    _, _, history = fit(
+        tiny_model, tmp_path, engine, AsyncCollector(1, abort_stale=True), watch, agent=agent
+    )
+    assert engine.in_flight == 0
+    rows = history[1:]
+    assert sum(row["rollout/expired"] for row in rows) >= 4
+    assert max(row["rollout/wasted_by_aborts"] for row in rows) > 0
+    assert max(row["rollout/staleness_max"] for row in rows) <= 1
+    # Its prompt was drawn once more, and trained on.
+    trained = [r for rollouts in watch.batches.values() for r in rollouts]
+    assert agent.first not in {r.group_id for r in trained}
+    assert agent.prompt in {r.prompt.id for r in trained}
+    assert len({r.prompt.id for r in trained}) == 20
 
 
 def test_a_streamed_batch_is_the_whole_batch_on_policy(tiny_model, tmp_path, vllm):

@@ -7,12 +7,12 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from benchmarks.support.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
-from lightning_rl.collect.collector import Collector, SyncCollector
+from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
 from lightning_rl.collect.early_cut import (
     PartialCollector,
     PartialTailCollector,
@@ -42,7 +42,7 @@ def heavy(prompt: int, seed: int) -> int:
 collectors = st.one_of(
     st.builds(SyncCollector, st.sampled_from([None, 1, 3])),
     st.builds(StreamedCollector, st.sampled_from([None, 1, 3])),
-    st.builds(AsyncCollector, st.integers(0, 4), st.sampled_from([None, 1, 5])),
+    st.builds(AsyncCollector, st.integers(0, 4), st.sampled_from([None, 1, 5]), st.booleans()),
     st.builds(OneStepOffCollector),
     st.builds(PartialCollector, st.sampled_from([1.1, 1.5, 3.0]), st.integers(1, 4)),
     st.builds(
@@ -98,7 +98,7 @@ def test_no_prompt_is_lost_or_doubled_and_no_token_is_too_old(
     # Each prompt drawn is trained on once, or will be: it is in the collector's state.
     state = json.loads(json.dumps(collector.state_dict()))
     waiting = [group[0]["prompt"]["id"] for group in state["groups"]]
-    waiting += put_off(state)
+    waiting += put_off(state) + result.given_back
     seen = Counter([group[0].prompt.id for group in trained] + waiting)
     assert seen == Counter(str(n) for n in range(prompts.drawn))
     ids = [r.id for group in trained + result.dropped for r in group]
@@ -113,6 +113,7 @@ def test_no_prompt_is_lost_or_doubled_and_no_token_is_too_old(
             lambda: StreamedCollector(1),
             lambda: AsyncCollector(1),
             lambda: AsyncCollector(3),
+            lambda: AsyncCollector(2, abort_stale=True),
             OneStepOffCollector,
             PartialCollector,
             PartialTailCollector,
@@ -164,6 +165,55 @@ def test_one_batch_ahead_hides_training_behind_generation():
     assert sync.staleness == {0: 4 * 320}
     # The first batch is fresh, the others were written while the version before was trained.
     assert ahead.staleness == {0: 320, 1: 3 * 320}
+
+
+def test_a_group_that_became_too_stale_is_aborted_once_and_then_waited_for():
+    # Batches of one, one version of staleness; prompt 1 takes 100 s, the others 10. It misses its
+    # deadline, iteration 1, when 2 is done at 20 s, with 20 tokens. Begun again, it is waited for.
+    def run(collector):
+        engine = SimulatedEngine(lambda prompt, seed: 100 if prompt == 1 else 10, step=1.0)
+        return simulate(collector, engine, 4, 1, 1, ahead=True)
+
+    waits, aborts = run(AsyncCollector(1)), run(collector := AsyncCollector(1, abort_stale=True))
+    assert trained_prompts(waits) == [["0"], ["1"], ["2"], ["3"]]
+    assert (waits.cancelled, waits.dropped) == (0, [])
+    assert trained_prompts(aborts) == [["0"], ["2"], ["1"], ["3"]]
+    assert aborts.cancelled == 20
+    [[dropped]] = aborts.dropped
+    assert (dropped.prompt.id, dropped.status) == ("1", RolloutStatus.EXPIRED)
+    assert aborts.seconds == 120
+    assert max(aborts.staleness) == 1
+    assert collector.state_dict()["restarted"] == []
+    # A checkpoint knows which prompts were given up.
+    collector.load_state_dict({"groups": [], "restarted": ["7"]})
+    assert collector.state_dict() == {"groups": [], "restarted": ["7"]}
+
+
+class Half(GroupFilter):
+    """Rejects every second group, by its seed."""
+
+    def keep(self, group):
+        return group[0].seed % 2 == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    max_staleness=st.integers(1, 3),
+    num_groups=st.integers(1, 5),
+    slots=st.sampled_from([2, 8, 64]),
+    train=st.sampled_from([0.0, 1.0, 30.0]),
+)
+# More finished groups, of prompts that were aborted before, than the batch has places.
+@example(max_staleness=2, num_groups=4, slots=64, train=0.0)
+def test_what_is_rejected_or_aborted_never_stops_a_run(max_staleness, num_groups, slots, train):
+    result = simulate(
+        AsyncCollector(max_staleness, abort_stale=True),
+        SimulatedEngine(heavy, max_num_seqs=slots), 20, num_groups, 2,
+        lambda tokens: train, 0.5, filters=[Half()],
+    )  # fmt: skip
+    assert [len(groups) for groups in result.batches] == [num_groups] * 20
+    assert max(result.staleness) <= max_staleness
+    assert all(Half().keep(group) for groups in result.batches for group in groups)
 
 
 def test_a_stream_hides_the_training_of_groups_that_are_complete():
