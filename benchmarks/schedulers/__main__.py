@@ -1,6 +1,7 @@
 """How much does each way of scheduling rollouts gain, and what does it cost in staleness?
 
     python -m benchmarks.schedulers [--save] [--plot docs/images/schedulers.png]
+    python -m benchmarks.schedulers --dynamic [--save]
     OMP_NUM_THREADS=1 python -m benchmarks.schedulers --real [--save]
     OMP_NUM_THREADS=1 python -m benchmarks.schedulers --cores [--save]
 
@@ -9,6 +10,9 @@ every run gives the same numbers. The engine decodes a batch of 256 at most, in 
 requests per token; lengths differ between prompts and between rollouts of one prompt. Trainer and
 engine have devices of their own, but for "Sync, colocated": there both use all devices in turn, so
 training takes half as long, and twice as many requests decode at the same speed.
+
+`--dynamic` simulates what becomes of groups that filters reject, that miss a deadline or that have
+become too stale, with the lengths of a real model's completions.
 
 `--real` trains sort_digits instead, with vLLM, on the real clock; a reward that sleeps stands for a
 slow judge or environment. `--cores` does so with transformers and nothing that sleeps: what is left
@@ -19,6 +23,7 @@ table, of the simulation that of lognormal lengths and 30% of training, into doc
 from pathlib import Path
 from typing import Any
 
+from benchmarks.schedulers.dynamic import dynamic, dynamic_table
 from benchmarks.schedulers.simulated import (
     BOUND,
     COLOCATED,
@@ -75,6 +80,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--plot", help="write the figure to this file")
+    parser.add_argument("--dynamic", action="store_true", help="filters, deadlines and aborts")
     parser.add_argument("--real", action="store_true", help="train with vLLM on the real clock")
     parser.add_argument("--cores", action="store_true", help="the same with transformers, at once")
     arguments = parser.parse_args()
@@ -90,6 +96,12 @@ def main() -> None:
                 report(f"schedulers-{kind}", result, arguments.save)
                 if arguments.save:
                     write_block(PAGE, f"schedulers-{kind}", real_table(result))
+    elif arguments.dynamic:
+        result = dynamic(arguments.iterations)
+        print(*dynamic_table(result), sep="\n")
+        report("schedulers-dynamic", result, arguments.save)
+        if arguments.save:
+            write_block(PAGE, "schedulers-dynamic", dynamic_table(result))
     else:
         result = simulated(arguments.iterations, arguments.plot, arguments.save)
         report("schedulers", result, arguments.save)

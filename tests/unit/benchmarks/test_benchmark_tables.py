@@ -14,6 +14,7 @@ from benchmarks.peers import tables as peers
 from benchmarks.peers.layouts import Layout, reason, run, together
 from benchmarks.peers.tasks import NEVER, Task
 from benchmarks.schedulers import tables as schedulers
+from benchmarks.schedulers.dynamic import dynamic_table
 from benchmarks.support import quiet
 from benchmarks.support.results import RESULTS as SAVED, write_block
 from benchmarks.wall import __main__ as wall, choice, figures, tables as wall_tables
@@ -66,6 +67,7 @@ def front_table(result):
         ("docs/algorithms", "algorithms", algorithms_table),
         ("docs/benchmarks", "peers", peers.table),
         ("docs/benchmarks", "wall", wall_table),
+        ("docs/collectors", "schedulers-dynamic", dynamic_table),
         ("docs/collectors", "schedulers-real", schedulers.real_table),
         ("docs/collectors", "schedulers-cores", schedulers.real_table),
         ("docs/distributed", "parallel", parallel.table),
