@@ -8,13 +8,11 @@ every allocation of torch. The last line is JSON.
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 
 from benchmarks.support.allocations import FollowAllocations
 from benchmarks.support.built import Built
 from benchmarks.support.task import quiet_trainer
-from lightning_rl.cli.check.activations import measure_activations
 from lightning_rl.cli.check.batches import cut, largest_rollouts
 from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.cli.check.placement import Placement
@@ -57,7 +55,7 @@ def main(config: str, *options: str) -> None:
         module.optimizer,
         largest,
         placement,
-        measure=partial(measure_activations, bonus=module.objective.entropy is not None),
+        bonus=module.objective.entropy is not None,
         passes=max(map(len, packs)),
     )
     print("\n".join(estimate.lines()))

@@ -16,12 +16,11 @@ from benchmarks.parallel.layouts import LAYOUTS, share
 from benchmarks.support.allocations import FollowAllocations
 from benchmarks.support.task import quiet_trainer
 from lightning_rl.algos.experts import RolloutRouting
-from lightning_rl.cli.check.allocations import Held
 from lightning_rl.cli.check.batches import largest_rollouts
+from lightning_rl.cli.check.fakes import copy_of
+from lightning_rl.cli.check.keys import bytes_of_all_keys
 from lightning_rl.cli.check.memory import training_memory
-from lightning_rl.cli.check.parts import one_part
 from lightning_rl.cli.check.placement import Placement
-from lightning_rl.cli.check.token_shares import token_share
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.parallel import exchange, expert, keys as key_exchange
@@ -87,7 +86,7 @@ def length_for(policy: Policy) -> int:
     return LONG_AND_EVEN if experts_of(policy) else LONG
 
 
-def kept(model: str, layout: str) -> dict[str, int]:
+def kept(model: str, layout: str) -> dict[str, float]:
     """Of a rollout of rank 0, computed by it alone and by all together: what a rank has of it.
 
     ``together`` are bytes that autograd keeps on a rank, and ``planned`` what ``check`` says of
@@ -100,8 +99,8 @@ def kept(model: str, layout: str) -> dict[str, int]:
     with counted_bytes() as sent:
         policy(pack).logprobs.sum().backward()
     return {
-        "planned": token_share(policy, rollout_of(count), shares, 4).of(alone).grows,
-        "together": together.grows,
+        "planned": round(alone / shares + bytes_of_all_keys(policy, rollout_of(count), shares, 4)),
+        "together": together,
         "sent": sum(sent),
         "formula": 4 * (sent_for_tokens(policy, count, shares, parts))
         + 4 * (sent_for_matrices(policy, count, shares, parts))
@@ -114,7 +113,7 @@ def kept_recomputed(model: str, layout: str) -> dict[str, float]:
     shares = LAYOUTS[layout](dist.get_world_size()).sequence
     policy = Policy(model, gradient_checkpointing=True)
     alone, together, _ = kept_alone_and_together(policy, layout)
-    return {"share": alone.grows / shares, "together": together.grows}
+    return {"share": alone / shares, "together": together}
 
 
 def rollout_of(count: int) -> TensorDict:
@@ -122,13 +121,13 @@ def rollout_of(count: int) -> TensorDict:
     return pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
 
 
-def kept_alone_and_together(policy: Policy, layout: str) -> tuple[Held, Held, TensorDict]:
+def kept_alone_and_together(policy: Policy, layout: str) -> tuple[float, float, TensorDict]:
     """What a rank has between both passes, alone and with others; and the pack of rank 0."""
     _, parts, experts = LAYOUTS[layout](dist.get_world_size())
     pack = rollout_of(length_for(policy))
     if experts_of(policy):
         route_evenly(policy, pack)
-    own = one_part(policy, parts, experts) if parts * experts > 1 else policy
+    own = copy_of(policy, parts, experts, fake=False) if parts * experts > 1 else policy
     alone = kept_for_backward(own, pack)
     share(policy, layout)
     if dist.get_rank():

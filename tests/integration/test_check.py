@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_rl.cli import main
-from lightning_rl.cli.check.activations import measure_activations
 from lightning_rl.cli.check.mesh import Candidate
+from lightning_rl.cli.check.tracking import follow
 from tests.support.bad_configs import CONFIG, files
 from tests.support.mixtures import saved_mixture
 from tests.support.two_ranks import ROOT
@@ -255,24 +256,22 @@ def test_groups_that_processes_cannot_share_are_refused(workplace, capsys):
 
 
 @pytest.mark.slow
-def test_what_recomputed_layers_keep_is_planned_once_for_each_tensor(
-    workplace, capsys, monkeypatch
-):
-    """On fake tensors, of which host inputs, kept attention and tiles are made, too."""
-    measured = []
+def test_what_recomputed_layers_keep_is_planned_on_fake_tensors(workplace, capsys, monkeypatch):
+    """Host inputs, kept attention and tiles are made of fakes, too."""
+    passes = []
 
-    def counted(*arguments):
-        measured.append(measure_activations(*arguments))
-        return measured[-1]
+    def followed(policy, *arguments):
+        assert all(isinstance(p, FakeTensor) for p in policy.parameters())
+        passes.append(follow(policy, *arguments))
+        return passes[-1]
 
-    monkeypatch.setattr("lightning_rl.cli.check.training.measure_activations", counted)
+    monkeypatch.setattr("lightning_rl.cli.check.memory.follow", followed)
     recompute = "{inputs: host, keep: attention, mlp_tokens: 4}"
     command = ["check", "--config", "good.yaml", "--model.gradient_checkpointing", recompute]
     assert main([*command, "--gpus", "2", "--gpu_memory_gb", "80"]) == 0
     said = capsys.readouterr().out
     assert "sequence 2 x tensor 1: " in said
-    # One head of keys, which two cannot share: so only whole matrices are measured, for both.
+    # One head of keys, which two cannot share: it is refused before a pass.
     assert "sequence 1 x tensor 2: refused" in said
-    assert len(measured) == 1
-    assert len(measured[0].passes) == 2  # with small tiles and with large ones
-    assert min(measured[0].on_host(1000), measured[0].turn) > 0
+    assert len(passes) == 2
+    assert all(found.sent > 0 and found.peak.parts["states"] > found.kept for found in passes)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from lightning_rl.cli.check.activations import Activations
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.models.policy import Policy
 
@@ -23,10 +22,11 @@ class Advice:
 
 
 def next_advice(
-    policy: Policy, found: Activations, wide_state: bool, placement: Placement
+    policy: Policy, states: float, kept: float, wide_state: bool, placement: Placement
 ) -> Advice:
     """Suggest settings that are not enabled yet, cheaper ones before those that need more devices.
 
+    ``states`` are the bytes of activations at the peak, and ``kept`` those between both passes.
     ``wide_state``: the optimizer keeps more than 3 bytes per weight.
     """
     ways = ["train with lora"] if policy.lora is None else []
@@ -40,9 +40,9 @@ def next_advice(
     recompute, lower = policy.recompute, f"lower max_tokens_per_pack; {LONGER}"
     if recompute is None:
         less = LESS_ACTIVATIONS
-    elif recompute.inputs == "device" and (recompute.mlp_tokens or found.kept > found.turn):
+    elif recompute.inputs == "device" and (recompute.mlp_tokens or 2 * kept > states):
         less = f"set gradient_checkpointing: {{inputs: host}}, or {lower}"
-    elif recompute.mlp_tokens is None and found.turn:
+    elif recompute.mlp_tokens is None and states > kept:
         less = f"set gradient_checkpointing.mlp_tokens: 4096, or {lower}"
     else:
         less = lower

@@ -1,7 +1,7 @@
 """An estimate of the memory that training will take."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -9,19 +9,48 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
-from lightning_rl.cli.check.activations import Activations, measure_activations
 from lightning_rl.cli.check.advice import LESS_ACTIVATIONS, LESS_STATE, Advice, next_advice
-from lightning_rl.cli.check.allocations import Held
-from lightning_rl.cli.check.moments import Alone, Residence, Sharded, Sizes, size_of
-from lightning_rl.cli.check.parts import one_part, parts_of
+from lightning_rl.cli.check.fakes import changed, copy_of, shapes_of_experts
+from lightning_rl.cli.check.gathering import (
+    GATHERED,
+    MESSAGE,
+    REDUCED,
+    STEP,
+    Gathering,
+    size_of,
+)
+from lightning_rl.cli.check.keys import bytes_of_all_keys
 from lightning_rl.cli.check.placement import Placement
-from lightning_rl.cli.check.token_shares import token_share
-from lightning_rl.data.batch import select
+from lightning_rl.cli.check.tracking import (
+    COPIES,
+    GRADIENTS,
+    LOGITS,
+    STATES,
+    Moment,
+    Tracker,
+    follow,
+)
 from lightning_rl.learn.optimizer_state import state_bytes, step_bytes
+from lightning_rl.models import heads
 from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.recompute import tiled_mlps
+
+OWN = "optimizer's own"
+
+NEED_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+"""What operations raise whose shapes depend on values, as of models that see pictures."""
 
 STAYS = ("weights", "other models", "gradients", "optimizer", "master weights")
 """Parts, or prefixes of their names, that stay allocated between updates."""
@@ -73,13 +102,12 @@ def training_memory(
     pack: TensorDict,
     placement: Placement | None = None,
     known: AbstractSet[nn.Parameter] = frozenset(),
-    sample: TensorDict | None = None,
-    measure: Callable[[Policy, TensorDict, str, bool, bool], Activations] = measure_activations,
+    bonus: bool = False,
     passes: int = 2,
 ) -> MemoryPlan:
     """Estimate the peak memory of an update, with ``pack`` the largest that it computes.
 
-    It is the largest of several moments (:mod:`.moments`). Each of them includes
+    It is the largest of several moments (:mod:`.gathering`). Each of them includes
 
     - weights: the bytes of all parameters, except those ``known`` to be in memory anyway; for
       packed ones, of their parts. ``others`` are further models, such as a reference.
@@ -89,14 +117,12 @@ def training_memory(
       ``passes``, only those computed so far. All of these are divided by the number of processes
       that shard them.
 
-    and some of them include
+    and some of them what a pass over the pack allocates, which is followed with fake tensors
+    (:func:`.tracking.follow`), of a loss that has an entropy term with ``bonus``:
 
-    - activations: allocated by operations and not yet freed, in the dtypes that compute. They are
-      traced on ``sample``, by default one group of the pack, and scaled by its tokens, since
-      attention and everything else take memory in proportion to them. Processes that compute a pack
-      together divide them (:func:`token_share`). With tensor parallelism, they are traced on one
-      process's part; so are experts' activations, and the states that are exchanged, at an even
-      load.
+    - activations, in the dtypes that compute. Processes that compute a pack together divide them,
+      but for keys (:mod:`.keys`). With tensor parallelism they are those of one process's part; so
+      are experts' activations, and the states that are exchanged, at an even load.
     - logits: chunks of fp32 logits (:mod:`lightning_rl.models.heads`).
     - copies of weights: autocast's, unpacked ones, and gradients before they are accumulated.
     - gathered: sharded weights that are gathered: those outside of layers, and of one or two
@@ -105,63 +131,100 @@ def training_memory(
     """
     placement = placement or Placement()
     if placement.tensor > 1:
-        whole, policy = policy, one_part(policy, placement.tensor)
-        known = parts_of(known, whole, policy)
-        others = [one_part(other, placement.tensor) for other in others]
-    computes = policy if placement.expert == 1 else one_part(policy, expert=placement.expert)
+        whole, policy = policy, copy_of(policy, placement.tensor)
+        pairs = zip(whole.parameters(), policy.parameters(), strict=True)
+        known = {own for parameter, own in pairs if parameter in known}
+        others = [copy_of(other, placement.tensor) for other in others]
     true, mixed = (placement.precision == name for name in ("bf16-true", "bf16-mixed"))
     width, computed = 2 if true else 4, 2 if true or mixed else 4
     trained = [p for p in policy.parameters() if p.requires_grad]
-    group = pack["rollouts", "group"]
-    if sample is None:
-        sample = select(pack, (group == group[0]).nonzero().squeeze(1))
-    tokens, ranks = forward_tokens(pack, policy.filling), placement.sequence
-    tile = None if policy.recompute is None else policy.recompute.mlp_tokens
-    tiled = tile is not None and tile < tokens // ranks
     # FSDP2 copies even what one process has whole.
     gathers = placement.shards * placement.tensor > 1
-    found = measure(computes, sample, placement.precision, tiled, gathers)
     stepped = torch.bfloat16 if true and not placement.masters else torch.float32
     name, size = state_bytes(optimizer, (p.shape for p in trained), stepped)
-    alone = placement.device.type == "cuda" and not gathers
-    stepping = step_bytes(optimizer, (p.numel() for p in trained), stepped.itemsize, alone)
     state = {
         "weights": size_of((p for p in policy.parameters() if p not in known), width),
         "other models": sum(size_of(module.parameters(), width) for module in others),
-        "gradients": size_of(trained, width),
+        GRADIENTS: size_of(trained, width),
         f"optimizer ({name})": size,
     }
     if true and placement.masters:
         state["master weights"] = size_of(trained, 4)
     state = {name: ceil(size / placement.shards) for name, size in state.items()}
+    gradients = 0 if placement.cpu_offload else state[GRADIENTS]
 
-    own = token_share(policy, pack, ranks, computed)
-
-    def held(part: str, bytes_of: Callable[[Held], float]) -> Held:
-        share = 1.0 if tile is None else min(1.0, tile * ranks / tokens)
-        return own.of(found.at(part, tokens, chunk, share, lambda held: bytes_of(own.of(held))))
-
-    head = policy.lm.get_output_embeddings().weight
-    loss_tokens = ceil(int(pack["tokens", "loss_mask"].sum()) / ranks)
-    chunk = 4 * min(chunk_elements(placement.device), loss_tokens * head.shape[0])
-    sizes = Sizes(
-        f"activations of {tokens // ranks:,} tokens",
-        held,
-        0 if placement.cpu_offload else state["gradients"],
-        ceil(stepping / placement.shards),
-        passes > 1,
-    )
-    residence: Residence = Alone()
+    gathering = None
     if gathers:
-        residence = Sharded.of(computes, computed, placement.shards, placement.expert)
-    moment = max(residence.moments(sizes), key=lambda moment: moment.total)
-    then = {name: size for name, size in moment.parts.items() if size and name != "gradients"}
-    host = {"layers' inputs": ceil(sent / ranks)} if (sent := found.on_host(tokens)) else {}
-    advice = next_advice(policy, found, size > 3 * sum(p.numel() for p in trained), placement)
+        computes = policy if placement.expert == 1 else copy_of(policy, expert=placement.expert)
+        gathering = Gathering.of(computes, computed, placement.shards, placement.expert)
+    before = {STATES: bytes_of_all_keys(policy, pack, placement.sequence, computed)}
+    if passes > 1 or placement.cpu_offload:
+        before[GRADIENTS] = gradients
+    found = _followed(policy, pack, placement, gathering, bonus, before)
+    alone = placement.device.type == "cuda" and not gathers
+    stepping = step_bytes(optimizer, (p.numel() for p in trained), stepped.itemsize, alone)
+    ends = {GRADIENTS: gradients, OWN: ceil(stepping / placement.shards)}
+    moments = [found.peak, Moment(STEP, ends)]
+    if gathering is not None:
+        outside = gathering.outside.gradients
+        summed = {GRADIENTS: gradients, COPIES: outside, MESSAGE: outside}
+        moments.append(Moment(REDUCED, summed))
+    moment = max(moments, key=lambda moment: moment.total)
+    tokens = forward_tokens(pack, policy.filling) // placement.sequence
+    names = {
+        STATES: f"activations of {tokens:,} tokens",
+        LOGITS: LOGITS,
+        GATHERED: GATHERED,
+        COPIES: "whole gradients" if gathers else COPIES,
+        MESSAGE: MESSAGE,
+        OWN: OWN,
+    }
+    sizes = {kind: ceil(size) for kind, size in moment.parts.items()}
+    then = {called: sizes[kind] for kind, called in names.items() if sizes.get(kind)}
+    host = {"layers' inputs": ceil(found.sent / placement.sequence)} if found.sent else {}
+    wide = size > 3 * sum(p.numel() for p in trained)
+    advice = next_advice(policy, moment.parts.get(STATES, 0), found.kept, wide, placement)
     if placement.cpu_offload:
         return MemoryPlan(then, state | host, advice, {}, moment.name)
-    there = state | {"gradients": moment.parts["gradients"]}
+    there = state | {GRADIENTS: sizes.get(GRADIENTS, 0)}
     return MemoryPlan(there | then, host, advice, state, moment.name)
+
+
+def _followed(
+    policy: Policy,
+    pack: TensorDict,
+    placement: Placement,
+    gathering: Gathering | None,
+    bonus: bool,
+    before: Mapping[str, float],
+) -> Tracker:
+    """Follow what one process of a placement computes for a pack, on a copy of the policy."""
+    true, mixed = (placement.precision == name for name in ("bf16-true", "bf16-mixed"))
+    # FSDP2 gathers weights in 16 bits if it computes in these.
+    weights = torch.bfloat16 if true or (mixed and gathering is not None) else None
+    buffers = torch.bfloat16 if true else None
+    elements, ranks = chunk_elements(placement.device), placement.sequence
+    live = int(pack["tokens", "loss_mask"].sum())
+
+    def follow_copy(fake: bool) -> Tracker:
+        computes = copy_of(policy, 1, placement.expert, fake, weights, buffers)
+        computes.compiled = False
+        for mlp in tiled_mlps(computes):
+            tiled: Any = mlp.forward
+            tiled.tokens *= ranks  # each of them computes so many of its own
+        vocabulary = computes.lm.get_output_embeddings().weight.shape[0]
+        own, all_ = (min(elements, n * vocabulary) for n in (ceil(live / ranks), live))
+        shares = {STATES: 1 / ranks, LOGITS: own / all_}
+        return follow(
+            computes, pack.to(computes.lm.device), mixed, bonus, shares, gathering, before
+        )
+
+    with changed(heads, chunk_elements=lambda _: elements):
+        try:
+            with shapes_of_experts():
+                return follow_copy(fake=True)
+        except NEED_VALUES:
+            return follow_copy(fake=False)
 
 
 def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:

@@ -1,20 +1,14 @@
 """``lightning-rl check --gpus N``: how N GPUs should share a model; its weights are not read.
 
-Models are made of fake tensors, which have a shape and no values: a plan of 8 billion parameters
-and rollouts of 128k tokens takes seconds, and no memory.
+Models have no weights, and what they compute is followed with fake tensors: a plan of 8 billion
+parameters and rollouts of 128k tokens takes a minute, and no memory.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.integrations import moe
 
-from lightning_rl.cli.check.activations import changed
 from lightning_rl.cli.check.card import CardPlan
 from lightning_rl.cli.check.placement import placement_of
 from lightning_rl.cli.check.training import Learning, card_plan
@@ -58,34 +52,6 @@ class Candidate:
         return f"{self.name}: {self.refused if self.plan is None else self.plan.verdict}"
 
 
-def configure_without_weights(module: RolloutModule) -> None:
-    """Run ``configure_model`` with fake tensors for parameters and buffers.
-
-    Raises:
-        ConfigError: as ``configure_model`` does.
-    """
-    with torch.device("meta"):
-        module.configure_model()
-    # Conversions of a whole module do not work on fakes.
-    width = torch.bfloat16 if str(module.trainer.precision) == "bf16-true" else None
-
-    @cache  # a tensor that two modules have stays one
-    def fake(meta: torch.Tensor) -> Any:
-        dtype = width if width is not None and meta.dtype == torch.float32 else meta.dtype
-        made = torch.empty(meta.shape, dtype=dtype, device="cpu")
-        if not isinstance(meta, nn.Parameter):
-            return made
-        return nn.Parameter(made, requires_grad=meta.requires_grad)
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for part in module.modules():
-            for name, weight in part.named_parameters(recurse=False):
-                part.register_parameter(name, fake(weight))
-            for name, buffer in part.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    setattr(part, name, fake(buffer))
-
-
 def candidates(
     module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], gpus: int, card_gb: float
 ) -> Iterator[Candidate]:
@@ -118,29 +84,6 @@ def candidates(
             yield Candidate(*way, None, f"refused: {str(refusal).splitlines()[0]}")
 
 
-class _Grouped(torch.autograd.Function):
-    """The shapes of experts' products (S, O) of states (S, I) and weights (E, I, O), in both
-    passes.
-
-    The functions of torch and transformers cannot infer them without float32 values.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(states, weights)
-        return states.new_empty(len(states), weights.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        states, weights = ctx.saved_tensors
-        return torch.empty_like(states), torch.empty_like(weights)
-
-
-def _grouped(states: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    product: torch.Tensor = _Grouped.apply(states.to(weights.dtype), weights)
-    return product
-
-
 def _shares_of_experts(module: RolloutModule, gpus: int) -> list[int]:
     """Return the numbers of GPUs that can share all policies' experts."""
     policies = (policy.loaded_policy.lm for policy in module.policies.values())
@@ -156,9 +99,9 @@ def choose(
     Raises:
         ConfigError: as ``configure_model`` does.
     """
-    configure_without_weights(module)
-    with changed([moe], _grouped_mm=_grouped):
-        found = list(candidates(module, data, prompts, gpus, card_gb))
+    with torch.device("meta"):
+        module.configure_model()
+    found = list(candidates(module, data, prompts, gpus, card_gb))
     lines = [f"{gpus} GPUs of {card_gb:g} GiB, which share weights, gradients and optimizer state:"]
     lines += [f"  {candidate.line()}" for candidate in found]
     best = next((candidate for candidate in found if candidate.fits), None)

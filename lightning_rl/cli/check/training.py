@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
@@ -10,7 +9,6 @@ from tensordict import TensorDict
 from torch.nn import Parameter
 
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.cli.check.activations import Activations, measure_activations
 from lightning_rl.cli.check.batches import (
     BatchPlan,
     cut,
@@ -28,16 +26,10 @@ from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.models.memory import forward_tokens
-from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import weights_in
 from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import find_callbacks
-
-SAMPLED = 2048
-"""The most completion tokens on which activations are measured: longer ones take minutes. This few
-also need no attention mask, which would not grow in proportion.
-"""
 
 
 def training_plan(
@@ -61,9 +53,6 @@ class Learning:
     prompts: Sequence[Prompt]
     ranks: int
     _batches: dict[tuple[int, int, int], TensorDict] = field(default_factory=dict)
-    _activations: dict[tuple[int, int, int, int, bool, bool], Activations] = field(
-        default_factory=dict
-    )
 
     def told(self, placement: Placement) -> tuple[list[str], MemoryPlan]:
         """Return what :func:`training_plan` does, for each process of a placement."""
@@ -144,31 +133,10 @@ class Learning:
             largest,
             placement,
             seen,
-            self._largest(1, written, min(tokens, SAMPLED)),
-            partial(self._measured, policy, placement.tensor, placement.expert),
+            policy.objective.entropy is not None,
             plan.packs * placement.sequence * placement.tensor,
         )
         return [*plan.lines(), *_schedule(policy, plan), *_open(policy)], memory
-
-    def _measured(
-        self,
-        owner: PolicyModule,
-        tensor: int,
-        expert: int,
-        policy: Policy,
-        sample: TensorDict,
-        precision: str,
-        tiled: bool,
-        gathered: bool,
-    ) -> Activations:
-        """Measure activations of a policy, or of one part of it, once per setting."""
-        key = id(owner), tensor, expert, id(sample), tiled, gathered
-        if key not in self._activations:
-            bonus = owner.objective.entropy is not None
-            self._activations[key] = measure_activations(
-                policy, sample, precision, tiled, gathered, bonus
-            )
-        return self._activations[key]
 
     def _largest(self, groups: int, group_size: int, tokens: int) -> TensorDict:
         key = groups, group_size, tokens

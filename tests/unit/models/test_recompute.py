@@ -94,7 +94,7 @@ def test_inputs_leave_the_device_and_come_back_one_ahead(tiny_model, pack):
     scores.logprobs.sum().backward()
     bytes_of_input = (forward_tokens(pack) - 8) * 64 * 4  # of two; the last is there
     on_device, on_host = (
-        kept_for_backward(Policy(str(tiny_model), gradient_checkpointing=kind), pack).grows
+        kept_for_backward(Policy(str(tiny_model), gradient_checkpointing=kind), pack)
         for kind in (True, Recompute(inputs="host"))
     )
     assert on_device - on_host == bytes_of_input

@@ -425,7 +425,7 @@ def test_a_memory_plan_counts_what_the_tower_keeps(model):
     kept = []
     for vision in (Vision(), Vision(train_projector=True), Vision(train_tower=True)):
         pack = pack_rollouts(rollouts)
-        kept.append(kept_for_backward(Policy(str(model), vision=vision), pack).grows)
+        kept.append(kept_for_backward(Policy(str(model), vision=vision), pack))
     frozen, projector, tower = kept
     assert frozen < projector < tower
 

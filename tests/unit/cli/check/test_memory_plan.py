@@ -1,18 +1,14 @@
 """What training and its engine take of a GPU, calculated by hand."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from lightning_rl import NF4, Int8, LoRA
-from lightning_rl.cli.check.activations import measure_activations
-from lightning_rl.cli.check.allocations import Held
 from lightning_rl.cli.check.batches import largest_rollouts, widest
 from lightning_rl.cli.check.card import CardPlan
+from lightning_rl.cli.check.keys import bytes_of_all_keys
 from lightning_rl.cli.check.memory import MemoryPlan, training_memory
 from lightning_rl.cli.check.placement import Placement
-from lightning_rl.cli.check.token_shares import token_share
 from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import TransformersEngine
@@ -66,17 +62,13 @@ def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
     pack = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 801))
     keys = 2 * 32 * (201 + 801 + 1 - 802 // 2)
 
-    def shared(ranks: int, masks: int = 0) -> int:
-        return token_share(policy, pack, ranks, 2).of(Held(4000, masks)).grows
+    def more(ranks: int) -> float:
+        return bytes_of_all_keys(policy, pack, ranks, 2)
 
-    assert shared(1) == 4000
-    assert shared(4) == 1000 + 2 * 2 * keys
-    # Of two ranks, each has a head; masks are of all queries where heads are shared.
-    assert shared(2) == 2000
-    assert shared(2, 600) - shared(2) == 600
-    assert shared(4, 600) - shared(4) == 300
+    assert more(1) == more(2) == 0  # of two ranks, each has a head
+    assert more(4) == 2 * 2 * keys
     policy = Policy(str(tiny_model), gradient_checkpointing=True)  # of one layer at a time
-    assert shared(4) == 1000 + 2 * keys
+    assert more(4) == 2 * keys
 
 
 def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, pack):
@@ -222,8 +214,7 @@ def test_an_entropy_bonus_takes_a_second_chunk_in_the_backward_pass(tmp_path, pa
     save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14)
     policy = Policy(str(tmp_path))
     monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 1 << 21)
-    with_bonus = partial(measure_activations, bonus=True)
-    found = training_memory(policy, [], torch.optim.AdamW, pack, measure=with_bonus, passes=1)
+    found = training_memory(policy, [], torch.optim.AdamW, pack, bonus=True, passes=1)
     assert found.moment == "the head's backward pass"
     assert found.parts["logits"] == 2 * 4 * (1 << 21)
     assert training_memory(policy, [], torch.optim.AdamW, pack, passes=1).total < found.total

@@ -1,93 +1,120 @@
 """What is there at each moment of an update, calculated by hand."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_rl import NF4, LoRA
-from lightning_rl.cli.check.activations import follow
-from lightning_rl.cli.check.allocations import Allocations, Held, largest
+from lightning_rl.cli.check import tracking
 from lightning_rl.cli.check.batches import largest_rollouts
-from lightning_rl.cli.check.moments import Alone, Group, Sharded, Sizes
+from lightning_rl.cli.check.gathering import (
+    HEAD,
+    HEAD_BACKWARD,
+    LAYER,
+    LAYER_BACKWARD,
+    REDUCED,
+    Gathering,
+    Group,
+)
+from lightning_rl.cli.check.memory import training_memory
+from lightning_rl.cli.check.placement import Placement
+from lightning_rl.cli.check.tracking import COPIES, GRADIENTS, STATES, Moment, Tracker, follow
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
+from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.tiny_models import save_random_model
 
-HELD = {
-    "forward": Held(50),
-    "scored": Held(60, logits=20),
-    "head": Held(70, logits=10, copies=3),
-    "last": Held(90, copies=1, gradients=4),
-    "others": Held(55, copies=1, gradients=4, summed=8),
-    "ends": Held(40, gradients=9),
+USED = {
+    (LAYER, False): 50,
+    (HEAD, False): 60 + 20,
+    (HEAD_BACKWARD, False): 70 + 10 + 3,
+    (LAYER_BACKWARD, False): 90 + 5,
+    (LAYER_BACKWARD, True): 55 + 5,
+    (REDUCED, True): 40 + 9,
 }
+"""By moment, and whether another layer's backward pass is over: what a pass has besides weights."""
 
 
-def sizes(earlier: bool) -> Sizes:
-    return Sizes("activations", lambda part, size: HELD[part], 16, 5, earlier)
-
-
-def totals(sharing, earlier: bool) -> list[int]:
-    return [moment.total for moment in sharing.moments(sizes(earlier))]
-
-
-def test_a_process_alone_adds_gradients_up_where_they_stay():
-    # A layer computes; the head, forward and backward; the last layer, and others; the step.
-    assert totals(Alone(), earlier=True) == [66, 96, 99, 107, 72, 21]
-    # In the first pass gradients are those that it has left so far: 4, and 4 + 8.
-    assert totals(Alone(), earlier=False) == [50, 80, 83, 95, 68, 21]
+def totals(gathering: Gathering) -> list[float]:
+    return [used + sum(gathering.held(*at).values()) for at, used in USED.items()]
 
 
 def test_shared_weights_are_gathered_layer_by_layer():
     outside, layer = Group(100, 200, 2), Group(10, 20, 2)
-    plain = Sharded(outside, layer, Group(0, 0, 2), 2)
-    assert totals(plain, earlier=True) == [
-        16 + 50 + 100 + 10 + 10,  # its weights, and the message that they came in
-        16 + 60 + 20 + 100 + 10,  # the message of the last layer
-        16 + 70 + 10 + 3 + 100 + 10,  # the last layer's, gathered ahead
-        16 + 90 + 5 + 100 + 10 + 10,  # its weights, and the message of the one before
-        16 + 55 + 5 + 100 + 10 + 10 + 20,  # and the gradients of the one after it, in a message
-        16 + 40 + 9 + 100 + 10 + 20,  # its weights are gone, its gradients in a message
-        16 + 200 + 200,  # all that is outside of layers, at the end
-        16 + 5,
+    plain = Gathering(outside, layer, Group(0, 0, 2), 2)
+    assert totals(plain) == [
+        50 + 100 + 10 + 10,  # its weights, and the message that they came in
+        60 + 20 + 100 + 10,  # the message of the last layer
+        70 + 10 + 3 + 100 + 10,  # the last layer's, gathered ahead
+        90 + 5 + 100 + 10 + 10,  # its weights, and the message of the one before
+        55 + 5 + 100 + 10 + 10 + 20,  # and the gradients of the one after it, in a message
+        40 + 9 + 100 + 10 + 20,  # its weights are gone, its gradients in a message
     ]
     # Experts that processes have together come in a message of their own, after their layer's.
-    experts = Sharded(outside, layer, Group(30, 60, 1), 2)
-    both = Sharded(outside, layer, Group(30, 60, 2), 2)
+    experts = Gathering(outside, layer, Group(30, 60, 1), 2)
+    both = Gathering(outside, layer, Group(30, 60, 2), 2)
     # What has no other process to come from comes in none.
-    assert [a - b for a, b in zip(*(totals(x, True) for x in (experts, plain)), strict=True)] == [
-        30 - 10, -10, 0, 30, 30, 0, 0, 0,
+    assert [a - b for a, b in zip(totals(experts), totals(plain), strict=True)] == [
+        30 - 10, -10, 0, 30, 30, 0,
     ]  # fmt: skip
-    assert [a - b for a, b in zip(*(totals(x, True) for x in (both, experts)), strict=True)] == [
-        30, 30, 0, 0, 0, 0, 0, 0,
+    assert [a - b for a, b in zip(totals(both), totals(experts), strict=True)] == [
+        30, 30, 0, 0, 0, 0,
     ]  # fmt: skip
-    # In the first pass a process has its part of those that are summed: 8 / 2.
-    assert totals(plain, earlier=False)[3:5] == [90 + 5 + 120, 55 + 5 + 4 + 140]
+
+
+def test_gradients_of_a_large_vocabulary_are_summed_last(tmp_path):
+    """Outside of layers: whole in float32, and in the message that they go in."""
+    save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14, tie_word_embeddings=False)
+    pack = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 2))
+    placement = Placement(precision="bf16-mixed", shards=2)
+    plan = training_memory(Policy(str(tmp_path)), [], torch.optim.SGD, pack, placement)
+    assert plan.moment == REDUCED
+    outside = 4 * (2 * (1 << 14) * 64 + 64)
+    assert plan.parts["whole gradients"] == plan.parts["gradients in a message"] == outside
+
+
+class Head(nn.Linear):
+    """A model that is nothing but a head."""
+
+    @property
+    def lm(self) -> "Head":
+        return self
+
+    def get_output_embeddings(self) -> "Head":
+        return self
 
 
 def test_storages_are_followed_until_they_are_let_go():
-    weight = nn.Parameter(torch.ones(3, 4))
-    before = {weight.untyped_storage()._cdata}
-    with torch.enable_grad(), Allocations(before, {weight.shape}, set(), 7, None) as found:
+    policy = Head(4, 3, bias=False)
+    with torch.enable_grad(), Tracker(policy) as found:
         states = torch.ones(5, 4)
-        product = states @ weight.T
+        product = states @ policy.weight.T
         view = product.view(-1)
-        assert found.now == Held(5 * 4 * 4 + 5 * 3 * 4)  # a view has no memory of its own
+        assert found.now == {STATES: 5 * 4 * 4 + 5 * 3 * 4}  # a view has no memory of its own
         del product
-        assert found.now.states == 5 * 4 * 4 + 5 * 3 * 4
+        assert found.now == {STATES: 5 * 4 * 4 + 5 * 3 * 4}
         found.turned = True
         view.sum().backward()
-        found.count_as(weight.grad, "gradients")
-        assert found.now.gradients == 3 * 4 * 4
+        assert found.now[COPIES] == 3 * 4 * 4
+        found.count_as(policy.weight.grad, GRADIENTS)
+        assert found.now[GRADIENTS] == 3 * 4 * 4
         del view, states
-        assert found.now == Held(gradients=3 * 4 * 4)
+        assert +Counter(found.now) == {GRADIENTS: 3 * 4 * 4}
     # There was the sum, too, and its gradient, which is the same for all elements.
-    assert max(held.grows for held in found.begin()) == 5 * 4 * 4 + 5 * 3 * 4 + 4 + 4
+    assert found.peak.parts[STATES] >= 5 * 4 * 4 + 5 * 3 * 4 + 4
 
 
-def test_only_what_may_be_the_most_is_remembered():
-    points = [Held(3, copies=1), Held(1, copies=2), Held(2), Held(3, copies=1), Held(0, summed=1)]
-    assert largest(points) == (Held(3, copies=1), Held(1, copies=2), Held(0, summed=1))
+def test_the_largest_moment_is_remembered():
+    found = Tracker(Head(4, 3), shares={"a": 0.5})
+    found.add(6, "a")
+    assert found.peak == Moment(LAYER, {"a": 3})
+    found.begin(HEAD, {"b": 4})
+    found.add(-6, "a")
+    found.add(2, "b")
+    assert found.peak == Moment(HEAD, {"a": 3, "b": 4})
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +122,24 @@ def pack():
     return pack_rollouts(largest_rollouts([Prompt("0", "", [2, 3])], 1, 4, 20))
 
 
-def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, pack):
+def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, pack, monkeypatch):
     """Of a matrix of 64 x 64 in few bits, what unpacking takes is no activation."""
+
+    class Seen(Tracker):
+        most: Counter
+
+        def add(self, size, kind):
+            super().add(size, kind)
+            self.most = getattr(self, "most", Counter()) | Counter(self.now)
+
+    monkeypatch.setattr(tracking, "Tracker", Seen)
     plain, packed = (
         follow(Policy(str(tiny_model), lora=LoRA(rank=4, quantization=form)), pack)
         for form in (None, NF4())
     )
-    assert max(held.copies for held in packed.most["forward"]) >= 4 * 64 * 64
-    assert max(held.states for held in packed.most["forward"]) <= 1.02 * max(
-        held.states for held in plain.most["forward"]
-    )
+    assert packed.most[COPIES] >= 4 * 64 * 64
+    assert packed.kept <= 1.02 * plain.kept
+    assert packed.most[STATES] <= 1.02 * plain.most[STATES]
 
 
 def test_a_policy_is_left_as_it_was(tiny_model, pack):

@@ -6,9 +6,7 @@ from torch.nn import Parameter
 
 from benchmarks.recompute import NARROW, SETTINGS, measure, pack_of
 from lightning_rl import LoRA, Recompute
-from lightning_rl.cli.check.activations import Activations, Pass
 from lightning_rl.cli.check.advice import Advice
-from lightning_rl.cli.check.allocations import Held
 from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.learn.optimizer_state import state_bytes, step_bytes
@@ -73,29 +71,6 @@ def test_the_next_to_switch_on_is_advised(model, pack):
     assert advice(True, shards=2).state == (
         "train with lora, or more devices, or ShardedStrategy's cpu_offload: true"
     )
-
-
-def test_passes_of_other_numbers_of_tokens_by_hand():
-    """Of 10 tokens and a chunk of 8 bytes; with 20 tokens it is another point that has most."""
-
-    def of(states: int, sent: int = 60) -> Pass:
-        points = (Held(states, logits=16), Held(states - 10, copies=25))
-        return Pass(
-            10, 8, kept=50, sent=sent, most=dict.fromkeys(("head", "last", "others"), points)
-        )
-
-    def size(held: Held) -> int:
-        return held.states + held.logits + held.copies
-
-    whole = Activations(((1.0, of(100)),))
-    assert whole.at("head", 10, 8, 1.0, size) == Held(100, logits=16)  # 116 and 115
-    assert whole.at("head", 20, 8, 1.0, size) == Held(200, logits=16)  # 216 and 205
-    assert whole.at("head", 10, 4, 1.0, size) == Held(90, copies=25)  # 108 and 115
-    assert (whole.kept, whole.turn, whole.on_host(20)) == (50, 50, 120)
-    tiled = Activations(((0.25, of(100)), (0.5, of(140))))
-    shares = (0.1, 0.25, 0.375, 0.5, 1.0)
-    found = [tiled.at("last", 10, 8, share, size).states for share in shares]
-    assert found == [100, 100, 120, 140, 220]
 
 
 def test_what_an_optimizer_has_while_it_steps():
