@@ -123,6 +123,11 @@ def dtype_of(owner: str, name: str) -> torch.dtype:
     return found
 
 
+def device_of(name: str | None) -> torch.device:
+    """Return a named device; None: a GPU if there is one."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
     """Load the configuration of a model directory or hub name.
 
@@ -260,6 +265,18 @@ def _read_lm(
         info["mismatched_keys"] = {*info["mismatched_keys"], *packed.mismatched}
     require_complete(model, info)
     return cast(PreTrainedModel, lm)
+
+
+def weight_bytes(
+    model: str, loading: Loading, dtype: torch.dtype, kind: type[AutoModel] | None = None
+) -> int:
+    """Return the bytes of a model's weights in a dtype, from its configuration alone.
+
+    ``kind`` is the auto class that loads it; None: a causal LM's.
+    """
+    with torch.device("meta"):
+        lm = skeleton(load_config(model, loading), loading, None, kind)
+    return dtype.itemsize * sum(weight.numel() for weight in lm.parameters())
 
 
 def require_local(model: str) -> None:

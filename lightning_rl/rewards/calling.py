@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
@@ -31,6 +31,19 @@ score of ``None`` means that this reward does not apply to that completion, a :c
 that it could not be graded. Instead of one number per completion, it may return several, as a
 mapping or a list (:func:`~.parts.parts_of`).
 """
+
+
+@runtime_checkable
+class HoldsModel(Protocol):
+    """A reward function that computes with a model in the training process.
+
+    ``device`` is where; None: on a GPU if there is one.
+    """
+
+    device: str | None
+
+    def weight_bytes(self) -> int:
+        """Return the bytes that the model's weights will take, without reading them."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least
-from lightning_rl.models.pretrained import Loading, dtype_of, require_local
+from lightning_rl.models.pretrained import (
+    Loading,
+    device_of,
+    dtype_of,
+    require_local,
+    weight_bytes,
+)
 from lightning_rl.models.reward_model import RewardModel, padded, scored_text
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.calling import RewardFailure, Score
@@ -53,7 +60,7 @@ class ModelReward:
         self.model = model
         self.batch_size = batch_size
         self.dtype = dtype
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device
         self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.__name__ = name
         self._scorer: RewardModel | None = None
@@ -78,14 +85,19 @@ class ModelReward:
             places = order[start : start + self.batch_size]
             batch = padded([texts[i] for i in places], scorer.lm.config.pad_token_id)
             with torch.inference_mode():
-                found = scorer({name: t.to(self.device) for name, t in batch.items()}).tolist()
+                found = scorer({name: t.to(scorer.lm.device) for name, t in batch.items()}).tolist()
             for place, score in zip(places, found, strict=True):
                 scores[place] = score
         return scores
 
     def _loaded(self) -> RewardModel:
         scorer = RewardModel(self.model, self.loading, dtype=dtype_of("ModelReward", self.dtype))
-        return scorer.eval().requires_grad_(False).to(self.device)
+        return scorer.eval().requires_grad_(False).to(device_of(self.device))
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of its weights, from the model's configuration alone."""
+        dtype = dtype_of("ModelReward", self.dtype)
+        return weight_bytes(self.model, self.loading, dtype, AutoModelForSequenceClassification)
 
     def close(self) -> None:
         """Free the model."""

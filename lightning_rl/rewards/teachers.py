@@ -18,7 +18,13 @@ from lightning_rl.data.splitting import split_packs
 from lightning_rl.data.teacher_logprobs import UNKNOWN, TeacherLogprobs, of_text, to_text
 from lightning_rl.errors import DataError, require_at_least
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading, dtype_of, require_local
+from lightning_rl.models.pretrained import (
+    Loading,
+    device_of,
+    dtype_of,
+    require_local,
+    weight_bytes,
+)
 from lightning_rl.models.tokenizer import require_same_tokens
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rollout import Message, Prompt, Rollout, Row, SamplingDistribution
@@ -191,7 +197,7 @@ class ModelTeacher(Teacher):
         self.__name__ = name
         self.max_tokens_per_pack = max_tokens_per_pack
         self.dtype = dtype
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device
         self.loading = Loading(trust_remote_code, model_kwargs or {})
         self._policy: Policy | None = None
 
@@ -215,7 +221,7 @@ class ModelTeacher(Teacher):
         batch = pack_rollouts([_as_rollout(text, place) for place, text in enumerate(texts)])
         for places in split_packs(batch, self.max_tokens_per_pack, filling=policy.filling):
             pack = select(batch, places)
-            live, of_live = policy.likeliest(pack.to(self.device), self.top_k)
+            live, of_live = policy.likeliest(pack.to(policy.lm.device), self.top_k)
             whole = unknown(len(pack["tokens"]), self.top_k)
             for column, values in zip(whole, of_live, strict=True):
                 column[live.cpu()] = values.to("cpu", column.dtype)
@@ -231,7 +237,11 @@ class ModelTeacher(Teacher):
         policy = Policy(self.model, loading=self.loading).requires_grad_(False)
         for weight in policy.parameters():  # not what positions are computed from
             weight.data = weight.data.to(dtype_of("ModelTeacher", self.dtype))
-        return policy.to(self.device)
+        return policy.to(device_of(self.device))
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of its weights, from the model's configuration alone."""
+        return weight_bytes(self.model, self.loading, dtype_of("ModelTeacher", self.dtype))
 
     def close(self) -> None:
         """Free the model."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_rl.cli.check.memory import STAYS, MemoryPlan, in_units
+from lightning_rl.cli.check.memory import REWARDS, STAYS, MemoryPlan, in_units
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,11 @@ class CardPlan:
         state = self.training.sum_of(*STAYS)
         engine = self.at_start if self.sleeps else self.engine
         sleeping = "" if self.sleeps else ", or let it sleep during updates (sleep_level)"
+        rewards = self.training.sum_of(REWARDS)
+        serve = "serve the models of rewards (ServedTeacher, ServedReward), or set their device"
         sizes = {
-            self.training.advice.state: state,
+            self.training.advice.state: state - rewards,
+            serve: rewards,
             self.training.advice.activations: self.training.total - state,
             f"lower the engine's gpu_memory_utilization or kv_cache_gb{sleeping}": engine,
         }

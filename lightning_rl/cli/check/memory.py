@@ -44,6 +44,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.recompute import tiled_mlps
 
 OWN = "optimizer's own"
+REWARDS = "other models, of rewards"
 
 NEED_VALUES = (
     DataDependentOutputException,
@@ -227,12 +228,26 @@ def _followed(
             return follow_copy(fake=False)
 
 
-def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:
-    """Combine policies that learn in turn: the peak of one, and what stays of the others."""
+def together(
+    plans: Sequence[MemoryPlan],
+    models: Sequence[tuple[torch.device | None, int]],
+    device: torch.device,
+) -> MemoryPlan:
+    """Combine policies that learn in turn: the peak of one, and what stays of the others.
+
+    Rewards' ``models`` stay, too: each is on its device, None: on the ``device`` that trains. Those
+    on another GPU take none of this one.
+    """
     most = max(plans, key=lambda plan: plan.total - sum(plan.stays.values()))
-    parts, stays = Counter(most.parts), Counter(most.stays)
+    parts, stays, host = Counter(most.parts), Counter(most.stays), Counter(most.host)
     for plan in plans:
         if plan is not most:
             parts.update(plan.stays)
             stays.update(plan.stays)
-    return replace(most, parts=dict(parts), stays=dict(stays))
+    for where, size in models:
+        if where is None or (where.type == device.type and not where.index):
+            parts[REWARDS] += size
+            stays[REWARDS] += size
+        elif where.type == "cpu":
+            host[REWARDS] += size
+    return replace(most, parts=dict(parts), stays=dict(stays), host=dict(host))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from lightning.pytorch import Trainer
@@ -28,6 +29,7 @@ from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.quantized_layers import weights_in
 from lightning_rl.module import PolicyModule, policies_of
+from lightning_rl.rewards.calling import HoldsModel
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import find_callbacks
 
@@ -69,7 +71,8 @@ class Learning:
         if len(plans) > 1:
             lines.append("memory of each policy, in addition to those before it (an estimate):")
             lines += [f"  {name:<30}{in_units(plan.total):>11}" for name, plan in plans.items()]
-        memory, elements = together(list(plans.values())), largest_model(module)
+        memory = together(list(plans.values()), self._reward_models, placement.device)
+        elements = largest_model(module)
         return [
             *lines,
             "memory of training, per process (an estimate):",
@@ -137,6 +140,20 @@ class Learning:
             plan.packs * placement.sequence * placement.tensor,
         )
         return [*plan.lines(), *_schedule(policy, plan), *_open(policy)], memory
+
+    @cached_property
+    def _reward_models(self) -> list[tuple[torch.device | None, int]]:
+        """The device of each model that a reward holds (None: the one that trains), and its bytes.
+
+        Configurations are read once, though each placement asks.
+        """
+        tasks = [*self.data.train_tasks, *self.data.evaluation.tasks]
+        rewards = {id(f): f for task in tasks for f in task.rewards.functions.values()}
+        models = [f for f in list[object](rewards.values()) if isinstance(f, HoldsModel)]
+        return [
+            (None if model.device is None else torch.device(model.device), model.weight_bytes())
+            for model in models
+        ]
 
     def _largest(self, groups: int, group_size: int, tokens: int) -> TensorDict:
         key = groups, group_size, tokens

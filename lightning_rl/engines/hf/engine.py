@@ -29,7 +29,7 @@ from lightning_rl.engines.lora import LoRAEngine, require_adapters
 from lightning_rl.engines.push import Push
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
-from lightning_rl.models.pretrained import Loading, lm_class
+from lightning_rl.models.pretrained import Loading, device_of, lm_class
 from lightning_rl.models.routing import require_routing
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.models.tokenizer import load_tokenizer
@@ -94,7 +94,7 @@ class TransformersEngine(LoRAEngine):
         self._kept = KeptTexts(kept_tokens) if kept_tokens else None
         self.follow_routing(routed_experts)
         try:
-            self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            self.device = device_of(device)
         except RuntimeError as error:
             raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None

@@ -256,6 +256,8 @@ TRAINING = MemoryPlan({"weights": 6 * GIB, "optimizer (AdamW)": 12 * GIB, "activ
          "+ 9.00 GiB buffers of a push: DOES NOT FIT, 1.00 GiB too much; lower the engine's gpu"),
         (CardPlan(24 * GIB, TRAINING), 16 * GIB, "too much; lower max_tokens_per_pack, or set"),
         (CardPlan(8 * GIB, MemoryPlan({"weights": 9 * GIB})), GIB, "too much; train with lora, or"),
+        (CardPlan(8 * GIB, MemoryPlan({"weights": GIB, "other models, of rewards": 9 * GIB})),
+         2 * GIB, "too much; serve the models of rewards (ServedTeacher, ServedReward), or"),
         # Asleep while 40 are trained in; awake beside 6 of weights and 12 of the optimizer.
         (CardPlan(60 * GIB, TRAINING, 0, 32 * GIB, sleeps=True), -10 * GIB,
          "40.00 GiB training + 32.00 GiB engine in turn: fits, 10.00 GiB to spare"),

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from benchmarks.support.allocations import FollowAllocations
-from lightning_rl import LoRA, PolicyModule, SharedValueHead
+from lightning_rl import LoRA, ModelReward, ModelTeacher, PolicyModule, SharedValueHead
 from lightning_rl.cli.check.batches import BatchPlan, cut, largest_rollouts
 from lightning_rl.cli.check.memory import in_units, training_memory
-from lightning_rl.cli.check.training import training_plan
+from lightning_rl.cli.check.placement import Placement
+from lightning_rl.cli.check.training import Learning, training_plan
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.extend import Periodic
@@ -126,6 +128,35 @@ def test_memory_of_two_policies_is_what_their_updates_take(tiny_model, tmp_path)
     trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts, roles=[*module.roles]), 1))
     assert module.role_versions == {"first": 1, "second": 1}
     assert memory.total == pytest.approx(follow.peak + memory.parts["weights"], rel=0.1)
+
+
+def test_models_of_rewards_are_planned_from_their_configurations(tiny_model, tmp_path):
+    """A teacher's weights are as many as the policy's; a reward model adds 64 for its score."""
+    AutoConfig.from_pretrained(tiny_model, num_labels=1).save_pretrained(tmp_path / "scorer")
+    path, scorer = str(tiny_model), str(tmp_path / "scorer")
+    rewards = [
+        ModelTeacher(path, dtype="bfloat16"),
+        ModelTeacher(path, device="cpu", name="on_host"),
+        ModelReward(scorer, device="cuda"),
+        ModelReward(scorer, device="cuda:1", name="on_another"),
+    ]
+    module, data = PolicyModule(str(tiny_model)), small_data(rewards=rewards)
+    trainer = trainer_of(tmp_path, [])
+    trainer.strategy.connect(module)
+    data.trainer = module.trainer = trainer
+    data.load_prompts("fit")
+    module.configure_model()
+    learning = Learning(module, data, data.train_prompts.first(), 1)
+    elements = sum(p.numel() for p in module.parameters())
+    # On a GPU: the teacher whose device is open, and the reward model on the same GPU.
+    _, memory = learning.told(Placement(torch.device("cuda")))
+    on_gpu = 2 * elements + 4 * (elements + 64)
+    assert memory.parts["other models, of rewards"] == on_gpu
+    assert memory.stays["other models, of rewards"] == on_gpu
+    assert memory.host == {"other models, of rewards": 4 * elements}
+    _, memory = learning.told(Placement())
+    assert memory.parts["other models, of rewards"] == (2 + 4) * elements
+    assert memory.host == {}
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
