@@ -273,9 +273,16 @@ def weight_bytes(
     """Return the bytes of a model's weights in a dtype, from its configuration alone.
 
     ``kind`` is the auto class that loads it; None: a causal LM's.
+
+    Raises:
+        ConfigError: if there is no configuration, or it is not one of such a model.
     """
-    with torch.device("meta"):
-        lm = skeleton(load_config(model, loading), loading, None, kind)
+    config = load_config(model, loading)
+    try:
+        with torch.device("meta"):
+            lm = skeleton(config, loading, None, kind)
+    except ValueError as error:
+        raise ConfigError(not_found(model, "model of this kind", error)) from error
     return dtype.itemsize * sum(weight.numel() for weight in lm.parameters())
 
 
