@@ -345,11 +345,11 @@ def simulate(
                 begin = clock()
                 streamed = await _train_streamed(collector, num_groups, train_seconds)
                 collection.clear()
-                for missing, seconds in collection.rounds(clock):
+                for missing, seconds in collection.selection.rounds(clock):
                     taken = await collection.in_loop(iteration, missing, seconds)
                     await rewards.grade_ahead(taken)
-                    collection.note(taken)
-                groups = collection.kept
+                    collection.add(taken)
+                groups = collection.selection.kept
                 result.waited += clock() - begin - train_seconds(streamed)
                 result.batches.append(groups)
                 for group in in_groups(collection.generated):
@@ -357,9 +357,9 @@ def simulate(
                         result.dropped.append(group)
                     elif group[0].status is RolloutStatus.SKIPPED:
                         result.rejected += _tokens(group)
-                for group in groups[num_groups - collection.made_up :]:
+                for group in groups[num_groups - collection.selection.made_up :]:
                     result.made_up += _tokens(group)
-                collector.ack(collection.taken)
+                collector.ack(collection.selection.taken)
                 versions = [v for g in groups for r in g for v in r.versions]
                 result.staleness.update(iteration - v for v in versions)
                 result.tokens += len(versions)

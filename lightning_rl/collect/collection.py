@@ -3,8 +3,6 @@
 import asyncio
 import math
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -13,12 +11,12 @@ from typing import Any
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.replay_buffer import ReplayBuffer
+from lightning_rl.collect.selection import Selection
 from lightning_rl.collect.stats import rollout_metrics, waste_metrics
 from lightning_rl.collect.streamed import Consumer, StreamedCollector
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.base import RunState, drives_engine
-from lightning_rl.errors import FilterError
-from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Group, Prompt, Rollout
 from lightning_rl.run.loop.background import run_async, runtime
 from lightning_rl.run.processes import dist
 from lightning_rl.run.processes.cores import beside_engine
@@ -29,9 +27,9 @@ class Collection:
 
     ``next`` gives one iteration's rollouts, and ``state_dict`` everything that a later one needs.
 
-    Attributes describe the last batch: the groups ``kept``, all rollouts ``generated``, how many
-    groups each filter ``rejected``, and the ``seconds`` that they took. A collector that works
-    while the trainer trains has had the time since the batch before.
+    Attributes describe the last batch: the ``selection`` of its groups, all rollouts ``generated``,
+    and the ``seconds`` that they took. A collector that works while the trainer trains has had the
+    time since the batch before.
 
     Args:
         pipeline: generates and grades.
@@ -67,33 +65,22 @@ class Collection:
         self.pipeline = pipeline
         self.collector = collector
         self.source = source
-        self.filters = filters
-        self.max_rounds = max_rounds
-        self.refill_seconds = math.inf if refill_seconds is None else refill_seconds
-        self.train_on_rest = train_on_rest
+        seconds = math.inf if refill_seconds is None else refill_seconds
+        self.selection = Selection(source, filters, max_rounds, seconds, train_on_rest)
         self.buffer = buffer
         self.experts = experts
         self._acked: float | None = None
         self._cancelled: int | None = None  # tokens of cancelled requests, when last counted
-        self._warned = False
         self.clear()
-        self._clock: Callable[[], float] = time.monotonic
         collector.bind(pipeline, source)
-        collector.refill = self if filters else None
+        collector.refill = self.selection if filters else None
 
     def clear(self) -> None:
         """Forget the last batch."""
+        self.selection.clear()
         self.generated: list[Rollout] = []
-        self.kept: list[Group] = []
-        self.rejected: Counter[str] = Counter()
-        self._set_aside: list[tuple[Group, list[Rollout]]] = []
-        self.made_up = 0
         self.seconds = 0.0
         self._ahead: dict[str, float] = {}
-        self._end = math.inf
-        self._verdicts: dict[str, GroupFilter | None] = {}
-        self.taken: list[Group] = []
-        """All groups that the collector gave for the batch."""
 
     def next(
         self, iteration: int, version: int, tell: Callable[[list[Rollout]], None] | None = None
@@ -117,7 +104,7 @@ class Collection:
         if tell is not None:
             tell(rollouts)
         if self.buffer is not None:
-            groups = self.buffer.exchange(self.kept, version)
+            groups = self.buffer.exchange(self.selection.kept, version)
             rollouts = [rollout for group in groups for rollout in group]
         if self.experts is not None:
             rollouts += self.experts(iteration)
@@ -136,70 +123,20 @@ class Collection:
             if drives_engine(engine):
                 self._fill(iteration)
         if engine.serves_all_ranks:
-            self.kept = dist.scatter(self.kept)
+            self.selection.kept = dist.scatter(self.selection.kept)
         return self.rollouts
 
     def _fill(self, iteration: int) -> None:
         self.pipeline.engine.require_ready()
-        for missing, seconds in self.rounds(time.monotonic):
-            groups = self._take(iteration, missing, seconds)
-            self.note(groups)
-            self.pipeline.rewards.require_graded([r for group in groups for r in group])
+        for missing, seconds in self.selection.rounds(time.monotonic):
+            self.add(self._take(iteration, missing, seconds))
 
-    def rounds(self, clock: Callable[[], float]) -> Iterator[tuple[int, float]]:
-        """Yield how many groups are missing, and the seconds to take them in; :meth:`note` them.
-
-        At the end ``source.num_groups`` groups are kept.
-        """
-        self._clock, self._end = clock, clock() + self.refill_seconds
-        while missing := self.source.num_groups - len(self.kept):
-            if self.taken and not self.may_refill(0):
-                self._make_up(missing)
-                return
-            # What the first round generates is the rest to train on.
-            yield missing, self.seconds_to_evict() if self.taken else math.inf
-
-    def rejects(self, group: Group) -> bool:
-        graded = all(r.reward is not None for r in group if r.completed and not r.baseline)
-        return graded and self._verdict(group) is not None
-
-    def may_refill(self, drawn: int) -> bool:
-        within = len(self.taken) + drawn < self.max_rounds * self.source.num_groups
-        return within and self._clock() < self._end
-
-    def seconds_to_evict(self) -> float:
-        return self._end - self._clock() if self.train_on_rest else math.inf
-
-    def note(self, groups: list[Group]) -> None:
-        """Keep or reject groups that the collector gave, which are graded."""
-        self.taken += groups
-        for group in groups:
-            self.add(group)
-
-    def _make_up(self, missing: int) -> None:
-        """Train on what there is: take the last rejected groups back, if that is wanted."""
-        if not self.train_on_rest:
-            raise FilterError(
-                f"of {len(self.taken)} groups generated only {len(self.kept)} of "
-                f"groups_per_iteration={self.source.num_groups} groups passed the filters "
-                f"({self.tell()}): the prompts are exhausted, too easy or too hard; raise "
-                "max_rounds (or refill_seconds), change the prompts, drop the filter, or set "
-                "train_on_rest: true"
-            )
-        for group, completed in self._set_aside[-missing:]:
-            for rollout in completed:
-                rollout.status = RolloutStatus.COMPLETED
-            self.kept.append(group)
-        self.made_up = missing
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{missing} of groups_per_iteration={self.source.num_groups} groups are ones that "
-                f"filters rejected ({self.tell()}), because max_rounds or refill_seconds left no "
-                "time for others; raise them, or change the prompts or filters. The metric "
-                "filter/made_up has their number in every iteration",
-                stacklevel=2,
-            )
+    def add(self, groups: Sequence[Group]) -> None:
+        """Add groups that the collector gave, which are graded."""
+        rollouts = [rollout for group in groups for rollout in group]
+        self.generated += rollouts
+        self.selection.add(groups)
+        self.pipeline.rewards.require_graded(rollouts)
 
     def _take(self, iteration: int, count: int, seconds: float) -> list[Group]:
         begin, since = time.perf_counter(), self._acked
@@ -237,12 +174,12 @@ class Collection:
                     return await collector.complete()
             return []
 
-        before, end = len(self.kept), time.monotonic() + seconds
+        before, end = len(self.selection.kept), time.monotonic() + seconds
         elsewhere = self.pipeline.engine.serves_all_ranks  # servers have threads of their own
         with nullcontext() if elsewhere else beside_engine(collector.engine_threads):
             groups = run_async(begin())
             while places := run_async(complete()):
-                kept = [place for place in places if self._verdict(groups[place]) is None]
+                kept = [place for place in places if self.selection.verdict(groups[place]) is None]
                 stream.add([(before + place, groups[place]) for place in kept])
         return max(0.0, end - time.monotonic())
 
@@ -257,7 +194,7 @@ class Collection:
         except TimeoutError:
             if not limit.expired():
                 raise
-            groups = await self.collector.evict(self.taken)
+            groups = await self.collector.evict(self.selection.taken)
         dropped, self.collector.dropped = self.collector.dropped, []
         self.generated += [rollout for group in dropped for rollout in group]
         self._ahead = self.collector.metrics()
@@ -266,35 +203,14 @@ class Collection:
             self._ahead["collect/replicas"] = float(states.count(RunState.RUNNING))
         return groups
 
-    def add(self, group: Group) -> None:
-        """Keep a group, or mark its rollouts SKIPPED and note which filter rejected it."""
-        self.generated += group
-        if (group_filter := self._verdict(group)) is None:
-            self.kept.append(group)
-            return
-        self.rejected[type(group_filter).__name__] += 1
-        completed = [rollout for rollout in group if rollout.completed]
-        self._set_aside.append((group, completed))
-        for rollout in completed:
-            rollout.status = RolloutStatus.SKIPPED
-
-    def _verdict(self, group: Group) -> GroupFilter | None:
-        """Return the first filter that rejects a graded group, asking each at most once."""
-        name = group[0].group_id
-        if name not in self._verdicts:
-            self._verdicts[name] = next((f for f in self.filters if not f.keep(group)), None)
-        return self._verdicts[name]
-
     @property
     def rollouts(self) -> list[Rollout]:
         """The kept ones."""
-        return [rollout for group in self.kept for rollout in group]
+        return [rollout for group in self.selection.kept for rollout in group]
 
     def metrics(self) -> dict[str, float]:
         """Groups that each filter rejected, or that made up a batch; what the collector has."""
-        made_up = {"filter/made_up": float(self.made_up)} if self.train_on_rest else {}
-        rejected = {f"filter/{name}": float(n) for name, n in self.rejected.items()}
-        return self._ahead | rejected | made_up
+        return self._ahead | self.selection.metrics()
 
     def of_all_ranks(
         self, version: int, versions: Mapping[str, int] | None = None
@@ -320,11 +236,6 @@ class Collection:
         before, self._cancelled = self._cancelled or 0, self.pipeline.engine.cancelled_tokens
         return float(self._cancelled - before)
 
-    def tell(self) -> str:
-        """Say in words which filter rejected how many groups."""
-        parts = (f"{name} rejected {count}" for name, count in self.rejected.items())
-        return ", ".join(parts) or "none was rejected"
-
     def observe(self, prompts: PromptDataset, groups: Sequence[Group]) -> None:
         """Tell prompts of all ranks' groups: on each rank after the same number of draws.
 
@@ -342,7 +253,7 @@ class Collection:
     def ack(self) -> None:
         """Take note that the batch is in safe hands, and begin to work on the next one."""
         # Nobody waits: the loop may be in the middle of an engine's step.
-        runtime.loop.call_soon_threadsafe(self.collector.ack, self.taken)
+        runtime.loop.call_soon_threadsafe(self.collector.ack, self.selection.taken)
         self._acked = time.perf_counter()
 
     @contextmanager

@@ -14,6 +14,7 @@ from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
 from lightning_rl.collect.loader import trainable
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.collect.selection import Selection
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
@@ -297,16 +298,16 @@ def test_all_filters_must_agree_and_each_counts_what_it_rejected_first(tiny_mode
     # 1 2 | 3 4 | 5 6 | 7 | ... | 12
     assert numbers(collection.rollouts) == [6, 6, 6, 12, 12, 12]
     assert collection.metrics() == {"filter/Even": 6.0, "filter/RewardSpread": 4.0}
-    assert collection.tell() == "Even rejected 6, RewardSpread rejected 4"
+    assert collection.selection.tell() == "Even rejected 6, RewardSpread rejected 4"
 
 
 def test_a_kept_group_keeps_its_failures_for_what_they_are(tiny_model, make_rollout):
-    collection = Collection(None, SyncCollector(), None, [RewardSpread()])
+    selection = Selection(None, [RewardSpread()])
     group = group_of(make_rollout, 1.0, 1.0, None)
     group[2].status = RolloutStatus.FAILED
-    collection.add(group)
+    selection.add([group])
     assert [r.status.value for r in group] == ["skipped", "skipped", "failed"]
-    assert collection.kept == []
+    assert selection.kept == []
 
 
 def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
