@@ -48,8 +48,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "OPMD": {ADVANTAGE: {"OPMD": {"tau": 5.0}}},
     "PPO, GAE": {
         ADVANTAGE: {"GAE": {}},
-        "value_head": {"SharedValueHead": {}},
-        "value_lr": 1.0e-3,
+        "critic": {"head": {"class_path": "SharedValueHead"}, "lr": 1.0e-3},
         "data": {"group_size": 1, "groups_per_iteration": 256},
     },
     "DAPO": {

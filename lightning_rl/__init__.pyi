@@ -159,6 +159,9 @@ from lightning_rl.engines import (
 from lightning_rl.errors import (
     LightningRLError as LightningRLError,
 )
+from lightning_rl.learn.critic import (
+    Critic as Critic,
+)
 from lightning_rl.learn.dpo import (
     DPOModule as DPOModule,
     PairDataModule as PairDataModule,

@@ -19,7 +19,7 @@ from lightning_rl.algos.kl import (
     KLPenalty,
     check_target_kl,
 )
-from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
+from lightning_rl.algos.losses import PolicyLoss, PPOClip
 from lightning_rl.algos.objective import (
     Aggregation,
     Objective,
@@ -31,11 +31,11 @@ from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.ahead import NothingAhead
 from lightning_rl.learn.auto_packs import DEFAULT, AutoPacks
 from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.critic import Critic, as_critic
 from lightning_rl.learn.left_out import LeftOut
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import make_optimizer
-from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.parallel.expert import require_experts
 from lightning_rl.models.parallel.sharding import read_by_rank_zero, shard
@@ -50,11 +50,8 @@ from lightning_rl.run.processes.dist import all_sum
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.vision.training import Vision
 
-LEAST_VALUE_LR = 1e-5
-"""Default learning rate of a critic; verl's default."""
 
-
-@configurable(model=model_of, lora=as_lora)
+@configurable(model=model_of, lora=as_lora, critic=as_critic)
 class PolicyModule(OwnLoop, RolloutModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
@@ -67,11 +64,11 @@ class PolicyModule(OwnLoop, RolloutModule):
     Args:
         model: directory or hub name of the causal LM to train; in Python also a transformers model
             object, or a pair of it and its tokenizer, of which a copy is trained.
-        advantage: how rewards become credit; ``GRPO()`` or ``GAE()`` (needs ``value_head``).
+        advantage: how rewards become credit; ``GRPO()`` or ``GAE()`` (needs a ``critic``).
         loss: policy loss.
         aggregation: how token losses are averaged.
-        value_head: critic, for ``GAE``: ``SharedValueHead()`` or ``SeparateValueHead()``.
-        value_loss: the critic's loss.
+        critic: a value head and how it learns, for ``GAE``; None: no critic. In Python also the
+            head alone, such as ``SharedValueHead()``.
         correction: importance weights for the difference between the engine's and the trainer's
             distribution; None: no correction.
         kl: KL penalty against the reference, in the loss; None: no penalty.
@@ -87,9 +84,6 @@ class PolicyModule(OwnLoop, RolloutModule):
         vision: which parts of an image-text model's vision are trained; None: none.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        value_lr: learning rate of the critic's own parameters; None: the optimizer's, but at
-            least 1e-5.
-        value_warmup_iterations: number of initial iterations in which only the critic is trained.
         trust_engine_logprobs: use the engine's logprobs as the old ones instead of recomputing
             them.
         mask_truncated: exclude rollouts that reached ``max_tokens`` from the loss (DAPO's overlong
@@ -122,8 +116,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         advantage: Advantage = GRPO(),
         loss: PolicyLoss = PPOClip(),
         aggregation: Aggregation = TokenMean(),
-        value_head: ValueHead | None = None,
-        value_loss: ValueLoss = ValueLoss(),
+        critic: Critic | None = None,
         correction: Correction | None = None,
         kl: KLPenalty | None = None,
         kl_reward: KLPenalty | None = None,
@@ -137,8 +130,6 @@ class PolicyModule(OwnLoop, RolloutModule):
             p, lr=1e-6, weight_decay=0.0, fused=True
         ),
         lr_scheduler: LRSchedulerCallable | None = None,
-        value_lr: float | None = None,
-        value_warmup_iterations: int = 0,
         trust_engine_logprobs: bool = False,
         mask_truncated: bool = False,
         ppo_epochs: int = 1,
@@ -171,22 +162,21 @@ class PolicyModule(OwnLoop, RolloutModule):
             minibatches=minibatches,
             max_tokens_per_pack=DEFAULT if max_tokens_per_pack == "auto" else max_tokens_per_pack,
         )
-        require_at_least(0, value_lr=value_lr)
-        require_finite(value_lr=value_lr, max_grad_norm=max_grad_norm)
+        require_finite(max_grad_norm=max_grad_norm)
         check_target_kl(target_kl, ppo_epochs=ppo_epochs)
         objective = Objective(
             loss,
             correction,
             kl,
             entropy,
-            value_loss if advantage.needs_values else None,
-            value_warmup_iterations,
+            critic.loss if critic is not None and advantage.needs_values else None,
+            0 if critic is None else critic.warmup_iterations,
             balance,
         )
         check_parts(
             advantage,
             objective,
-            has_critic=value_head is not None,
+            has_critic=critic is not None,
             kl_reward=kl_reward,
             reference=reference,
             trust_engine_logprobs=trust_engine_logprobs,
@@ -209,7 +199,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         self.kl_reward = kl_reward
         self.trust_engine_logprobs = trust_engine_logprobs
         self.mask_truncated = mask_truncated
-        self.value_lr = value_lr
+        self.critic = critic
         self.ppo_epochs = ppo_epochs
         self.minibatches = minibatches
         self.target_kl = target_kl
@@ -222,8 +212,8 @@ class PolicyModule(OwnLoop, RolloutModule):
         self.seed = run_seed(seed)
         self.reference: Reference | None = None
         self.ahead = NothingAhead()
-        # Tuples hide modules from nn.Module until they are configured.
-        self._value_head, self._reference = (value_head,), (reference,)
+        # A tuple hides modules from nn.Module until they are configured.
+        self._reference = (reference,)
 
     # ---------------------------------------------------------------- set-up
 
@@ -248,7 +238,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         with nullcontext() if mesh is None else read_by_rank_zero():
             self.policy = Policy(
                 self.model,
-                self._value_head[0],
+                None if self.critic is None else self.critic.head,
                 self.random_init,
                 self.gradient_checkpointing,
                 self.lora,
@@ -313,12 +303,11 @@ class PolicyModule(OwnLoop, RolloutModule):
         return None
 
     def configure_optimizers(self) -> Any:
-        groups = self.loaded_policy.parameter_groups(self.value_lr)
+        groups = self.loaded_policy.parameter_groups(self.critic.lr if self.critic else None)
         optimizer = make_optimizer(self, self.optimizer, groups)
-        if self.loaded_policy.value_head is not None and self.value_lr is None:
-            # A critic starts from nothing: the policy's small steps would not get it anywhere.
-            critic = optimizer.param_groups[-1]
-            critic["lr"] = max(critic["lr"], LEAST_VALUE_LR) if critic["lr"] else 0.0
+        if self.critic is not None:
+            of_head = optimizer.param_groups[-1]
+            of_head["lr"] = self.critic.least_lr(of_head["lr"])
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}

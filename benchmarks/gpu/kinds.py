@@ -102,7 +102,7 @@ _TRAINED_TOWER = {"vision": Vision(train_tower=True, train_projector=True)}
 KINDS = {
     "grpo": Kind(_tiny, _digits),
     "critic": Kind(
-        _tiny, _digits, {"advantage": GAE(), "value_head": SharedValueHead(), "minibatches": 2}
+        _tiny, _digits, {"advantage": GAE(), "critic": SharedValueHead(), "minibatches": 2}
     ),
     "lora": Kind(_tiny, _digits, {"lora": LoRA(rank=4)}),
     "nf4": Kind(_tiny, _digits, {"lora": {"rank": 4, "quantization": "NF4"}}, needs="bitsandbytes"),

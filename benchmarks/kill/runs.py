@@ -30,7 +30,7 @@ def configuration(
     model = {
         "model": str(data / "model"),
         "advantage": {"class_path": "GAE"},
-        "value_head": {"class_path": "SharedValueHead"},
+        "critic": {"head": {"class_path": "SharedValueHead"}},
         "kl": {"class_path": "K3Penalty", "init_args": {"coef": {
             "class_path": "AdaptiveCoefficient", "init_args": {"value": 0.05, "target": 1e-4}}}},
         "reference": {"class_path": "PeriodicReference", "init_args": {"every_n_iterations": 2}},

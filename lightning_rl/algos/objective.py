@@ -245,7 +245,7 @@ def check_parts(
         raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
     if advantage.needs_values and not has_critic:
         raise ConfigError(
-            f"advantage={type(advantage).__name__} needs a critic; set value_head to "
+            f"advantage={type(advantage).__name__} needs a critic; set critic.head to "
             "SharedValueHead or SeparateValueHead"
         )
     if kl_reward is not None and not advantage.takes_kl_reward:
@@ -256,8 +256,8 @@ def check_parts(
         )
     if objective.value_warmup_iterations and not advantage.needs_values:
         raise ConfigError(
-            f"value_warmup_iterations={objective.value_warmup_iterations} needs a critic to warm "
-            "up; set advantage to GAE, or remove value_warmup_iterations"
+            f"critic.warmup_iterations={objective.value_warmup_iterations} needs an advantage that "
+            "reads values; set advantage to GAE, or remove the critic"
         )
     if reference is not None and objective.kl is None and kl_reward is None:
         raise ConfigError(

@@ -32,8 +32,8 @@ def check_parts(result: Conversion) -> None:
     data = result.config["data"]["init_args"]
     try:
         made = {name: part_of(model[name]) for name in PARTS if name in model}
-        if "value_loss" in model:
-            ValueLoss(**model["value_loss"])
+        if "critic" in model:
+            ValueLoss(**model["critic"]["loss"])
         for reward in data["rewards"]:
             if isinstance(reward, dict) and "model" not in reward["init_args"]:
                 part_of(reward)

@@ -190,9 +190,9 @@ def _reinforce_plus_plus(given: Given, result: Conversion, baseline: bool) -> No
 def _critic(given: Given, result: Conversion) -> None:
     gamma, lam = given["algorithm.gamma"], given["algorithm.lam"]
     result.put_class("model.advantage", "GAE", gamma=gamma, lam=lam, whiten=True, unbiased=True)
-    result.put_class("model.value_head", "SeparateValueHead")
-    result.put("model.value_loss", {"coef": 1.0, "clip": given["critic.cliprange_value"]})
-    result.put("model.value_lr", given["critic.optim.lr"])
+    result.put_class("model.critic.head", "SeparateValueHead")
+    result.put("model.critic.loss", {"coef": 1.0, "clip": given["critic.cliprange_value"]})
+    result.put("model.critic.lr", given["critic.optim.lr"])
     given.cover("critic.grad_clip", "critic.optim.clip_grad")  # as the policy's
     if given.says("critic.loss_agg_mode") and given["critic.loss_agg_mode"] != given.look(
         ACTOR + "loss_agg_mode"
@@ -201,7 +201,7 @@ def _critic(given: Given, result: Conversion) -> None:
             given, "critic.loss_agg_mode", "the critic's loss is averaged like the policy's"
         )
     if given["trainer.critic_warmup"]:
-        result.put("model.value_warmup_iterations", given["trainer.critic_warmup"])
+        result.put("model.critic.warmup_iterations", given["trainer.critic_warmup"])
     result.remarks.append("the critic's loss is half a squared error in both: ValueLoss.coef is 1")
 
 

@@ -135,7 +135,7 @@ class Learner:
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Add ``values`` (T,) of the critic; free if ``compute_old_logprobs`` ran before."""
         if self.loaded_policy.value_head is None:
-            raise ConfigError("compute_values needs a critic; set value_head")
+            raise ConfigError("compute_values needs a critic; set critic.head")
         return batch if "values" in batch["tokens"] else self.compute_old_logprobs(batch)
 
     def compute_advantages(self, batch: TensorDict) -> TensorDict:

@@ -347,7 +347,7 @@ def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"value_head model={model!r} cannot be loaded: {error}") from error
+        raise ConfigError(f"critic.head model={model!r} cannot be loaded: {error}") from error
     keep_own_attention(found)
     body = found.base_model.to(torch.get_default_device()).train()
     linear = _zero_linear(body)
@@ -358,7 +358,7 @@ def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
         linear.load_state_dict(own)
     elif load is not AutoModel:
         rank_zero_warn(
-            f"value_head model={model!r}: its head is left out, and values begin at 0, because it "
+            f"critic.head model={model!r}: its head is left out, and values begin at 0, because it "
             f"is no `score` head of one label (num_labels={config.num_labels}); save the reward "
             "model with num_labels=1 to begin with what it predicts"
         )

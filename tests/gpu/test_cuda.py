@@ -86,7 +86,7 @@ def test_ppo_raises_reward_on_cuda(tiny_model: Path, tmp_path: Path, precision: 
     module = PolicyModule(
         str(tiny_model),
         advantage=GAE(),
-        value_head=SharedValueHead(),
+        critic=SharedValueHead(),
         optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3),
         minibatches=2,
     )

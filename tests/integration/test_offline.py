@@ -151,7 +151,7 @@ def test_a_critic_needs_no_groups(tiny_model, tmp_path, recorded):
     file = open_rollouts(tmp_path / "single.jsonl")
     file.append(recorded[::4], 0)
     module = policy_module(
-        tiny_model, advantage=GAE(), value_head=SharedValueHead(), trust_engine_logprobs=False,
+        tiny_model, advantage=GAE(), critic=SharedValueHead(), trust_engine_logprobs=False,
         correction=TokenTIS(),
     )  # fmt: skip
     fit(module, OfflineDataModule(str(file.path), 6), tmp_path)

@@ -201,7 +201,7 @@ def test_a_checkpoint_holds_nothing_that_weights_only_refuses(saved, tiny_model)
 
 
 def test_load_from_checkpoint_rebuilds_the_module(saved):
-    module = PolicyModule.load_from_checkpoint(saved, advantage=GAE(), value_head=SharedValueHead())
+    module = PolicyModule.load_from_checkpoint(saved, advantage=GAE(), critic=SharedValueHead())
     state = torch.load(saved, weights_only=True)["state_dict"]
     assert module.state_dict().keys() == state.keys()
     for name, weight in module.state_dict().items():

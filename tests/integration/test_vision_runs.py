@@ -13,6 +13,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from lightning_rl import (
     GAE,
+    Critic,
     FrozenReference,
     K3Penalty,
     LoRA,
@@ -135,7 +136,7 @@ def test_a_projector_alone(qwen, rows, tmp_path):
 def test_the_way_through_minibatches_epochs_and_a_critic(qwen, rows, tmp_path):
     """Of a batch cut into minibatches and small packs, scored twice by a critic too."""
     module, trainer = run(
-        qwen, rows, tmp_path, advantage=GAE(), value_head=SharedValueHead(), ppo_epochs=2,
+        qwen, rows, tmp_path, advantage=GAE(), critic=SharedValueHead(), ppo_epochs=2,
         minibatches=2, max_tokens_per_pack=64, kl=K3Penalty(), gradient_checkpointing=True,
         vision=Vision(train_tower=True),
     )  # fmt: skip
@@ -145,7 +146,7 @@ def test_the_way_through_minibatches_epochs_and_a_critic(qwen, rows, tmp_path):
 
 def test_a_critic_with_a_tower_of_its_own(qwen, rows, tmp_path):
     module, trainer = run(
-        qwen, rows, tmp_path, advantage=GAE(), value_head=SeparateValueHead(), value_lr=1e-2
+        qwen, rows, tmp_path, advantage=GAE(), critic=Critic(SeparateValueHead(), lr=1e-2)
     )
     assert gap(trainer) < AGREED
     assert changed(module, qwen) == {"language_model", "lm_head.weight"}

@@ -188,7 +188,10 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.entropy.coef.final 0 --model.entropy.coef.iterations 0": [
             "iterations=0 must be >= 1"
         ],
-        "--model.value_lr -1": ["value_lr=-1", "must be >= 0"],
+        "--model.critic.head SharedValueHead --model.critic.lr -1": [
+            "critic.lr=-1",
+            "must be >= 0",
+        ],
         "--model.lora LoRA --model.lora.rank 0": ["lora.rank=0 must be >= 1"],
         "--model.lora.quantization NF4 --model.lora.quantization.block_size 48": [
             "NF4.block_size=48 must be one of 32, 64"
@@ -228,7 +231,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "advantage=PassAtK needs the reward as it was graded",
             "set kl instead",
         ],
-        "--model.value_warmup_iterations 3": ["value_warmup_iterations=3 needs a critic"],
+        "--model.critic.head SharedValueHead --model.critic.warmup_iterations 3": [
+            "critic.warmup_iterations=3 needs an advantage that reads values"
+        ],
         "--model.reference FrozenReference": ["reference=FrozenReference is not used by any KL"],
         "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],
         "--data.eval_prompts null": ["Evaluate has nothing to evaluate on", "data.eval_prompts"],
@@ -261,7 +266,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "The recorded metrics are eval/accuracy",
         ],
         "--data.filters+=RewardSpread --data.group_size 1 --model.advantage GAE "
-        "--model.value_head SharedValueHead": ["group_size=1 must be >= 2 for RewardSpread"],
+        "--model.critic.head SharedValueHead": ["group_size=1 must be >= 2 for RewardSpread"],
         "--data.expert_prompts JSONLPrompts --data.expert_prompts.path train.jsonl": [
             "set model.loss: SFTMix"
         ],

@@ -102,7 +102,7 @@ def three_policies(model: str) -> RolesModule:
             lr_scheduler=lambda o: WarmupCosine(o, warmup_steps=2, total_steps=24),
         ),
         "second": policy(0.05, schedule=Periodic(every=2), kl=K3Penalty()),
-        "rare": policy(0.05, advantage=GAE(), value_head=SharedValueHead(), ppo_epochs=2),
+        "rare": policy(0.05, advantage=GAE(), critic=SharedValueHead(), ppo_epochs=2),
     }
     return RolesModule(model, policies)
 

@@ -86,7 +86,7 @@ def critic() -> Settings:
     """All that may be sharded, and an advantage that is normalised over all ranks."""
     return {
         "advantage": GAE(),
-        "value_head": SharedValueHead(),
+        "critic": SharedValueHead(),
         "kl": K3Penalty(),
         "optimizer": adamw,
         "max_grad_norm": 1.0,
@@ -97,7 +97,7 @@ def separate(model: str) -> Settings:
     """A critic and a reference that are read from files of their own."""
     return {
         "advantage": GAE(),
-        "value_head": SeparateValueHead(model),
+        "critic": SeparateValueHead(model),
         "kl": K3Penalty(),
         "reference": FrozenReference(model),
     }
@@ -141,7 +141,7 @@ def turns(advantage: Advantage) -> Settings:
         agent = Branching(agent, at=RandomCalls(0.5))
     data = {"agent": agent, "rewards": [EnvironmentReward()], "sampling": Sampling(max_tokens=8)}
     head = SharedValueHead() if advantage.needs_values else None
-    return {"advantage": advantage, "value_head": head, "data": data}
+    return {"advantage": advantage, "critic": head, "data": data}
 
 
 class Logged(Mixture):

@@ -195,7 +195,7 @@ PICTURES = {
     ),
     "a tower and a critic": pictures(
         partial(
-            grpo, **TOWER, advantage=rl.GAE(), value_head=rl.SeparateValueHead(), minibatches=2,
+            grpo, **TOWER, advantage=rl.GAE(), critic=rl.SeparateValueHead(), minibatches=2,
             ppo_epochs=2, max_tokens_per_pack=64, gradient_checkpointing=True,
         )
     ),

@@ -95,5 +95,5 @@ def grpo(tiny_model, **options) -> PolicyModule:
 def ppo(tiny_model, **options) -> PolicyModule:
     options = {"optimizer": adamw(1e-2), "ppo_epochs": 2, "minibatches": 2, "seed": 7} | options
     return PolicyModule(
-        str(tiny_model), advantage=GAE(), value_head=SharedValueHead(detach=True), **options
+        str(tiny_model), advantage=GAE(), critic=SharedValueHead(detach=True), **options
     )

@@ -28,7 +28,7 @@ from lightning_rl.run.processes import dist
 from lightning_rl.run.processes.peers import Peer, introduce
 
 # What the weights or the optimizer's state are made for.
-FIXED = ("model.lora", "model.value_head", "model.reference")
+FIXED = ("model.lora", "model.critic.head", "model.reference")
 FIXED_CLASSES = ("model", "data", "model.optimizer")
 PENALTIES = ("model.kl", "model.kl_reward")
 # What else decides what is learned, of keys of which the others do not.
@@ -58,7 +58,7 @@ HARMLESS = (
     "data.train_prompts.path",  # what is in the file counts
     "data.path",
 )
-OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.value_lr")
+OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.critic.lr")
 _POLICY = re.compile(r"^model\.policies\.\w+\.")
 
 configured_as: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
@@ -374,7 +374,7 @@ def _require_fitting(module: Any, theirs: dict[str, Any], path: str) -> None:
         if names:
             raise ConfigError(
                 f"{path} is of another model: {what} {len(names)} weights, such as {names[0]}; "
-                "configure the same model, LoRA, value_head, kl and reference as that run"
+                "configure the same model, LoRA, critic, kl and reference as that run"
             )
 
 

@@ -202,7 +202,7 @@ def test_training_with_the_kl_in_the_reward_reports_it(
 ):
     module = PolicyModule(
         str(tiny_model), advantage=advantage, kl_reward=K1Penalty(0.5), minibatches=2,
-        value_head=SharedValueHead() if isinstance(advantage, GAE) else None,
+        critic=SharedValueHead() if isinstance(advantage, GAE) else None,
         max_tokens_per_pack=30,
     )  # fmt: skip
     batch = scored(module, random_batch(44))

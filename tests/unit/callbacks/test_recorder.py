@@ -84,7 +84,7 @@ def test_a_critic_adds_its_values(tiny_model, tmp_path):
         RolloutRecorder(),
         iterations=1,
         advantage=GAE(),
-        value_head=SharedValueHead(),
+        critic=SharedValueHead(),
     )
     for record in records:
         # Advantages are whitened after returns were made, so these two are enough.

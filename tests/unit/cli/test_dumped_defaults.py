@@ -41,6 +41,7 @@ NEEDED = {
     "CheckpointTransport": {"directory": "weights"},
     "ClassHead": {"classes": 3},
     "ConstantSchedule": {"value": 0.1},
+    "Critic": {"head": of("SharedValueHead")},
     "DPOModule": {"model": "base"},
     "EngineJudge": {"model": "base"},
     "EnvDataModule": {"env": of("Gym", name="CartPole-v1")},

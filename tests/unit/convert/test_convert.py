@@ -525,7 +525,7 @@ def test_the_group_of_search_r1_and_the_overlong_buffer_of_dapo():
 def test_ppo_of_verl_keeps_its_bounds_and_its_critic():
     model = convert_verl([]).config["model"]["init_args"]
     assert model["loss"]["init_args"] == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
-    assert model["value_loss"] == {"coef": 1.0, "clip": 0.5}
-    assert (model["value_lr"], model["advantage"]["init_args"]["lam"]) == (1e-5, 1.0)
+    assert model["critic"]["loss"] == {"coef": 1.0, "clip": 0.5}
+    assert (model["critic"]["lr"], model["advantage"]["init_args"]["lam"]) == (1e-5, 1.0)
     remark = convert_verl(["actor_rollout_ref.actor.clip_ratio=0.3"]).remarks[0]
     assert "clip_ratio 0.3 has no effect in verl" in remark

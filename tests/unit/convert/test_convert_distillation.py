@@ -166,7 +166,7 @@ def test_a_teacher_of_verl_alone_needs_no_rewards_and_no_critic(said, loss, argu
     result = convert_verl(values)
     model, data = parts(result)
     assert model["loss"] == {"class_path": loss, "init_args": arguments}
-    assert (model["advantage"]["class_path"], "value_head" in model) == ("Distillation", False)
+    assert (model["advantage"]["class_path"], "critic" in model) == ("Distillation", False)
     [teacher] = data["rewards"]
     top_k = {} if loss == "PPOClip" else {"top_k": said.get(LOSS + "topk", 32)}
     assert teacher["init_args"] == {"model": "a/b", "dtype": "bfloat16"} | top_k

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lightning_rl import PolicyModule
+from lightning_rl import Critic, PolicyModule
 from lightning_rl.algos.objective import Objective, loss_tokens
 from lightning_rl.convert.checked import PARTS, part_of
 from lightning_rl.convert.conversion import Conversion, sections, table
@@ -271,7 +271,7 @@ def ours_of(result: Conversion, batch, leaves):
         tokens["loss_mask"] = tokens["loss_mask"] & ~cut
     weights = parts.pop("aggregation")(first)
     live = tokens["loss_mask"].nonzero().squeeze(1)
-    value_loss = ValueLoss(**model["value_loss"]) if "value_loss" in model else None
+    value_loss = ValueLoss(**model["critic"]["loss"]) if "critic" in model else None
     scores = Scores(live, *(leaf[tokens["index"][live]] for leaf in leaves))
     objective = Objective(value_loss=value_loss, **parts)
     return (weights[live] * objective(scores, loss_tokens(first, scores), 0)[0]).sum()
@@ -344,9 +344,11 @@ def test_nothing_is_said_to_differ_where_nothing_has_to(library, said):
 def test_what_is_written_is_accepted_together(library, said):
     """A correction beside bypass_mode once was not."""
     written = converted(library, BASES[library] | said).config["model"]["init_args"]
-    parts = {name: part_of(written[name]) for name in (*PARTS, "value_head") if name in written}
-    if "value_loss" in written:
-        parts["value_loss"] = ValueLoss(**written["value_loss"])
+    parts = {name: part_of(written[name]) for name in PARTS if name in written}
+    if "critic" in written:
+        critic = dict(written["critic"])
+        head, loss = part_of(critic.pop("head")), ValueLoss(**critic.pop("loss"))
+        parts["critic"] = Critic(head, loss, **critic)
     plain = ("ppo_epochs", "minibatches", "mask_truncated", "trust_engine_logprobs")
     given = {name: written[name] for name in plain if name in written}
     module = PolicyModule("model", **parts, **given)

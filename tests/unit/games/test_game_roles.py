@@ -355,7 +355,7 @@ def test_a_paused_policy_is_no_player(tiny_model, train_on, conversations):
         ({"update": PSOS(loss=GSPO())}, "update=PSOS reads the column 'row'"),
         ({"first": {"loss": GSPO()}}, "policies.first.loss=GSPO: in a game the update defines"),
         (
-            {"second": {"advantage": GAE(), "value_head": SharedValueHead()}},
+            {"second": {"advantage": GAE(), "critic": SharedValueHead()}},
             "policies.second.advantage=GAE .* one advantage per rollout.*; use GRPO",
         ),
         ({"second": {"minibatches": 2}}, "policies.second.minibatches=2, but policies.first"),

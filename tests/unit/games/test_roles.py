@@ -81,7 +81,7 @@ def adapters(policy) -> dict[str, torch.Tensor]:
 def settings() -> dict[str, dict]:
     return {
         "first": {"optimizer": adamw(1e-2), "ppo_epochs": 2, "minibatches": 2},
-        "second": {"optimizer": adamw(3e-3), "advantage": GAE(), "value_head": SharedValueHead()},
+        "second": {"optimizer": adamw(3e-3), "advantage": GAE(), "critic": SharedValueHead()},
     }
 
 

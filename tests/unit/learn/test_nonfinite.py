@@ -61,9 +61,10 @@ def test_no_part_takes_a_number_that_is_none(kind, key, value):
 
 @pytest.mark.parametrize("value", BAD)
 def test_nor_do_modules_and_data(tiny_model, value):
-    for key in ("value_lr", "max_grad_norm"):
-        with pytest.raises(ConfigError, match=f"{key}={value}"):
-            grpo(tiny_model, **{key: value})
+    with pytest.raises(ConfigError, match=f"max_grad_norm={value}"):
+        grpo(tiny_model, max_grad_norm=value)
+    with pytest.raises(ConfigError, match=rf"critic\.lr={value}"):
+        rl.Critic(rl.SharedValueHead(), lr=value)
     for options in ({"beta": value}, {"smoothing": value}):
         with pytest.raises(ConfigError, match=f"={value}"):
             rl.DPOModule(str(tiny_model), **options)

@@ -114,10 +114,10 @@ ALGORITHMS = {
     "kl_reward": {"kl_reward": K1Penalty(0.1), "minibatches": 2},
     "engine_logprobs": {"trust_engine_logprobs": True},
     "masked": {"mask_truncated": True},
-    "critic": {"advantage": GAE(whiten=False), "value_head": SharedValueHead()},
+    "critic": {"advantage": GAE(whiten=False), "critic": SharedValueHead()},
     "critics_own": {
         "advantage": GAE(whiten=False),
-        "value_head": SeparateValueHead(),
+        "critic": SeparateValueHead(),
         "minibatches": 2,
         "ppo_epochs": 2,
     },
@@ -175,8 +175,8 @@ def test_rollouts_of_several_rows_are_streamed_too(tiny_model, random_rollouts, 
 
 
 TURNS = {
-    "gae": {"advantage": GAE(whiten=False), "value_head": SharedValueHead()},
-    "turn_gae": {"advantage": TurnGAE(whiten=False), "value_head": SharedValueHead()},
+    "gae": {"advantage": GAE(whiten=False), "critic": SharedValueHead()},
+    "turn_gae": {"advantage": TurnGAE(whiten=False), "critic": SharedValueHead()},
     "reward_to_go": {"advantage": RewardToGo(0.9), "minibatches": 2},
     "gigpo": {"advantage": GiGPO(), "kl_reward": K1Penalty(0.1)},
 }
@@ -287,8 +287,8 @@ def test_groups_of_later_minibatches_leave_no_gradient(tiny_model, random_rollou
 
 
 REFUSED = {
-    "GAE": {"advantage": GAE(), "value_head": SharedValueHead()},
-    "TurnGAE": {"advantage": TurnGAE(), "value_head": SharedValueHead()},
+    "GAE": {"advantage": GAE(), "critic": SharedValueHead()},
+    "TurnGAE": {"advantage": TurnGAE(), "critic": SharedValueHead()},
     "ReinforcePlusPlus": {"advantage": ReinforcePlusPlus()},
     "RunningBaseline": {"advantage": RunningBaseline()},
     "Cubed": {"aggregation": Cubed()},

@@ -54,7 +54,7 @@ def test_a_frozen_copy_stays(tiny_model, train_on, random_batch):
 
 
 def test_a_frozen_copy_has_no_critic(tiny_model, random_batch):
-    module = module_of(tiny_model, advantage=GAE(), value_head=SharedValueHead())
+    module = module_of(tiny_model, advantage=GAE(), critic=SharedValueHead())
     module.configure_model()
     assert module.reference.policy.value_head is None
     assert isinstance(module.policy.value_head, SharedValueHead)
@@ -166,7 +166,7 @@ def test_the_base_does_not_replace_the_critics_values(tiny_model, random_batch):
             lora=LoRA(rank=4),
             reference=BaseReference(),
             advantage=GAE(),
-            value_head=head,
+            critic=head,
             kl_reward=K1Penalty(0.1),
         )
     )

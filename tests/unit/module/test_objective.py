@@ -14,6 +14,7 @@ from lightning_rl.algos.objective import Objective, PromptMean, SequenceMean, To
 from lightning_rl.data.batch import token_rows
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.critic import Critic
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.reference import FrozenReference
@@ -88,7 +89,7 @@ class Weights(Callback):
 @pytest.mark.parametrize("head", [lambda: SharedValueHead(detach=True), SeparateValueHead])
 def test_warm_up_trains_the_critic_alone(tiny_model, train_on, random_batch, head):
     module = module_of(
-        tiny_model, advantage=GAE(), value_head=head(), value_warmup_iterations=2, ppo_epochs=2,
+        tiny_model, advantage=GAE(), critic=Critic(head(), warmup_iterations=2), ppo_epochs=2,
         kl=K3Penalty(0.1), entropy=EntropyBonus(0.1),
     )  # fmt: skip
     start = nn.utils.parameters_to_vector(module.policy.lm.parameters()).detach().clone()
@@ -104,11 +105,11 @@ def test_warm_up_trains_the_critic_alone(tiny_model, train_on, random_batch, hea
 def test_after_warm_up_the_iteration_is_an_ordinary_one(tiny_model, train_on, random_batch):
     """The LM did not move, so its step is the first of a run whose critic is the warmed-up one."""
     head = SharedValueHead(detach=True)
-    module = module_of(tiny_model, advantage=GAE(), value_head=head, value_warmup_iterations=1)
+    module = module_of(tiny_model, advantage=GAE(), critic=Critic(head, warmup_iterations=1))
     train_on(module, [random_batch(1)])
     warmed = {name: p.clone() for name, p in module.policy.value_head.state_dict().items()}
     train_on(module, [random_batch(2)])
-    other = module_of(tiny_model, advantage=GAE(), value_head=SharedValueHead(detach=True))
+    other = module_of(tiny_model, advantage=GAE(), critic=SharedValueHead(detach=True))
     other.policy.value_head.load_state_dict(warmed)
     train_on(other, [random_batch(2)])
     for mine, theirs in zip(module.policy.parameters(), other.policy.parameters(), strict=True):
@@ -190,7 +191,7 @@ def test_the_engines_logprobs_stand_in_for_the_old_ones(tiny_model, random_batch
 
 def test_with_a_critic_too(tiny_model, random_batch):
     trusting, plain = (
-        module_of(tiny_model, advantage=GAE(), value_head=SharedValueHead(), **options)
+        module_of(tiny_model, advantage=GAE(), critic=SharedValueHead(), **options)
         for options in ({"trust_engine_logprobs": True}, {})
     )
     for module in (trusting, plain):
@@ -238,10 +239,9 @@ def test_right_engine_logprobs_change_nothing(tiny_model, train_on, random_batch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"value_warmup_iterations": 3}, "value_warmup_iterations=3 needs a critic to warm up"),
         (
-            {"value_warmup_iterations": 1, "loss": Reinforce(), "value_head": SharedValueHead()},
-            "needs a critic to warm up",
+            {"critic": Critic(SharedValueHead(), warmup_iterations=3), "loss": Reinforce()},
+            r"critic\.warmup_iterations=3 needs an advantage that reads values",
         ),
         ({"reference": FrozenReference()}, "reference=FrozenReference is not used by any KL"),
     ],

@@ -113,7 +113,7 @@ def test_the_engine_follows(tiny_model, tmp_path):
 
 
 def critics(tiny_model):
-    return grpo(tiny_model, advantage=GAE(), value_head=SeparateValueHead(), kl_reward=K1Penalty())
+    return grpo(tiny_model, advantage=GAE(), critic=SeparateValueHead(), kl_reward=K1Penalty())
 
 
 def everything(tiny_model):

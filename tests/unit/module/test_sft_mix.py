@@ -46,12 +46,12 @@ def every_second(completions):
     return [float(place % 2) for place in range(len(completions))]
 
 
-def fit(tiny_model, tmp_path, advantage=GRPO(), loss=None, value_head=None):
+def fit(tiny_model, tmp_path, advantage=GRPO(), loss=None, critic=None):
     module = PolicyModule(
         str(tiny_model),
         advantage=advantage,
         loss=loss or SFTMix(coef=1.0),
-        value_head=value_head,
+        critic=critic,
         optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3),
     )
     rows = []
@@ -86,7 +86,7 @@ def test_experts_are_learnt_from_and_kept_out_of_what_is_measured(tiny_model, tm
 
 
 @pytest.mark.parametrize(
-    "options", [{"loss": PPOClip()}, {"advantage": GAE(), "value_head": SharedValueHead()}]
+    "options", [{"loss": PPOClip()}, {"advantage": GAE(), "critic": SharedValueHead()}]
 )
 def test_experts_need_the_loss_and_a_group_advantage(tiny_model, tmp_path, options):
     with pytest.raises(ConfigError, match="expert_prompts adds rows without a reward; set"):

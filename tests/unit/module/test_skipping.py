@@ -130,7 +130,7 @@ class Anchored(PolicyLoss):
         {"kl": K3Penalty()},
         {"kl_reward": K1Penalty()},
         {"entropy": EntropyBonus()},
-        {"advantage": GAE(), "value_head": SharedValueHead()},
+        {"advantage": GAE(), "critic": SharedValueHead()},
         {"loss": Anchored()},
         {"loss": SFTMix(Anchored())},
     ],

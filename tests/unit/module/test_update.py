@@ -13,12 +13,13 @@ from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.algos.objective import SequenceMean, TokenMean
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.critic import LEAST_LR, Critic
 from lightning_rl.learn.learner import Learner
 from lightning_rl.learn.schedulers import WarmupLinear
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference
-from lightning_rl.module import LEAST_VALUE_LR, PolicyModule
+from lightning_rl.module import PolicyModule
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
 from tests.support.updates import Recorder, assert_close, last_gradients, sgd
 
@@ -31,7 +32,7 @@ def module_of(tiny_model, **options) -> PolicyModule:
 def with_critic(tiny_model, **options) -> PolicyModule:
     """PPO with a KL penalty and a critic whose predictions are not zero."""
     module = module_of(
-        tiny_model, advantage=GAE(), value_head=SharedValueHead(), kl=K3Penalty(0.1), **options
+        tiny_model, advantage=GAE(), critic=SharedValueHead(), kl=K3Penalty(0.1), **options
     )
     module.configure_model()
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +130,7 @@ def test_named_steps_one_by_one_are_the_training_step(tiny_model, train_on, rand
         module = cls(
             str(tiny_model),
             advantage=GAE(),
-            value_head=SeparateValueHead(),
+            critic=SeparateValueHead(),
             kl=K3Penalty(0.1),
             optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
             ppo_epochs=2,
@@ -149,12 +150,12 @@ class Bare(Learner):
     def __init__(self, module: PolicyModule) -> None:
         for name in Learner.__annotations__:
             setattr(self, name, getattr(module, name))
-        self._policy = Policy(module.model, *module._value_head)
+        self._policy = Policy(module.model, module.critic and module.critic.head)
         self.reference = FrozenReference()
         self.reference.configure(self._policy)
-        groups = self._policy.parameter_groups(module.value_lr)
+        groups = self._policy.parameter_groups(module.critic and module.critic.lr)
         self.optimizer = module.optimizer(groups)
-        self.optimizer.param_groups[-1]["lr"] = LEAST_VALUE_LR
+        self.optimizer.param_groups[-1]["lr"] = LEAST_LR
 
     device, loaded_policy = torch.device("cpu"), property(lambda self: self._policy)
 
@@ -181,8 +182,8 @@ def test_a_learner_needs_no_lightning(tiny_model, train_on, random_batch):
         "max_tokens_per_pack": 50,
     }
     batches = [random_batch(15), random_batch(16)]
-    module = module_of(tiny_model, value_head=SeparateValueHead(), **made)
-    bare = Bare(module_of(tiny_model, value_head=SeparateValueHead(), **made))
+    module = module_of(tiny_model, critic=SeparateValueHead(), **made)
+    bare = Bare(module_of(tiny_model, critic=SeparateValueHead(), **made))
     train_on(module, [batch.clone() for batch in batches])
     for batch in batches:
         metrics = bare.update(bare.compute_all(batch))
@@ -215,7 +216,7 @@ def test_steps_that_need_what_is_not_there_are_refused(tiny_model, random_batch)
     module.configure_model()
     with pytest.raises(ConfigError, match="needs a reference; set kl"):
         module.compute_ref_logprobs(random_batch(0))
-    with pytest.raises(ConfigError, match="needs a critic; set value_head"):
+    with pytest.raises(ConfigError, match=r"needs a critic; set critic\.head"):
         module.compute_values(random_batch(0))
 
 
@@ -226,7 +227,7 @@ def test_steps_that_need_what_is_not_there_are_refused(tiny_model, random_batch)
         ({"minibatches": -1}, "minibatches=-1 must be >= 1"),
         ({"max_tokens_per_pack": 0}, "max_tokens_per_pack=0 must be >= 1"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be > 0"),
-        ({"advantage": GAE()}, "advantage=GAE needs a critic; set value_head"),
+        ({"advantage": GAE()}, "advantage=GAE needs a critic; set critic.head"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
@@ -305,7 +306,7 @@ def test_the_schedule_steps_once_per_optimizer_step(tiny_model, train_on, random
 
 
 def test_the_critic_has_a_learning_rate_of_its_own(tiny_model, train_on, random_batch):
-    module = module_of(tiny_model, advantage=GAE(), value_head=SeparateValueHead(), value_lr=0.7)
+    module = module_of(tiny_model, advantage=GAE(), critic=Critic(SeparateValueHead(), lr=0.7))
     trainer = train_on(module, [random_batch(19)])
     policy_group, critic_group = trainer.optimizers[0].param_groups
     assert (policy_group["lr"], critic_group["lr"]) == (0.1, 0.7)

@@ -163,7 +163,7 @@ def test_models_of_rewards_are_planned_from_their_configurations(tiny_model, tmp
 def test_a_plan_without_weights_is_the_one_with_them(tiny_model, tmp_path, precision):
     plans = []
     for device in ("cpu", "meta"):
-        module, data = PolicyModule(str(tiny_model), value_head=SharedValueHead()), small_data()
+        module, data = PolicyModule(str(tiny_model), critic=SharedValueHead()), small_data()
         trainer = trainer_of(tmp_path, [], precision=precision)
         trainer.strategy.connect(module)
         data.trainer = module.trainer = trainer
