@@ -60,7 +60,7 @@ class ParameterRow:
 
 
 def sections(library: str) -> dict[str, list[ParameterRow]]:
-    """Read the table of ``trl`` or ``verl``: its rows by heading."""
+    """Read the table of ``trl``, ``verl`` or ``prime_rl``: its rows by heading."""
     text = Path(__file__).with_name(f"{library}.yaml").read_text(encoding="utf-8")
     return {
         title: [ParameterRow(theirs, **(columns or {})) for theirs, columns in rows.items()]
@@ -69,7 +69,7 @@ def sections(library: str) -> dict[str, list[ParameterRow]]:
 
 
 def table(library: str) -> dict[str, ParameterRow]:
-    """Read all rows of ``trl`` or ``verl``, by their names there."""
+    """Read all rows of a library's table, by their names there."""
     return {row.theirs: row for rows in sections(library).values() for row in rows}
 
 
@@ -215,6 +215,11 @@ class Given:
     def says(self, name: str) -> bool:
         """Return True if the file sets this parameter."""
         return name in self._given
+
+    def has(self, section: str) -> bool:
+        """Return True if the file has this section, be it an empty one; null is none."""
+        named = (name for name, value in self._given.items() if value is not None)
+        return any(f"{name}.".startswith(f"{section}.") for name in named)
 
     def cover(self, *names: str) -> None:
         """Mark parameters as carried over that hold here anyway, or come with another."""

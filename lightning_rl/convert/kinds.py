@@ -130,6 +130,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "text": (_text, "a text"),
     "texts": (_texts, "a text or a list of texts"),
     "mapping": (_mapping, "names and values"),
+    "tables": (_list_of(_mapping), "a list of tables"),
     "threshold": (_threshold, "a number > 0, or two as low_high"),
     "thresholds": (_thresholds, "a number > 0, or two as low_high"),
 }

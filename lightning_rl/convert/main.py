@@ -11,6 +11,7 @@ from typing import Any
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.convert.conversion import Conversion
+from lightning_rl.convert.prime_rl import convert_prime_rl
 from lightning_rl.convert.sources import Source, flat, read
 from lightning_rl.convert.trl import convert_trl, require_grpo_config
 from lightning_rl.convert.verl import convert_verl
@@ -72,21 +73,23 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = CommandParser(
         "convert",
-        "Read a configuration of TRL (GRPOConfig, DistillationConfig) or verl (PPO trainer) and "
-        "write ours. What could not be carried over, and what a number means here, is listed above "
-        "it and on stderr.",
+        "Read a configuration of TRL (GRPOConfig, DistillationConfig), verl (PPO trainer) or "
+        "prime-rl (rl.toml) and write ours. What could not be carried over, and what a number "
+        "means here, is listed above it and on stderr.",
         "In a Python script, the arguments of a trainer, its config, LoraConfig and load_dataset "
         "are read; values that only a run would reveal are named. For verl, prefer the script "
         "that starts it, or .hydra/overrides.yaml, which hold only what was set. Scripts are "
         "read, never run.",
     )
     parser.add_argument(
-        "file", type=Path, help="YAML, JSON, the Python script, or the shell script that starts it"
+        "file",
+        type=Path,
+        help="YAML, JSON, TOML, the Python script, or the shell script that starts it",
     )
     parser.add_argument(
         "--from",
         dest="library",
-        choices=("trl", "verl"),
+        choices=("trl", "verl", "prime-rl"),
         help="whose it is (default: guessed from its names)",
     )
     parser.add_argument("--output", type=Path, help="the file to write (default: print it)")
@@ -130,9 +133,11 @@ def convert(source: Source, options: argparse.Namespace) -> Conversion:
     """
     if options.library not in (None, source.library or options.library):
         raise ConfigError(f"--from {options.library}: {options.file} is for {source.library}")
-    verl = "verl" in (source.library, options.library)
-    added = {n: v for n, v in (_of_verl if verl else _of_trl)(options).items() if v is not None}
-    if verl:
+    library = source.library or options.library or "trl"
+    added = {n: v for n, v in _ADDED[library](options).items() if v is not None}
+    if library == "prime-rl":
+        conversion = convert_prime_rl(source.values, added)
+    elif library == "verl":
         conversion = convert_verl(flat(source.values) | added, options.rewards)
     else:
         require_grpo_config(source.values)  # before anything is added to it
@@ -160,3 +165,15 @@ def _of_verl(options: argparse.Namespace) -> dict[str, Any]:
         "data.val_files": options.eval_prompts,
         "trainer.n_gpus_per_node": options.devices,
     }
+
+
+def _of_prime_rl(options: argparse.Namespace) -> dict[str, Any]:
+    if options.prompts or options.eval_prompts or options.rewards:
+        raise ConfigError(
+            "--prompts, --eval_prompts and --rewards: those of prime-rl are its environments'; "
+            "change them in what convert writes"
+        )
+    return {"model.name": options.model, "deployment.num_train_gpus": options.devices}
+
+
+_ADDED = {"trl": _of_trl, "verl": _of_verl, "prime-rl": _of_prime_rl}

@@ -3,7 +3,8 @@
 import itertools
 import json
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class Source:
 
     Args:
         values: values by name.
-        library: ``trl`` or ``verl``; None: a file of values that may belong to either.
+        library: ``trl``, ``verl`` or ``prime-rl``; None: a file of values that may belong to any.
         missing: settings to fill in.
         remarks: values that were read as something else.
         doubts: by name, what only a run would tell about its value.
@@ -52,9 +53,9 @@ def read(path: Path) -> Source:
     Raises:
         ConfigError: if it is of another kind, or damaged.
     """
-    if path.suffix not in (".yaml", ".yml", ".json", ".py", *SCRIPTS):
+    if path.suffix not in (".yaml", ".yml", ".json", ".toml", ".py", *SCRIPTS):
         raise ConfigError(
-            f"{path}: convert reads .yaml, .yml, .json, .py and shell scripts "
+            f"{path}: convert reads .yaml, .yml, .json, .toml, .py and shell scripts "
             f"({', '.join(SCRIPTS)}); to convert training_args.bin, write "
             "it with json.dump(config.to_dict(), file) first"
         )
@@ -64,7 +65,10 @@ def read(path: Path) -> Source:
         return Source(script.values, "trl", script.missing, script.remarks)
     if path.suffix in SCRIPTS:
         return _from_script(text, path)
-    values = _from_json(text, path) if path.suffix == ".json" else parse_yaml(text, str(path))
+    if path.suffix in (".json", ".toml"):
+        values = _loaded(json.loads if path.suffix == ".json" else tomllib.loads, text, path)
+    else:
+        values = parse_yaml(text, str(path))
     if isinstance(values, list) and all(isinstance(value, str) for value in values) and values:
         return Source(parse_overrides(values), "verl")
     if not isinstance(values, dict) or not values:
@@ -73,17 +77,22 @@ def read(path: Path) -> Source:
     nameless = next((name for name in values if not isinstance(name, str)), None)
     if nameless is not None:
         raise ConfigError(f"{path}: {nameless!r} is not a parameter name")
+    if path.suffix == ".toml":
+        return Source(values, "prime-rl")
     verl = VERL_SECTIONS & {name.partition(".")[0] for name in values}
     return Source(flat(values), "verl") if verl else Source(values)
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join nested names by dots; interpolations, which follow another value, are left out."""
+def flat(values: dict[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
+    """Join nested names by dots, but below those of ``whole``, whose values stay mappings.
+
+    Interpolations, which follow another value, are left out.
+    """
     found: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{path}.")
+        if isinstance(value, dict) and value and path not in whole:
+            found |= flat(value, f"{path}.", whole)
         elif not (isinstance(value, str) and value.startswith("${")):
             found[path] = value
     return found
@@ -102,9 +111,9 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _from_json(text: str, path: Path) -> Any:
+def _loaded(load: Callable[[str], Any], text: str, path: Path) -> Any:
     try:
-        values = json.loads(text)
+        values = load(text)
     except ValueError as error:  # broken, or a number of thousands of digits
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except RecursionError:

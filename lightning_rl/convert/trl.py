@@ -83,7 +83,7 @@ def require_grpo_config(values: Mapping[str, Any]) -> None:
         nemo = " (it looks like NeMo-RL's)" if values.keys() >= NEMO_RL else ""
         raise ConfigError(
             f"{', '.join(others)[:80]}: {count} of a GRPOConfig among these{nemo}; convert reads "
-            "configurations of TRL and verl"
+            "configurations of TRL, verl and prime-rl"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_rl.convert.conversion import ParameterRow, sections
 
 DOCS = Path(__file__).parents[3] / "docs" / "convert"
-LIBRARIES = ("trl", "verl")
+LIBRARIES = ("trl", "verl", "prime_rl")
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning_rl import PolicyModule, RLDataModule
 from lightning_rl.config.names import MODULE_OF, public
 from lightning_rl.convert.main import as_yaml, main
+from lightning_rl.convert.prime_rl import PRIME_RL
 from lightning_rl.convert.trl import TRL, convert_trl
 from lightning_rl.convert.verl import VERL, convert_verl
 from lightning_rl.errors import ConfigError
@@ -51,7 +52,9 @@ def is_ours(name: str) -> bool:
     return argument in {parameter.name for parameter in get_signature_parameters(owner)}
 
 
-@pytest.mark.parametrize("row", [*TRL.values(), *VERL.values()], ids=lambda row: row.theirs)
+@pytest.mark.parametrize(
+    "row", [*TRL.values(), *VERL.values(), *PRIME_RL.values()], ids=lambda row: row.theirs
+)
 def test_each_counterpart_exists(row):
     names = [name for name in row.ours.split(", ") if name]
     assert [name for name in names if not is_ours(name)] == []
@@ -62,6 +65,8 @@ def test_each_counterpart_exists(row):
             "ModelCheckpoint",
             "TensorBoardLogger",
             "WandbLogger",
+            "VerifiersPrompts",
+            "VerifiersAgent",
         ), code
 
 
