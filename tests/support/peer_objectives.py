@@ -1,6 +1,8 @@
-"""What TRL 1.16 and verl 0.9 minimise, as formulas of their options, on padded (B, T) in float64.
+"""What TRL 1.16, verl 0.9 and prime-rl minimise, as formulas of their options.
 
-Written anew from what both compute: nothing here is shared with what is tested against it.
+Tensors are padded (B, T), in float64.
+
+Written anew from what they compute: nothing here is shared with what is tested against it.
 """
 
 from collections.abc import Mapping
@@ -338,3 +340,30 @@ def verl_objective(o: Mapping[str, Any], s: Sampled, leaves: Leaves) -> Tensor:
         own = o["critic.loss_agg_mode"] if "critic.loss_agg_mode" in o.get("said", ()) else average
         total = total + 0.5 * verl_average(own, error, mask, factor)
     return total
+
+
+# ---------------------------------------------------------------- prime-rl
+
+
+def prime_advantages(o: Mapping[str, Any], s: Sampled) -> Tensor:
+    mean = grouped(s.rewards, s.group_size, "mean")
+    kind = o["orchestrator.algo.type"]
+    if kind == "rae":  # an average that starts at 0, moved by one rollout after the other
+        found, baseline, decay = [], 0.0, o["orchestrator.algo.decay"]
+        for reward in s.rewards.tolist():
+            found.append(reward - baseline)
+            baseline = decay * baseline + (1 - decay) * reward
+        return torch.tensor(found, dtype=torch.double)
+    return (s.rewards - mean) / (mean if kind == "max_rl" else 1)
+
+
+def prime_objective(o: Mapping[str, Any], s: Sampled, leaves: Leaves) -> Tensor:
+    """Of a batch in one step: the ratio is to the engine, the average over all tokens."""
+    A = prime_advantages(o, s)[:, None].expand_as(s.mask)
+    gap = leaves.logprobs - s.engine
+    moved = leaves.logprobs.detach().exp() - s.engine.exp()
+    high, low = o["trainer.loss.dppo_mask_high"], o["trainer.loss.dppo_mask_low"]
+    kept = torch.where(A > 0, moved <= high, moved >= -low)
+    gain = o["trainer.loss.adv_tau"] * A * gap.exp() * kept
+    loss = o["trainer.loss.kl_tau"] * gap**2 - gain
+    return (loss * s.mask).sum() / s.mask.sum()

@@ -16,12 +16,19 @@ from lightning_rl import Critic, PolicyModule
 from lightning_rl.algos.objective import Objective, loss_tokens
 from lightning_rl.convert.checked import PARTS, part_of
 from lightning_rl.convert.conversion import Conversion, sections, table
+from lightning_rl.convert.prime_rl import convert_prime_rl
 from lightning_rl.convert.trl import convert_trl
 from lightning_rl.convert.verl import convert_verl
 from lightning_rl.data.batch import select, token_rows
 from lightning_rl.extend import ValueLoss
 from lightning_rl.models.policy import Scores
-from tests.support.peer_objectives import Leaves, Sampled, trl_objective, verl_objective
+from tests.support.peer_objectives import (
+    Leaves,
+    Sampled,
+    prime_objective,
+    trl_objective,
+    verl_objective,
+)
 
 GROUPS, SIZE = 4, 3
 ACTOR, ALGORITHM = "actor_rollout_ref.actor.", "algorithm."
@@ -147,13 +154,36 @@ VERL_WITHOUT_FORMULA = {
     *(name for name in table("verl") if ".optim." in name),
 }  # fmt: skip
 
+LOSS, ALGO = "trainer.loss.", "orchestrator.algo."
+PRIME_BASE = {"orchestrator.batch_size": GROUPS * SIZE, "orchestrator.group_size": SIZE,
+              "orchestrator.train.source": [{"env": {"taskset": {"id": "e"}}}]}  # fmt: skip
+PRIME_LOSSES = [{ALGO + "type": kind} for kind in ("grpo", "max_rl")]
+PRIME_SWEEPS = {
+    LOSS + "type": (None, PRIME_LOSSES),
+    **{LOSS + f"dppo_mask_{side}": ([0.01, 0.5, 2.0], PRIME_LOSSES) for side in ("low", "high")},
+    LOSS + "adv_tau": ([0.5, 2.0], PRIME_LOSSES),
+    LOSS + "kl_tau": ([0.0, 0.1], PRIME_LOSSES),
+    ALGO + "type": (["grpo", "max_rl", "rae"], [{}]),
+    ALGO + "decay": ([0.5], [{ALGO + "type": "rae"}]),
+}
+PRIME_WITHOUT_FORMULA = {
+    # Which rollouts are counted, and who the teacher is.
+    "orchestrator.train.filter_zero_advantages", ALGO + "demo_key", ALGO + "template",
+    *(name for name in table("prime_rl") if ".teacher." in name),
+}  # fmt: skip
+
 LEARNING = {
+    "prime_rl": ("Loss and algorithm",),
     "trl": ("Batches and steps", "Loss and advantages", "Reference model"),
     "verl": ("Advantages and corrections", "Actor", "Critic"),
 }
-SWEEPS = {"trl": TRL_SWEEPS, "verl": VERL_SWEEPS}
-WITHOUT = {"trl": TRL_WITHOUT_FORMULA, "verl": VERL_WITHOUT_FORMULA}
-BASES = {"trl": TRL_BASE, "verl": VERL_BASE}
+SWEEPS = {"trl": TRL_SWEEPS, "verl": VERL_SWEEPS, "prime_rl": PRIME_SWEEPS}
+WITHOUT = {
+    "trl": TRL_WITHOUT_FORMULA,
+    "verl": VERL_WITHOUT_FORMULA,
+    "prime_rl": PRIME_WITHOUT_FORMULA,
+}
+BASES = {"trl": TRL_BASE, "verl": VERL_BASE, "prime_rl": PRIME_BASE}
 TABLES = {library: table(library) for library in LEARNING}
 DEFAULTS = {name: {key: row.default for key, row in of.items()} for name, of in TABLES.items()}
 
@@ -261,6 +291,8 @@ def ours_of(result: Conversion, batch, leaves):
     if (in_reward := parts.pop("kl_reward", None)) is not None:
         kl = in_reward(tokens["old_logprobs"], tokens["ref_logprobs"])
         tokens["token_rewards"] = -in_reward.coef.at(0) * kl * tokens["loss_mask"]
+    for weight in result.config["data"]["init_args"].get("reward_weights", []):
+        rollouts["reward"] = rollouts["reward"] * weight
     tokens["index"] = torch.arange(len(tokens))
     batch = parts.pop("advantage")(batch)
     minibatches = model["minibatches"]
@@ -282,13 +314,15 @@ def value_and_gradients(found, leaves):
     return found.detach(), torch.cat(gradients)
 
 
+CONVERTERS = {"trl": convert_trl, "verl": convert_verl, "prime_rl": convert_prime_rl}
+OBJECTIVES = {"trl": trl_objective, "verl": verl_objective, "prime_rl": prime_objective}
+
+
 def converted(library, said):
-    if library == "trl":
-        return convert_trl(said)
-    return convert_verl(said)
+    return CONVERTERS[library](said)
 
 
-@pytest.mark.parametrize(("library", "said"), [*cases("trl"), *cases("verl")])
+@pytest.mark.parametrize(("library", "said"), [case for name in LEARNING for case in cases(name)])
 def test_what_is_written_is_theirs_or_said_to_differ(library, said, batches):
     options = DEFAULTS[library] | said
     result = converted(library, said)
@@ -296,7 +330,7 @@ def test_what_is_written_is_theirs_or_said_to_differ(library, said, batches):
     alone = said.get("actor_rollout_ref.rollout.n") == 1
     batch = batches[1 if alone else SIZE, library == "trl" and steps == 1]
     leaves = [batch["tokens", name].clone().requires_grad_() for name in LEAVES.values()]
-    objective = {"trl": trl_objective, "verl": verl_objective}[library]
+    objective = OBJECTIVES[library]
     value, gradient = value_and_gradients(theirs_of(objective, options, batch, leaves), leaves)
     ours, our_gradient = value_and_gradients(ours_of(result, batch, leaves), leaves)
     assert alone or gradient.abs().max() > 1e-3
@@ -328,6 +362,7 @@ EXACT = [
     ("verl", {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     *(("verl", x | {"algorithm.adv_estimator": "remax"}) for x in ({}, KL_REWARD)),
     ("verl", {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"}),
+    *(("prime_rl", x) for x in (*PRIME_LOSSES, {LOSS + "adv_tau": 0.5}, {LOSS + "kl_tau": 0.0})),
 ]
 
 
