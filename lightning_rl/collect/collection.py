@@ -11,7 +11,7 @@ from typing import Any
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.replay_buffer import ReplayBuffer
-from lightning_rl.collect.selection import Selection
+from lightning_rl.collect.selection import GroupSelection
 from lightning_rl.collect.stats import rollout_metrics, waste_metrics
 from lightning_rl.collect.streamed import Consumer, StreamedCollector
 from lightning_rl.data.prompts import PromptDataset
@@ -66,7 +66,7 @@ class Collection:
         self.collector = collector
         self.source = source
         seconds = math.inf if refill_seconds is None else refill_seconds
-        self.selection = Selection(source, filters, max_rounds, seconds, train_on_rest)
+        self.selection = GroupSelection(source, filters, max_rounds, seconds, train_on_rest)
         self.buffer = buffer
         self.experts = experts
         self._acked: float | None = None

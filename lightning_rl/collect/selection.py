@@ -1,4 +1,4 @@
-"""Selection: the groups of one batch that filters keep, and what replaces those they reject."""
+"""GroupSelection: the groups of one batch that filters keep, and what replaces those they reject."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from lightning_rl.errors import FilterError
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
 
 
-class Selection:
+class GroupSelection:
     """Fills a batch with groups that all filters keep; tells collectors when to replace others.
 
     Attributes describe the present batch: all groups ``taken`` from the collector, those ``kept``,

@@ -14,7 +14,7 @@ from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
 from lightning_rl.collect.loader import trainable
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
-from lightning_rl.collect.selection import Selection
+from lightning_rl.collect.selection import GroupSelection
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
@@ -302,7 +302,7 @@ def test_all_filters_must_agree_and_each_counts_what_it_rejected_first(tiny_mode
 
 
 def test_a_kept_group_keeps_its_failures_for_what_they_are(tiny_model, make_rollout):
-    selection = Selection(None, [RewardSpread()])
+    selection = GroupSelection(None, [RewardSpread()])
     group = group_of(make_rollout, 1.0, 1.0, None)
     group[2].status = RolloutStatus.FAILED
     selection.add([group])
