@@ -1,4 +1,4 @@
-"""GroupSelection: the groups of one batch that filters keep, and what replaces those they reject."""
+"""GroupSelection: the groups of a batch that filters keep, and what replaces those they reject."""
 
 import math
 import time
