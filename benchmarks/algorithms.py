@@ -48,7 +48,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "OPMD": {ADVANTAGE: {"OPMD": {"tau": 5.0}}},
     "PPO, GAE": {
         ADVANTAGE: {"GAE": {}},
-        "critic": {"head": {"class_path": "SharedValueHead"}, "lr": 1.0e-3},
+        "critic.head": {"SharedValueHead": {}},
+        "critic.lr": 1.0e-3,
         "data": {"group_size": 1, "groups_per_iteration": 256},
     },
     "DAPO": {
