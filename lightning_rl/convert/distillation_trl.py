@@ -1,4 +1,4 @@
-"""What TRL's distillation trainers configure: a teacher, and the divergence from it."""
+"""Convert TRL's distillation trainers: their teacher, and the divergence from it."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What TRL 1.16, verl 0.9 and prime-rl minimise, as formulas of their options.
+"""The objectives of TRL 1.16, verl 0.9 and prime-rl, as formulas of their options.
 
 Tensors are padded (B, T), in float64.
 
@@ -358,7 +358,7 @@ def prime_advantages(o: Mapping[str, Any], s: Sampled) -> Tensor:
 
 
 def prime_objective(o: Mapping[str, Any], s: Sampled, leaves: Leaves) -> Tensor:
-    """Of a batch in one step: the ratio is to the engine, the average over all tokens."""
+    """The loss of a batch in one step: ratios to the engine, averaged over all tokens."""
     A = prime_advantages(o, s)[:, None].expand_as(s.mask)
     gap = leaves.logprobs - s.engine
     moved = leaves.logprobs.detach().exp() - s.engine.exp()

@@ -51,7 +51,7 @@ NEED_VALUES = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-"""What operations raise whose shapes depend on values, as of models that see pictures."""
+"""Errors that fake tensors raise in operations whose shapes depend on values, such as vision's."""
 
 STAYS = ("weights", "other models", "gradients", "optimizer", "master weights")
 """Parts, or prefixes of their names, that stay allocated between updates."""
