@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.schedulers.real import Clock
-from benchmarks.support.results import parser_of, report, write_block
+from benchmarks.support.results import parser_of, report_on
 from benchmarks.support.task import OUT, KeptEngine, fit, make_data, make_module, prepare
 from lightning_rl import Evaluate, FixedSchedule, JSONLPrompts, Sampling, VLLMLocal, WeightSync
 from lightning_rl.callbacks import Correct, GuardAction, LogprobGapGuard, Mask, SkipUpdate, Warn
@@ -156,11 +156,7 @@ def main() -> None:
     result = measured(arguments.seeds)
     if arguments.plot:
         draw(result, arguments.plot)
-    if arguments.save:
-        write_block(PAGE, "guards", table(result))
-    report(
-        "guards", {name: part for name, part in result.items() if name != "runs"}, arguments.save
-    )
+    report_on(PAGE, "guards", result, table(result), arguments.save)
 
 
 if __name__ == "__main__":

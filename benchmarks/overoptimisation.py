@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.support.colours import INK
-from benchmarks.support.results import parser_of, report, write_block
+from benchmarks.support.results import parser_of, report_on
 from benchmarks.support.task import (
     GROUP_SIZE,
     GROUPS,
@@ -254,13 +254,7 @@ def main() -> None:
     result = measured(arguments.seeds)
     if arguments.plot:
         draw(result, arguments.plot)
-    if arguments.save:
-        write_block(PAGE, "overoptimisation", table(result))
-    report(
-        "overoptimisation",
-        {name: part for name, part in result.items() if name != "runs"},
-        arguments.save,
-    )
+    report_on(PAGE, "overoptimisation", result, table(result), arguments.save)
 
 
 if __name__ == "__main__":

@@ -76,3 +76,12 @@ def write_block(page: Path, name: str, lines: Sequence[str]) -> None:
     text = page.read_text(encoding="utf-8").splitlines()
     start, end = text.index(f"<!-- {name} -->") + 1, text.index(f"<!-- /{name} -->")
     page.write_text("\n".join([*text[:start], *lines, *text[end:], ""]), encoding="utf-8")
+
+
+def report_on(
+    page: Path, name: str, result: dict[str, Any], lines: Sequence[str], save: bool
+) -> None:
+    """Report a result without its ``runs``; if it is saved, also write its table into a page."""
+    if save:
+        write_block(page, name, lines)
+    report(name, {part: value for part, value in result.items() if part != "runs"}, save)
