@@ -1,7 +1,9 @@
 """What a test run says besides pytest's own report: failures at once, and seconds of each file."""
 
+import ast
 import subprocess
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DURATIONS = ROOT / ".ci" / "durations.txt"
 """Worker seconds of each test file in the last ``make test-all``, the slowest first."""
+LONG = 60.0
+"""Worker seconds above which a file of tests says why it takes them."""
 
 
 class FailuresAtOnce:
@@ -30,7 +34,8 @@ class FileDurations:
     """Sums the seconds of set-up, call and tear-down by file, and notes them at the end.
 
     Rows of files that this run did not execute stay, as long as there is such a file: units and
-    integration tests are two runs. The first line names the commit that was tested.
+    integration tests are two runs. The first line names the commit that was tested. Long files that
+    do not say why are named after the run: a busy machine makes any file long, so none fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,6 +50,23 @@ class FileDurations:
         rows = {file: seconds for file, seconds in rows.items() if (ROOT / file).exists()}
         commit = (git("rev-parse", "--short=12", "HEAD") or "unknown").strip()
         self.path.write_text(durations_text(commit, rows), encoding="utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in unexplained(self.seconds):
+            terminalreporter.write_line(line)
+
+
+def unexplained(rows: Mapping[str, float], root: Path = ROOT) -> list[str]:
+    """Name the long files whose docstring has no line that begins with ``Slow: ``."""
+    found = []
+    for file, seconds in rows.items():
+        if seconds > LONG and (root / file).exists():
+            told = ast.get_docstring(ast.parse((root / file).read_text("utf-8"))) or ""
+            if not any(line.startswith("Slow: ") for line in told.splitlines()):
+                found.append(
+                    f"{file} took {seconds:.0f} s; let a line 'Slow: ...' of its docstring say why"
+                )
+    return found
 
 
 def durations_text(commit: str, rows: dict[str, float]) -> str:

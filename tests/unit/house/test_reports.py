@@ -1,27 +1,20 @@
 """The seconds of each test file, and the slow tests that a change touches."""
 
-import ast
-
 import pytest
 
-from benchmarks.house.modules import ROOT, modules_of
-from tests.support.reports import DURATIONS, durations_text, read_durations
+from benchmarks.house.modules import modules_of
+from tests.support.reports import durations_text, read_durations, unexplained
 from tests.touched import imported_by, touched
 
-LONG = 60.0
-"""Worker seconds above which a file of tests says why."""
 
-
-def test_a_file_that_takes_more_than_a_minute_names_its_reason():
-    if not DURATIONS.exists():
-        pytest.skip("no whole run of make test-all was noted yet")
-    unexplained = []
-    for file, seconds in read_durations().items():
-        if seconds > LONG and (ROOT / file).exists():
-            told = ast.get_docstring(ast.parse((ROOT / file).read_text("utf-8"))) or ""
-            if not any(line.startswith("Slow: ") for line in told.splitlines()):
-                unexplained.append(f"{file} takes {seconds:.0f} s")
-    assert unexplained == []
+def test_a_long_file_is_asked_for_its_reason(tmp_path):
+    for name, text in (("why", '"""Layouts.\n\nSlow: 20 engines.\n"""'), ("silent", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+    seconds = {"why.py": 70.0, "silent.py": 70.0, "gone.py": 70.0}
+    assert unexplained(seconds, tmp_path) == [
+        "silent.py took 70 s; let a line 'Slow: ...' of its docstring say why"
+    ]
+    assert unexplained({"silent.py": 50.0}, tmp_path) == []
 
 
 def test_durations_are_read_as_they_were_written(tmp_path):
