@@ -369,9 +369,18 @@ def table() -> str:
         lines += ["", f"### {section.capitalize()}", ""]
         lines += ["| added to a good configuration | what is said |", "|---|---|"]
         for case in cases:
-            shown = complaint(case)[1].removeprefix("lightning-rl: ").splitlines()[0]
-            lines.append(f"| `{case}` | {_cell(shown)} |")
+            lines.append(row(case, complaint(case)[1]))
     return "\n".join(lines).strip()
+
+
+def row(case: str, message: str) -> str:
+    """The case's line of the table."""
+    return f"| `{case}` | {_cell(message.removeprefix('lightning-rl: ').splitlines()[0])} |"
+
+
+def shown() -> str:
+    """The table as the page has it."""
+    return PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
 
 
 def _cell(text: str) -> str:

@@ -6,7 +6,7 @@ command line is seen by ``make test-all``.
 
 import pytest
 
-from tests.support.bad_configs import BEGIN, CASES, END, PAGE, SECTIONS, complaint
+from tests.support.bad_configs import CASES, SECTIONS, complaint, row, shown
 
 MARKS = {"out of range": [pytest.mark.slow]}
 MARKED = [
@@ -28,9 +28,10 @@ def test_the_message_names_key_value_and_fix(case, furnished, monkeypatch):
     kind = message.removeprefix("lightning-rl: ").split(":")[0]
     assert status == (2 if kind in ("config error", "data error") else 1)
     assert len(message.splitlines()) <= 3
+    if case != "--trainer.accelerator cpuu":  # Lightning lists their names in any order
+        made_by = "python -m tests.support.bad_configs"
+        assert row(case, message) in shown(), f"{made_by} makes the table anew"
 
 
-def test_the_table_in_the_documentation_has_every_case():
-    shown = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
-    assert [case for case in CASES if f"| `{case}` | " not in shown] == []
-    assert len(CASES) >= 40
+def test_the_table_in_the_documentation_has_no_other_case():
+    assert shown().count("\n| `") == len(CASES) >= 40
