@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-range test-touched test-rounding real-models lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-all test-range test-touched test-rounding real-models lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check gpu-figures lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -102,6 +102,12 @@ bench-floor: setup  ## step time against its floor; the last line is JSON
 gpu-check: $(if $(GPU_PYTHON),,setup)  ## try all on a GPU, a line of JSON each (LIST=1, ONLY=push)
 	@$(or $(GPU_PYTHON),$(PY)) -m benchmarks.gpu $(if $(LIST),--list) $(if $(ONLY),--only=$(ONLY)) \
 		$(if $(DEVICE),--device=$(DEVICE)) $(if $(SECONDS),--seconds=$(SECONDS)) $(if $(OUT),--out=$(OUT))
+
+# What fails or runs out of time costs its own figures alone.
+gpu-figures: $(if $(GPU_PYTHON),,setup)  ## all figures of docs/gpu.md, in ten minutes on a GPU
+	-@$(or $(GPU_PYTHON),$(PY)) -m benchmarks.gpu --only=machine,compiled,tokens-per-second --seconds=150
+	-@$(or $(GPU_PYTHON),$(PY)) -m benchmarks.gpu.peers --only=full --seconds=270
+	-@$(or $(GPU_PYTHON),$(PY)) -m benchmarks.gpu.learning --seeds 0 --seconds=170
 
 lock: setup  ## resolve the pinned versions anew (install/*-constraints.txt)
 	install/lock.sh

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.bench import Bench
 
@@ -28,6 +30,22 @@ def milliseconds(bench: Bench, work: Callable[[], Any], repeats: int = 5) -> flo
         settle(bench)
         times.append((time.perf_counter() - begin) * 1e3)
     return sorted(times[1:])[repeats // 2]
+
+
+def device_work(bench: Bench, work: Callable[[], Any]) -> tuple[float, int]:
+    """Return the share of ``work``'s wall seconds in which the device computes, and its kernels.
+
+    In the rest of the time the device waits for the host. Kernels that overlap count twice.
+    """
+    activity = ProfilerActivity.CPU if bench.tiny else ProfilerActivity.CUDA
+    settle(bench)
+    with profile(activities=[activity]) as profiler:
+        begin = time.perf_counter()
+        work()
+        settle(bench)
+        seconds = time.perf_counter() - begin
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return sum(k.self_device_time_total for k in kernels) / 1e6 / seconds, len(kernels)
 
 
 def give_back(bench: Bench) -> None:

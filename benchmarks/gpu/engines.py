@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.clock import settle, used_bytes
+from benchmarks.gpu.clock import device_work, settle, used_bytes
 from benchmarks.gpu.made import model_of, prompts_of, quantiles, warm_model
 from lightning_rl import MemoryTransport, Prompt, Rollout, VLLMLocal
 from lightning_rl.agents.base import append_written
@@ -319,8 +320,13 @@ def _gap(
     bench.require(found["mean"] < bound, f"{name}: the mean gap is {found['mean']:.3g} nats")
 
 
-def speed(bench: Bench) -> None:
-    """Tokens per second of many short completions, and seconds of a push."""
+def speed(bench: Bench, model_runner_v2: bool | None = None) -> None:
+    """Tokens per second of many short completions, the device's share of a step, and a push.
+
+    ``model_runner_v2`` chooses between vLLM's two model runners; None: as vLLM does.
+    """
+    if model_runner_v2 is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(model_runner_v2))
     for shape in ("0.5B",) if bench.tiny else ("0.5B", "1.5B"):
         with bench.case(shape):
             _speed(bench, shape)
@@ -336,7 +342,17 @@ def _speed(bench: Bench, shape: str) -> None:
         generate(engine, prompts_of(count, 128), Sampling(max_tokens=4))
         prompts = prompts_of(count, 128, seed=5)
         generated = _seconds(bench, lambda: generate(engine, prompts, sampling))
-    bench.note({shape: {"tokens per s": count * length / generated, "push s": pushed}})
+        steps = length // 8
+        few = Sampling(max_tokens=steps, min_tokens=steps)
+        share, kernels = device_work(bench, lambda: generate(engine, prompts, few))
+    figures = {
+        "tokens per s": count * length / generated,
+        "ms of a step": generated / length * 1e3,
+        "share of the device": share,
+        "kernels of a step": kernels / steps,
+        "push s": pushed,
+    }
+    bench.note({shape: figures})
 
 
 def _seconds(bench: Bench, work: Callable[[], Any]) -> float:

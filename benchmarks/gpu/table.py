@@ -78,6 +78,7 @@ CHECKS = (
     _with_vllm("gap-bfloat16", "engines:gap", 120, dtype="bfloat16"),
     _with_vllm("gap-float32", "engines:gap", 120, dtype="float32"),
     _with_vllm("tokens-per-second", "engines:speed", 150),
+    _with_vllm("tokens-per-second-v2", "engines:speed", 150, model_runner_v2=True),
     _with_vllm("sleep", "engines:sleep", 120),
     _ours("update-1.5B", "updates:update", 150, shape="1.5B"),
     _ours("tests", "recipe:tests", 240),

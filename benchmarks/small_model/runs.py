@@ -41,10 +41,12 @@ def trained(
     lora: bool = False,
     iterations: int = ITERATIONS,
     teacher: str | None = None,
+    precision: str = "32-true",
 ) -> Path:
     """The run directory of a configuration, trained if it is not there yet.
 
     ``teacher`` is the run whose model is the teacher; None: the model learns from rewards.
+    ``precision`` is the trainer's.
     """
     directory = OUT / name / "version_0"
     if not (directory / "hf" / "config.json").exists():
@@ -62,6 +64,7 @@ def trained(
             ("--seed_everything", seed),
             ("--model.optimizer.init_args.lr", lr),
             ("--data.iterations_per_epoch", iterations),
+            ("--trainer.precision", precision),
             ("--trainer.logger.save_dir", OUT),
             ("--trainer.logger.name", name),
             ("--trainer.callbacks", json.dumps([{"class_path": "RunReport"}, export])),

@@ -7,14 +7,20 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import engines, kernels
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.learning import main as learning_command
 from benchmarks.gpu.peers.__main__ import main as peers_command
 from benchmarks.gpu.table import CHECKS, Check
+from benchmarks.house.modules import ROOT
+from recipes.smollm2.tasks import ASKED, TASKS, questions
+from tests.support.tiny_models import save_random_model, word_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -118,3 +124,21 @@ def test_a_trial_of_ours_beside_a_peer_that_is_not_there(capsys, tmp_path):
     assert peers_command([*trial, "--seconds=1"]) == 0
     *_, summary = map(json.loads, capsys.readouterr().out.splitlines())
     assert summary["skipped"]["full/ours"] == "1 s are left"
+
+
+def test_a_trial_of_learning_with_a_random_model(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for package in ("benchmarks", "recipes"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    asked = [q.text for task in TASKS for q in islice(questions(task, held_out=True), 128)]
+    tokenizer = word_tokenizer([f"{text} {ASKED}" for text in asked])
+    model = tmp_path / "runs" / "smollm2" / "model"
+    save_random_model(model, tokenizer, vocab_size=len(tokenizer), max_position_embeddings=256)
+    assert learning_command(["--device=cpu", "--seeds", "3", "--iterations=1"]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    before, seed, summary = map(json.loads, lines)
+    assert before["accuracy_before"] == summary["accuracy_before"] < 0.1
+    assert (seed["seed"], summary["seeds"]) == (3, [3])
+    assert summary["accuracy_after"] == seed["accuracy"] < 0.1
+    assert 0 < seed["fit_s"] < seed["seconds"] < summary["seconds"]
+    assert len(list(Path("runs/small_model/cpu-3").glob("*/hf/model.safetensors"))) == 1

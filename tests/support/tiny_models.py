@@ -1,10 +1,21 @@
 """Random models, byte-level tokenizers, and the chat templates of real models."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen2Tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.trainers import WordLevelTrainer
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2Tokenizer,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -38,6 +49,21 @@ def byte_tokenizer(*special: str, eos: str, template: str) -> Qwen2Tokenizer:
 def chatml_tokenizer() -> Qwen2Tokenizer:
     """Of chats in the plainest format."""
     return byte_tokenizer("<|im_start|>", "<|im_end|>", eos="<|im_end|>", template=CHATML)
+
+
+def word_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token per word of these texts, for chats in the plainest format."""
+    words = Tokenizer(WordLevel(unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
+    words.train_from_iterator(texts, WordLevelTrainer(special_tokens=special))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        unk_token="<unk>",
+        chat_template=CHATML,
+    )
 
 
 def chat_tokenizer(
