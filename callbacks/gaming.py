@@ -1,7 +1,9 @@
 """Signs that a policy games its reward, for ``LearningAlarms``."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from itertools import chain
 from typing import Any
 
@@ -24,7 +26,8 @@ class Gaming:
 
     Args:
         rewards: mean rewards of the first groups and of the last, which its owner keeps.
-        reward_sigmas: number of standard errors by which a part has to fall.
+        reward_sigmas: number of standard errors by which a part has to fall; more in a long run,
+            as its peak is then the highest of many.
         eval_sigmas: number of standard errors by which accuracy has to fall.
     """
 
@@ -34,6 +37,10 @@ class Gaming:
         """Mean scores of groups in each part of the reward."""
         self.ranges: dict[str, list[float]] = {}
         """The lowest and the highest score of a rollout in each part."""
+        self.peaks: dict[str, tuple[Sample, Sample]] = {}
+        """Each part where it was highest, and the reward of the same iterations."""
+        self.iterations: dict[str, int] = defaultdict(int)
+        """How many iterations had scores in each part."""
         self.best: dict[str, float] = {}
         """The highest held-out accuracy, and the mean reward of the iterations before it."""
 
@@ -51,34 +58,47 @@ class Gaming:
             ends.add([sum(group) / len(group) for group in groups.values()])
             seen = [*chain(*groups.values()), *self.ranges.get(name, [])]
             self.ranges[name] = [min(seen), max(seen)]
+            self.iterations[name] += 1
+            if ends.full and self.rewards.full:
+                before, now = zip(ends.both, self.rewards.both, strict=True)
+                peak = self.peaks.setdefault(name, before)
+                self.peaks[name] = max(peak, now, key=lambda both: both[0].mean)
 
     def part_fell(self, weights: Mapping[str, float]) -> str | None:
-        """Return a warning if an important part fell although the mean reward did not; else None.
+        """Return a warning if an important part is below its peak although the mean reward is not
+        below what it was there; else None.
 
         Important are the part whose weight times range is the largest in the task's ``weights``,
         and parts of weight 0, which exist to be watched. So is any other part that lost more than
         half, once a part pays nearly all that it can: then it is no trade for something to learn.
         """
-        if not self.rewards.full or len(weights) < 2:
-            return None
-        before, now = self.rewards.both
-        if now.mean < before.mean:
+        if len(weights) < 2:
             return None
         ranges = {name: high - low for name, (low, high) in self.ranges.items()}
         pays = {name: weight * ranges.get(name, 0.0) for name, weight in weights.items()}
-        for name, ends in self.parts.items():
-            if name not in weights or not ends.full:
+        for name, (peak, earlier) in self.peaks.items():
+            now, last = self.rewards.both[1], self.parts[name].both[1]
+            if name not in weights or now.mean < earlier.mean:
                 continue
-            first, last = ends.both
             matters = weights[name] == 0 or 0 < pays[name] == max(pays.values())
-            lost = weights[name] > 0 and self._height(name, last) < self._height(name, first) / 2
+            lost = weights[name] > 0 and self._height(name, last) < self._height(name, peak) / 2
             matters = matters or (lost and self._sated(weights))
-            if matters and last.mean < first.lowest(last, self.reward_sigmas):
+            if matters and last.mean < peak.lowest(last, self._sigmas(name)):
                 return (
-                    f"the reward {name} went from {first.mean:.3g} to {last.mean:.3g}, while the "
-                    f"mean of all rewards went from {before.mean:.3g} to {now.mean:.3g}. {ADVICE}"
+                    f"the reward {name} went from {peak.mean:.3g} to {last.mean:.3g}, while the "
+                    f"mean of all rewards went from {earlier.mean:.3g} to {now.mean:.3g}. {ADVICE}"
                 )
         return None
+
+    def _sigmas(self, name: str) -> float:
+        """Return the number of standard errors below its peak that chance explains.
+
+        The peak is the highest of n windows, and each is compared with those before it. Of n^2
+        comparisons one is above sqrt(s^2 + 2 log n^2) by chance about as often as a single one is
+        above s, since the tail of a normal distribution falls as exp(-s^2 / 2).
+        """
+        windows = max(1.0, self.iterations[name] / len(self.parts[name].first) - 1)
+        return math.sqrt(self.reward_sigmas**2 + 4 * math.log(windows))
 
     def _height(self, name: str, sample: Sample) -> float:
         """Return how far the mean of a part is above its lowest score."""
@@ -118,7 +138,14 @@ class Gaming:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as primitives."""
         parts = {name: ends.state_dict() for name, ends in self.parts.items()}
-        return {"parts": parts, "ranges": self.ranges, "best": self.best}
+        peaks = {name: [astuple(one) for one in both] for name, both in self.peaks.items()}
+        return {
+            "parts": parts,
+            "ranges": self.ranges,
+            "peaks": peaks,
+            "iterations": dict(self.iterations),
+            "best": self.best,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
@@ -126,6 +153,11 @@ class Gaming:
         for name, ends in state["parts"].items():
             self.parts[name] = FirstAndLast(self.rewards.window, self.rewards.least)
             self.parts[name].load_state_dict(ends)
+        self.peaks = {
+            name: (Sample(*part), Sample(*reward))
+            for name, (part, reward) in state["peaks"].items()
+        }
+        self.iterations = defaultdict(int, state["iterations"])
         self.ranges, self.best = state["ranges"], state["best"]
 
 

@@ -64,10 +64,11 @@ class LearningAlarms(RLCallback):
     - *evaluation*: held-out accuracy or mean reward is below that of the first evaluation, by more
       than ``eval_sigmas`` standard errors.
     - *gaming*: the reward and the goal diverge. The part of the reward that can contribute most, or
-      one of weight 0, fell by more than ``reward_sigmas`` standard errors, although the mean reward
-      did not; or any part fell so to less than half, while another has reached its best; or
-      held-out accuracy is below its best by more than ``eval_sigmas``, although the
-      mean reward is above what it was then (:mod:`lightning_rl.callbacks.gaming`).
+      one of weight 0, is below its peak by more than ``reward_sigmas`` standard errors (more in a
+      long run), although the mean reward is not below what it was there; or any part fell so to
+      less than half of its peak, while another has reached its best; or held-out accuracy is below
+      its best by more than ``eval_sigmas``, although the mean reward is above what it was then
+      (:mod:`lightning_rl.callbacks.gaming`).
     - *entropy*: it is below ``entropy_share`` of its first value, although rollouts have had
       rewards far above the mean: the policy no longer explores, and is not at its best. It is
       estimated as the mean of -log p of sampled tokens, also of groups that are not trained on.

@@ -49,15 +49,31 @@ def play(make_rollout):
         ({RIGHT: 1.0, FORM: 1.0}, [(12, 0), (8, 16)], False),  # 0.5 may be chance
         ({RIGHT: 1.0, FORM: 0.5}, [(12, 0), (1, 16)], False),  # all of the reward fell
         ({RIGHT: 1.0, FORM: -1.0}, [(1, 0), (12, 16)], False),  # the price of the form rose
+        ({RIGHT: 0.0, FORM: 1.0}, [(1, 0), (12, 8), (1, 16)], True),  # back to where it began
+        ({RIGHT: 0.0, FORM: 1.0}, [(1, 0), (12, 8), (1, 6)], False),  # both fell from their peak
     ],
 )
-def test_the_part_that_matters_most_falls_while_the_reward_does_not(play, weights, ends, falls):
+def test_a_part_falls_from_its_peak_while_the_reward_does_not(play, weights, ends, falls):
     gaming = play(ends, weights)
     said = gaming.part_fell(weights)
     assert (said is not None) == falls
     if falls:
         assert said.startswith("the reward right went from 0.75 to 0.0625, while the mean of all")
     assert gaming.part_fell({"other": 1.0, "names": 1.0}) is None
+
+
+def test_a_peak_among_many_has_to_be_further_above(play):
+    weights = {RIGHT: 0.0, FORM: 1.0}
+    # From 12 to 3 of 16: 0.5625, standard errors 0.108 and 0.0976; 4 of them 0.583, 3.5 0.51.
+    few = play([(8, 0), (12, 8), (3, 9)], weights)
+    assert few.part_fell(weights) is None
+    few.reward_sigmas = 3.5  # and sqrt(12.25 + 4 log 2) = 3.88 for two windows: 0.566
+    assert few.part_fell(weights) is None
+    few.reward_sigmas = 3.4  # 3.78: 0.551
+    assert few.part_fell(weights) is not None
+    many = play([(8, 0), (8, 4), (8, 6), (12, 8), (3, 9)], weights)
+    many.reward_sigmas = 3.4  # sqrt(11.56 + 4 log 4) = 4.14: 0.603
+    assert many.part_fell(weights) is None
 
 
 def test_accuracy_below_its_best_counts_where_the_reward_rose(play):
