@@ -152,6 +152,40 @@ def test_five_tasks_are_trained_and_evaluated_apart(chat_model, lora, tmp_path, 
 
 
 @pytest.mark.slow
+def test_a_model_reads_what_its_teacher_wrote(chat_model, tmp_path, monkeypatch):
+    """recipes/smollm2: a teacher's texts are recorded, then read, with a random model as both."""
+    monkeypatch.chdir(tmp_path)
+    prepare_smollm2(Path("runs/smollm2"))
+    names = ["grpo", "variants/five", "variants/teacher"]
+    configs = [word for name in names for word in ("--config", str(SMOLLM2 / f"{name}.yaml"))]
+    teacher = {"class_path": "lightning_rl.ModelTeacher", "init_args": {"model": str(chat_model)}}
+    teacher["init_args"]["top_k"] = 4
+    rewards = json.dumps(["recipes.smollm2.tasks.last_number", teacher])
+    options = {
+        "model.model": chat_model,
+        "data.engine": "TransformersEngine",
+        "data.rewards": rewards,
+        "data.sampling.max_tokens": 6,
+        "data.group_size": 2,
+        "trainer.accelerator": "cpu",
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    texts = Path("runs/smollm2/texts.sqlite")
+    recorded = ["--iterations", "1", "--output", str(texts)]
+    assert main(["rollout", *configs, *arguments, *recorded]) == 0
+    configs += ["--config", str(SMOLLM2 / "variants/texts.yaml")]
+    read = [f"--model.model={chat_model}", "--trainer.accelerator=cpu"]
+    assert main(["fit", *configs, *read]) == 0
+    summary = json.loads(Path("runs/smollm2/texts/version_0/summary.json").read_text())
+    # Ten groups of two, four in a batch, in two passes.
+    assert (summary["status"], summary["iterations"]) == ("completed", 4)
+    # The student is the teacher until the first step.
+    lines = Path("runs/smollm2/texts/version_0/metrics.jsonl").read_text().splitlines()
+    losses = [row["policy/loss"] for row in map(json.loads, lines) if "policy/loss" in row]
+    assert abs(losses[0]) < 1e-5
+
+
+@pytest.mark.slow
 def test_questions_about_pictures_are_warm_started_and_trained(tmp_path, monkeypatch, capsys):
     """recipes/vision with its own model, shortened: two steps, two iterations; then it is seen."""
     monkeypatch.setattr(prepare_vision, "NUM_TRAIN", 12)
