@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-range test-touched test-rounding real-models lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check gpu-figures lock
+.PHONY: help setup quickstart test test-all all-units all-engines mlflow conformance test-range test-touched test-rounding real-models lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check gpu-figures lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -14,7 +14,7 @@ setup:  ## make or update .venv (the others do it by themselves)
 
 # One OpenMP thread: two on a busy machine are many times slower than one. No vLLM plugins:
 # an installed torchrl would load its own and change how processes start.
-ALL_TESTS := test test-all test-range test-touched test-rounding
+ALL_TESTS := test test-all all-units all-engines mlflow conformance test-range test-touched test-rounding
 $(ALL_TESTS) bench-floor: export OMP_NUM_THREADS ?= 1
 $(ALL_TESTS) bench-floor: export VLLM_PLUGINS ?=
 $(ALL_TESTS) bench-floor: export VLLM_NO_USAGE_STATS ?= 1
@@ -35,13 +35,20 @@ test: setup  ## what the README promises: unit tests, then real vLLM engines (te
 	$(PY) -m pytest $(UNIT) -m "not slow"
 	$(PY) -m pytest $(ENGINES) -m "not slow"
 
-test-all: environments  ## every test; notes each file's seconds in .ci/durations.txt (an hour)
+# Each part is a target, so that `make --keep-going test-all` runs them all if one fails.
+test-all: all-units all-engines mlflow conformance wheel test-range  ## every test; notes each file's seconds in .ci/durations.txt (an hour)
+
+all-units: environments
 	$(PY) -m pytest $(UNIT) $(NOTED)
+
+all-engines: environments
 	$(PY) -m pytest $(ENGINES) $(NOTED)
-	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow  # left out above
+
+mlflow: environments  # left out of the others
+	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow
+
+conformance: setup
 	$(PY) -m pytest tests/conformance $(TWO) --dist loadfile $(NOTED)
-	@install/wheel.sh
-	@$(MAKE) --no-print-directory test-range
 
 # Where we build on others most; all unit tests would take three times as long.
 RANGE := $(addprefix tests/unit/,data models vision engines learn) $(TWO)

@@ -15,6 +15,7 @@ and the CPU seconds of recording and reading.
 
 import json
 import resource
+import shutil
 import sys
 from itertools import islice, pairwise
 from pathlib import Path
@@ -128,7 +129,11 @@ def main() -> None:
     prepare(DATA)
     teacher = trained(TEACHER, **RUNS[TEACHER]) / "hf"
     name = f"cut-{arguments.layers}"
-    student, texts = OUT / name / "start", OUT / "texts.sqlite"
+    student, texts = OUT / name / "start", OUT / name / "texts.sqlite"
+    # Of an earlier measurement; the teacher stays.
+    shutil.rmtree(OUT / name, ignore_errors=True)
+    for exam in (OUT / "exams").glob(f"{name}*.json"):
+        exam.unlink()
     kept = cut(teacher, student, arguments.layers, questions())
     print(f"layers {', '.join(map(str, kept))} stay", flush=True)
     recorded_s = record(teacher, texts)
