@@ -24,7 +24,7 @@ class Correction(ABC):
 
     @abstractmethod
     def weights(self, log_weight: Tensor, row: Tensor) -> Tensor:
-        """From log w (M,) and the rollout of each token (M,)."""
+        """Return the weights (M,) from log w (M,) and the rollout of each token (M,)."""
 
     def __call__(self, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         """Weights, and metrics of the raw ones: their size and the share that was changed.

@@ -49,7 +49,7 @@ class Distillation(Advantage):
 
     @property
     def takes_kl_reward(self) -> bool:  # type: ignore[override]
-        """Whether ``beside`` does; without it, rewards have no part in the advantage."""
+        """True if ``beside`` does; without it, rewards have no part in the advantage."""
         return self.beside is not None and self.beside.takes_kl_reward
 
     @property

@@ -27,7 +27,7 @@ class RowOrder:
 
     @property
     def ended(self) -> bool:
-        """Whether all rows were drawn; then another epoch, or block, has to begin."""
+        """True if all rows were drawn; then another epoch, or block, has to begin."""
         return self.cursor == len(self._rows)
 
     def next(self) -> int:

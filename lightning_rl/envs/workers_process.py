@@ -19,7 +19,7 @@ from lightning_rl.envs.watch import Watch
 
 @dataclass(frozen=True)
 class WorkerBatch:
-    """What a process has played: a batch in ``GymCollector``'s form, and the state after it."""
+    """The result of one process: a batch in ``GymCollector``'s form, and the state after it."""
 
     batch: Any
     finished: list[EnvEpisode]

@@ -79,7 +79,7 @@ class LoRA:
 
     @property
     def trains_base(self) -> bool:
-        """Whether weights of the model itself are trained besides the adapters."""
+        """True if weights of the model itself are trained besides the adapters."""
         options = self.options
         return bool(options.get("modules_to_save")) or options.get("bias", "none") != "none"
 

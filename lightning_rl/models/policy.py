@@ -377,7 +377,7 @@ class Policy(nn.Module):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold shards of the weights, which they gather together."""
+        """True if ranks hold shards of the weights, which they gather together."""
         return any(isinstance(parameter, DTensor) for parameter in self.lm.parameters())
 
     def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:

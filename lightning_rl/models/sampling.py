@@ -106,7 +106,7 @@ class SampledBy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no setting but the temperature is in use."""
+        """True if no setting but the temperature is in use."""
         settings = (self.top_k, self.top_p, self.min_p, self.no_end, self.penalties)
         return all(setting is None for setting in settings)
 

@@ -67,16 +67,16 @@ class FileNames:
 
 
 def _stacks(converter: WeightConverter) -> bool:
-    """Whether it stacks experts, and does nothing else but to join matrices of one expert."""
+    """Return True if it stacks experts, and does nothing else but join matrices of one expert."""
     stack, *join = converter.operations
     joined = [isinstance(one, Concatenate) and one.dim == 1 for one in join]
     return isinstance(stack, MergeModulelist) and stack.dim == 0 and joined in ([], [True])
 
 
 def all_linear(lm: PreTrainedModel) -> str | list[str]:
-    """What peft is told to adapt all linear layers.
+    """Return peft's ``target_modules`` for all linear layers.
 
-    Of a mixture, those that are no experts'. Of state spaces (Mamba), all but ``out_proj``: their
+    Experts of a mixture are left out, and ``out_proj`` of state-space models (Mamba), whose
     kernels for GPUs read its weight themselves, and would not see an adapter.
     """
     left_out = _OF_EXPERTS if FileNames(lm).stacked else set()

@@ -173,7 +173,7 @@ def _render_on(
     chat_template: str | None = None,
     **options: Any,
 ) -> Any:
-    """As ``apply_chat_template``, on the day that ``run_day`` tells."""
+    """Render a chat, like ``apply_chat_template``, on the day that ``run_day`` tells."""
     template = _TELLS_DAY + tokenizer.get_chat_template(chat_template, tools)
     return render(conversation, tools, documents, template, **options)
 

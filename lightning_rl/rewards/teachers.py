@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
 
 class Teacher:
-    """What teachers have in common: the texts that they read, their memory, and their score.
+    """Base class of teachers: the texts that they read, their memory, and their score.
 
     A teacher is a reward function. Its score of a completion is the mean of log q - log p over the
     tokens that the policy wrote, in nats: q is the teacher's probability of a token, p the

@@ -1,1 +1,1 @@
-"""What every run needs, whatever it learns: ranks, threads, seeds, atomic files and resuming."""
+"""The parts that every run needs: ranks, threads, seeds, atomic files and resuming."""

@@ -148,7 +148,7 @@ def _import(modules: list[str]) -> str:
 
 
 def _can_be_alone() -> bool:
-    """Whether programs can have namespaces of processes here: a child tries."""
+    """Tell if programs can have namespaces of processes here: a child tries."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -281,7 +281,7 @@ def _limit(memory_bytes: int | None) -> None:
 
 
 def _run_script(wanted: dict[str, Any]) -> None:
-    """What ``python SCRIPT ARGUMENTS`` does, with the modules that are imported already."""
+    """Do what ``python SCRIPT ARGUMENTS`` does, with the modules that are imported already."""
     os.environ.clear()
     os.environ.update(wanted["env"])
     script = wanted["script"]

@@ -261,7 +261,7 @@ class CollectivePush(ReplicaPush):
         return (met or not self._adapters_alone) and super()._all_hold_what_is_kept(replicas)
 
     def _together(self, replicas: list[Replica]) -> bool:
-        """Whether they share a group: what one of them breaks off is sent again from the copy."""
+        """Tell if they share a group: what one of them breaks off is sent again from the copy."""
         return len(replicas) > 1 and self.transport.keep_copy
 
     def _deliver(

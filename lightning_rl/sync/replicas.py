@@ -77,7 +77,7 @@ class ReplicaPush(WeightTransport):
 
     @property
     def _adapters_alone(self) -> bool:
-        """Whether pushes bring a LoRA's adapters alone, and their base only once."""
+        """True if pushes bring a LoRA's adapters alone, and their base only once."""
         return self.transport.adapters_only or self.engine.takes_adapters
 
     def push(self, weights: Weights, version: int) -> None:

@@ -35,7 +35,7 @@ class CollectorStatus:
 
     @property
     def ready(self) -> bool:
-        """Whether it is a good moment for new weights: a batch is done, or nothing is running."""
+        """True if it is a good moment for new weights: a batch is done, or nothing is running."""
         return self.done >= self.wanted or self.in_flight == 0 or not self.may_issue
 
 

@@ -43,7 +43,7 @@ class PictureLimits:
 
 @dataclass(frozen=True)
 class PictureAccess:
-    """What the source of a picture may name: by default anything that this process can read.
+    """The sources that a picture may have: by default anything that this process can read.
 
     Args:
         files: whether sources may name files.

@@ -11,7 +11,7 @@ from lightning_rl.vision.families import Prepared
 
 
 class SeenText:
-    """What each token of a text with pictures sees, and its position.
+    """The visible tokens and the position of each token of a text with pictures.
 
     Trainer and engine both use it, so they give a token the same position.
 

@@ -1,4 +1,4 @@
-"""Whether a GPU has enough memory for a training process and the engine beside it."""
+"""Tells if a GPU has enough memory for a training process and the engine beside it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

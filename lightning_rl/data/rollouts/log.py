@@ -90,7 +90,7 @@ class RerunLog:
 
     @property
     def began(self) -> bool:
-        """Whether the log holds the weights that the run began with."""
+        """Return True if the log holds the weights that the run began with."""
         return any(line.version == 0 for line in self.lines())
 
     def span(self) -> str:

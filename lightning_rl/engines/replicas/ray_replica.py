@@ -110,15 +110,15 @@ class RayActor:
         return True
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        """As :meth:`Engine.generate`."""
+        """Generate a completion, like :meth:`Engine.generate`."""
         return await _in_background(self._engine.generate(token_ids, sampling, seed))
 
     async def pause(self) -> None:
-        """As :meth:`Engine.pause`."""
+        """Pause generation, like :meth:`Engine.pause`."""
         await _in_background(self._engine.pause())
 
     async def resume(self) -> None:
-        """As :meth:`Engine.resume`."""
+        """Resume generation, like :meth:`Engine.resume`."""
         await _in_background(self._engine.resume())
 
     async def transfer(self, step: str, arguments: Mapping[str, Any]) -> None:

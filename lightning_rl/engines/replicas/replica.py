@@ -60,7 +60,7 @@ class Replica(ABC):
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether it can open this process's files under ``/proc``."""
+        """True if the engine can open this process's files under ``/proc``."""
         return self.host in ("127.0.0.1", "localhost", "::1")
 
     @abstractmethod

@@ -212,7 +212,7 @@ class _Proximal(GameUpdate):
 
     @property
     def zero_at_zero_advantage(self) -> bool:  # type: ignore[override]
-        """Whether a step with advantage 0 has loss 0; as in ``loss``."""
+        """True if a step with advantage 0 has loss 0, as in ``loss``."""
         return self.loss.zero_at_zero_advantage
 
     def step_loss(self, logprobs: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:

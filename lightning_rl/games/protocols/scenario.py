@@ -31,7 +31,7 @@ class Seat:
 
     @property
     def decides(self) -> bool:
-        """Whether the agent is a decider."""
+        """True if the agent is a decider."""
         return self.stance == GO_ON
 
 

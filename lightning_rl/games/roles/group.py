@@ -70,7 +70,7 @@ class SharedModelGroup(PolicyModule):
 
     @property
     def shares_base(self) -> bool:
-        """Whether its base weights never change, so that others can share them."""
+        """True if its base weights never change, so that others can share them."""
         return self.lora is not None and not self.lora.trains_base
 
     def starts_as(self, other: "SharedModelGroup") -> bool:

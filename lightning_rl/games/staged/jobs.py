@@ -19,7 +19,7 @@ class JobStatus(StrEnum):
 
     @property
     def over(self) -> bool:
-        """Whether the status is final."""
+        """True if the status is final."""
         return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
 
 

@@ -36,7 +36,7 @@ class BoughtJob:
 
     @property
     def failed(self) -> bool:
-        """Whether the job is over and made no model."""
+        """True if the job is over and made no model."""
         return self.status in (JobStatus.FAILED, JobStatus.CANCELLED)
 
 
@@ -70,7 +70,7 @@ class StagedState:
 
     @property
     def done(self) -> bool:
-        """Whether the run is complete."""
+        """True if the run is complete."""
         return self.stage == LAST_STAGE
 
     @classmethod

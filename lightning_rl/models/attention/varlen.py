@@ -52,9 +52,9 @@ def build_varlen(
     prefix_length: Tensor,
     asking: Tensor | None = None,
 ) -> Varlen:
-    """From the place and length of each segment and of what it sees before itself, all (N,).
+    """Build a layout from the place and length of each segment and of its prefix, all (N,).
 
-    Of each segment the last ``asking`` tokens are queries; None: all are. Segments without any are
+    The last ``asking`` tokens of each segment are queries; None: all are. Segments without any are
     left out; the queries of the others follow each other without a gap.
     """
     asking = length if asking is None else asking

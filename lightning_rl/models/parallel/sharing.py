@@ -73,7 +73,7 @@ class HeadSharing:
     exchange: Callable[[int], TokenExchange] | None
 
     def deal(self, segments: Segments) -> Dealt:
-        """As :class:`Sharing` says."""
+        """Deal the tokens, as :class:`Sharing` describes."""
         count = int(segments.length.sum())
         order = torch.arange(-(-count // self.ranks) * self.ranks, device="cpu")
         exchange = None if self.exchange is None else self.exchange(count)
@@ -100,7 +100,7 @@ class QuerySharing:
     exchange: Callable[[int], TokenExchange] | None
 
     def deal(self, segments: Segments) -> Dealt:
-        """As :class:`Sharing` says."""
+        """Deal the tokens, as :class:`Sharing` describes."""
         count = int(segments.length.sum())
         room = -(-count // (self.ranks * self.places)) * self.ranks
         _, before = segments.before

@@ -57,7 +57,7 @@ class TensorRanks:
         return total
 
     def parameter(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
-        """What this rank keeps of a parameter, split along ``dim``; None: all of it."""
+        """Return this rank's part of a parameter, split along ``dim``; None: all of it."""
         part = whole.detach()
         if dim is not None:
             part = part.chunk(self.size, dim)[self.index].clone(
@@ -75,7 +75,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """What all ranks have alike, and each goes on with differently: gradients add up."""
+    """The identity, where ranks begin to compute different parts: backward sums gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -168,7 +168,7 @@ def _local_class(kind: Any) -> Any:
 
 @cache
 def _split_embedding_class(kind: Any) -> Any:
-    """What a subclass does with embeddings, such as to scale them, it does with those of all."""
+    """Return a split embedding that keeps what a subclass does with embeddings, such as scaling."""
     bases = (_SplitEmbedding,) if kind is nn.Embedding else (kind, _SplitEmbedding)
     return type(kind.__name__, bases, {"__module__": kind.__module__})
 

@@ -54,7 +54,7 @@ class Vocabulary:
             slope.scatter_add_(-1, targets, values)
 
     def merged(self, sums: Sums) -> Sums:
-        """Those of the whole vocabulary."""
+        """Return the sums over the whole vocabulary."""
         return sums
 
     def summed(self, gradient: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class SplitVocabulary(Vocabulary):
         return local(output.weight), None if output.bias is None else local(output.bias)
 
     def settings(self, by: SampledBy) -> SampledBy:
-        """As they count in this part.
+        """Return the sampling settings for this part of the vocabulary.
 
         Raises:
             ConfigError: for a cut of the distribution, which takes all logits.

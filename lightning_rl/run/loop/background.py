@@ -48,7 +48,7 @@ class Runtime:
         self._reset()
 
     def _reset(self) -> None:
-        """As in a forked child, which has no threads but its own."""
+        """Begin anew, as a forked child must: it has no threads but its own."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.main_calls = MainCalls()

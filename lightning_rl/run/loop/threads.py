@@ -118,7 +118,7 @@ class CallingThread:
 
 
 class CallingThreads:
-    """As many calling threads as needed: a call never waits for another, and idle threads are
+    """A pool of as many calling threads as needed: no call waits for another, and idle threads are
     reused.
 
     Unlike a pool's, a hanging thread delays neither other calls nor the process's exit.
