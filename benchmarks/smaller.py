@@ -26,14 +26,26 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.small_model.figures import accuracy
-from benchmarks.small_model.runs import DATA, OUT, RECIPE, RUNS, TRAINED, examined, run, trained
+from benchmarks.small_model.runs import (
+    DATA,
+    OUT,
+    RUNS,
+    TRAINED,
+    Option,
+    configs,
+    examined,
+    run,
+    taught_by,
+    trained,
+)
 from benchmarks.support.results import parser_of, report
 from recipes.smollm2.prepare import prepare
 from recipes.smollm2.weights import fetch
 
 TEACHER = "full-0"
+TAUGHT = ("grpo.yaml", "variants/five.yaml", "variants/teacher.yaml")
 ITERATIONS = 24
-"""Of 10 groups of 8 answers."""
+"""The teacher writes so many batches, each of 10 groups of 8 answers."""
 CHOSEN_BY = 16
 """Questions of each task by which layers are chosen."""
 
@@ -42,7 +54,7 @@ CHOSEN_BY = 16
 def influences(model: Any, texts: list[Tensor]) -> list[float]:
     """Return how much each layer changes hidden states: 1 - their cosine before and after.
 
-    The mean over all tokens of ``texts``, each token ids (1, L).
+    Each is a mean over all tokens of ``texts``, which are token ids (1, L).
     """
     sums = torch.zeros(len(model.model.layers), dtype=torch.double)
     for text in texts:
@@ -85,14 +97,10 @@ def cut(whole: Path, directory: Path, layers: int, chats: list[Any]) -> list[int
 
 def record(teacher: Path, texts: Path) -> float:
     """Let the teacher write, and keep its likeliest tokens; return the CPU seconds."""
-    files = ["grpo.yaml", "variants/five.yaml", "variants/teacher.yaml"]
-    reads = {"model": str(teacher), "top_k": 16}
-    rewards = ["recipes.smollm2.tasks.last_number"]
-    taught = {"class_path": "lightning_rl.ModelTeacher", "init_args": reads}
-    options: list[tuple[str, object]] = [
-        *(("--config", f"{RECIPE}/{file}") for file in files),
+    options: list[Option] = [
+        *configs(TAUGHT),
         ("--model.model", teacher),
-        ("--data.rewards", json.dumps([*rewards, taught])),
+        taught_by(teacher),
         ("--iterations", ITERATIONS),
         ("--output", texts),
     ]
@@ -101,9 +109,8 @@ def record(teacher: Path, texts: Path) -> float:
 
 def read(student: Path, texts: Path, name: str) -> Path:
     """Train the student on what was recorded; return its run directory."""
-    files = ["grpo.yaml", "variants/five.yaml", "variants/teacher.yaml", "variants/texts.yaml"]
-    options: list[tuple[str, object]] = [
-        *(("--config", f"{RECIPE}/{file}") for file in files),
+    options: list[Option] = [
+        *configs([*TAUGHT, "variants/texts.yaml"]),
         ("--model.model", student),
         ("--data.path", texts),
         ("--trainer.logger.save_dir", OUT),
@@ -113,7 +120,7 @@ def read(student: Path, texts: Path, name: str) -> Path:
     return OUT / name / "version_0"
 
 
-def cpu_seconds(command: list[str], options: list[tuple[str, object]]) -> float:
+def cpu_seconds(command: list[str], options: list[Option]) -> float:
     """Run a command; return the CPU seconds of its process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run(command, options)

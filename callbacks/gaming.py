@@ -76,10 +76,11 @@ class Gaming:
             return None
         ranges = {name: high - low for name, (low, high) in self.ranges.items()}
         pays = {name: weight * ranges.get(name, 0.0) for name, weight in weights.items()}
+        _, now = self.rewards.both
         for name, (peak, earlier) in self.peaks.items():
-            now, last = self.rewards.both[1], self.parts[name].both[1]
             if name not in weights or now.mean < earlier.mean:
                 continue
+            _, last = self.parts[name].both
             matters = weights[name] == 0 or 0 < pays[name] == max(pays.values())
             lost = weights[name] > 0 and self._height(name, last) < self._height(name, peak) / 2
             matters = matters or (lost and self._sated(weights))

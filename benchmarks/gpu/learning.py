@@ -1,4 +1,4 @@
-"""What does a real model learn on a GPU, and in how many seconds?
+"""Measure what a real model learns on a GPU, and the seconds that it takes.
 
     python -m benchmarks.gpu.learning [--seeds 0 1 2] [--seconds 480] [--device cpu]
 

@@ -33,6 +33,8 @@ EXAMS: dict[str, dict[str, object]] = {
 TRL = "trl"
 PACKAGES = "lib/python3*/site-packages"
 
+Option = tuple[str, object]
+
 
 def trained(
     name: str,
@@ -51,16 +53,14 @@ def trained(
     directory = OUT / name / "version_0"
     if not (directory / "hf" / "config.json").exists():
         files = ["grpo.yaml", "variants/five.yaml", *(["variants/lora.yaml"] if lora else [])]
-        taught: list[tuple[str, object]] = []
+        taught: list[Option] = []
         if teacher is not None:
             files.append("variants/teacher.yaml")
-            arguments = {"model": str(OUT / teacher / "version_0" / "hf"), "top_k": 16}
-            other = {"class_path": "lightning_rl.ModelTeacher", "init_args": arguments}
-            taught = [("--data.rewards", json.dumps(["recipes.smollm2.tasks.last_number", other]))]
+            taught = [taught_by(OUT / teacher / "version_0" / "hf")]
         # Accuracy is told by the exams, and by the reward of each iteration.
         export = {"class_path": "HFExport", "init_args": {"merge_adapters": lora}}
-        options: list[tuple[str, object]] = [
-            *(("--config", f"{RECIPE}/{file}") for file in files),
+        options: list[Option] = [
+            *configs(files),
             ("--seed_everything", seed),
             ("--model.optimizer.init_args.lr", lr),
             ("--data.iterations_per_epoch", iterations),
@@ -73,6 +73,18 @@ def trained(
         ]
         run([sys.executable, "-m", "lightning_rl", "fit"], options)
     return directory
+
+
+def configs(files: Iterable[str]) -> list[Option]:
+    """Return the options that merge these files of the recipe."""
+    return [("--config", f"{RECIPE}/{file}") for file in files]
+
+
+def taught_by(model: Path) -> Option:
+    """Return the option that adds a model as the teacher, with its 16 likeliest tokens."""
+    arguments = {"model": str(model), "top_k": 16}
+    teacher = {"class_path": "lightning_rl.ModelTeacher", "init_args": arguments}
+    return "--data.rewards", json.dumps(["recipes.smollm2.tasks.last_number", teacher])
 
 
 def trained_by_trl() -> Path:
@@ -93,7 +105,7 @@ def trained_by_trl() -> Path:
 
 def run(
     command: list[str],
-    options: Iterable[tuple[str, object]],
+    options: Iterable[Option],
     environment: dict[str, str] | None = None,
 ) -> None:
     words = [str(word) for option in options for word in option]

@@ -1,4 +1,4 @@
-"""What benchmarks.smaller cuts from a model."""
+"""benchmarks.smaller cuts those layers from a model that change its hidden states least."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
