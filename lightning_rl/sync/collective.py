@@ -15,7 +15,12 @@ from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError, first_line, require_at_least
 from lightning_rl.sync.base import WeightTransport
-from lightning_rl.sync.group import BroadcastGroup, BroadcastReceiver, require_backend
+from lightning_rl.sync.group import (
+    BroadcastGroup,
+    BroadcastReceiver,
+    require_backend,
+    require_reachable,
+)
 from lightning_rl.sync.memory import fill_buffers
 from lightning_rl.sync.replicas import Answers, Question, ReplicaPush, submit
 from lightning_rl.sync.staged import StagedTransport
@@ -51,6 +56,7 @@ class CollectiveTransport(StagedTransport):
     """
 
     stages_in_memory = leaves_out = True
+    shared_packages = ("lightning_rl", "torch")  # other torch versions meet in another way
     reaches = (ReplicatedEngine,)
     instead = (
         "that engine is in the trainer's own process: use MemoryTransport or CheckpointTransport"
@@ -88,6 +94,8 @@ class CollectiveTransport(StagedTransport):
 
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
+        assert isinstance(engine, ReplicatedEngine)
+        require_reachable(self, self.host, engine)
         if self.backend == "nccl":
             # Asked here, for a thread that fills a restarted replica has a current device too: 0.
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -126,6 +134,7 @@ class CollectiveTransport(StagedTransport):
 
         Raises:
             SyncTimeoutError: if they do not meet in time.
+        WeightSyncError: if a replica refuses.
         """
         options: dict[str, Any] = {
             "host": self.host,
@@ -138,11 +147,17 @@ class CollectiveTransport(StagedTransport):
         for replica in replicas:
             joining.append(self.invite(replica, port=group.port, first=first, **options))
             first += replica.workers
+        refusals: list[Future[Any]] = []
+
+        def refused() -> bool:
+            refusals.extend(answer for answer in joining if answer.done() and answer.exception())
+            return bool(refusals)
+
         try:
-            group.meet()
+            group.meet(refused)
         except SyncTimeoutError as error:
             group.close()
-            for answer in joining:
+            for answer in [*refusals, *joining]:
                 answer.result()  # says why, if the replica is gone or has refused
             names = ", ".join(replica.name for replica in replicas)
             raise SyncTimeoutError(f"{names}: {error}") from error
@@ -285,7 +300,7 @@ class CollectivePush(ReplicaPush):
         Return None if all have loaded everything; else the replicas that died, as far as known.
 
         Raises:
-            WeightSyncError: if a replica refuses.
+        WeightSyncError: if a replica refuses.
         """
         timeout_s, loading = self.transport.timeout_s, list[Future[Any]]()
 

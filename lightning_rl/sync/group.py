@@ -4,7 +4,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_rl.engines.replicas.replica import LOOPBACK
+from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, SyncTimeoutError, first_line
 from lightning_rl.sync.memory import unpack
 from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights
 
 _log = logging.getLogger(__name__)
+_REFUSED = "refused"
+_LOOK_S = 0.01
 
 
 class BroadcastGroup:
@@ -69,19 +74,36 @@ class BroadcastGroup:
         """The port on which the store listens."""
         return int(self._store.port)
 
-    def meet(self) -> None:
-        """Wait for the other processes.
+    def meet(self, refused: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the other processes; ``refused`` tells the sender that one will not come.
 
         Raises:
-            SyncTimeoutError: if they do not come in time.
+            SyncTimeoutError: if they do not come in time, or one has refused.
         """
         try:
+            self._wait_for_all(refused)
             self._group = _BACKENDS[self.backend](self)
         except (RuntimeError, ValueError) as error:
             raise SyncTimeoutError(
                 f"the {self.size} processes of a weight group did not meet at {self.host}:"
                 f"{self.port} within {self._timeout.total_seconds():g} s: {first_line(error)}"
             ) from error
+
+    def _wait_for_all(self, refused: Callable[[], bool]) -> None:
+        """Wait here, where a refusal ends all waits at once: in the backends nothing would.
+
+        NCCL's communicator would even wait for ever.
+        """
+        end = time.monotonic() + self._timeout.total_seconds()
+        self._store.set(f"here/{self.rank}", "")
+        while not self._store.check([f"here/{rank}" for rank in range(self.size)]):
+            if refused():
+                self._store.set(_REFUSED, "")
+            if self._store.check([_REFUSED]):
+                raise RuntimeError("another process refused to join")
+            if time.monotonic() > end:
+                raise RuntimeError("the others did not come")
+            time.sleep(_LOOK_S)
 
     def broadcast(self, tensor: Tensor) -> Any:
         """Start sending (rank 0) or receiving ``tensor`` in place; pass the result to ``wait``.
@@ -134,10 +156,6 @@ class BroadcastGroup:
         return dist.ProcessGroupGloo(self._prefixed(), self.rank, self.size, options)
 
     def _nccl(self) -> Any:
-        # Unlike gloo's, its constructor waits for nobody, and a communicator that begins without a
-        # peer waits for ever.
-        self._store.set(f"here/{self.rank}", "")
-        self._store.wait([f"here/{rank}" for rank in range(self.size)], self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         with _without_watchdog():
@@ -194,6 +212,29 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen at host={host!r} ({error}); give an address of this machine that "
             "the engine's processes reach"
         ) from error
+
+
+def require_reachable(transport: object, host: str, engine: ReplicatedEngine) -> None:
+    """Refuse a loopback address of the sender if a replica is on another machine.
+
+    Raises:
+        ConfigError: names the replica.
+    """
+    apart = [replica.name for replica in engine.replicas if not _is_here(replica.host)]
+    if apart and host in LOOPBACK:
+        raise ConfigError(
+            f"{type(transport).__name__}(host={host!r}) cannot be reached by {apart[0]} on another "
+            "machine; set host to this machine's address in the network that both share"
+        )
+
+
+def _is_here(host: str) -> bool:
+    """Return True if ``host`` is an address of this machine: one that can be listened at."""
+    try:
+        _listen(host, 0).close()
+    except ConfigError:
+        return False
+    return True
 
 
 def require_backend(backend: str) -> None:

@@ -28,6 +28,7 @@ from lightning_rl.errors import (
 )
 from lightning_rl.run.processes.dist import world_size
 from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.group import require_reachable
 from lightning_rl.sync.replicas import submit
 from lightning_rl.sync.stream import Weights
 
@@ -243,6 +244,11 @@ class NCCLTransport(NativeTransport):
     ) -> None:
         super().__init__(bucket_mb, timeout_s)
         self.host = host
+
+    def connect(self, engine: Engine) -> None:
+        super().connect(engine)
+        assert isinstance(engine, VLLMServer)
+        require_reachable(self, self.host, engine)
 
     def _init_info(self, workers: int) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo

@@ -17,7 +17,14 @@ from lightning_rl.engines.replicas.replicated import OUR_TRANSFER, ReplicatedEng
 from lightning_rl.errors import ConfigError, WeightSyncError, require_at_least
 from lightning_rl.sync.base import InProcess, MergedInProcess, WeightTransport
 from lightning_rl.sync.replicas import ReplicaPush, submit
-from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream, streams_of
+from lightning_rl.sync.stream import (
+    Bucket,
+    WeightReceiver,
+    Weights,
+    WeightStream,
+    minor_version,
+    streams_of,
+)
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
     from lightning_rl.models.policy import Policy
@@ -46,6 +53,8 @@ class StagedTransport(WeightTransport):
     leaves_out: ClassVar[bool] = False
     """Whether :meth:`stage` accepts weights without the frozen ones that it staged before
     (``WeightStream.staged``); False: it gets all weights each time."""
+    shared_packages: ClassVar[tuple[str, ...]] = ("lightning_rl",)
+    """Packages of which engines in other processes need the trainer's minor version."""
     _route: WeightTransport | None = None
 
     def __init__(
@@ -177,6 +186,7 @@ class StagedTransport(WeightTransport):
 
     def invite(self, replica: Replica, **options: Any) -> Future[Any]:
         """Let a replica's workers make their receivers, with these options."""
+        options["versions"] = {package: minor_version(package) for package in self.shared_packages}
         info = {"transport": self._other_end(), "options": options}
         step = "init_weight_transfer_engine"
         return submit(replica.transfer(step, self.timeout_s, init_info=info))

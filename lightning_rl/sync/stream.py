@@ -11,6 +11,7 @@ from lightning_rl.config.hints import import_object
 from lightning_rl.engines.lora import divide, require_adapters
 from lightning_rl.engines.push import Push
 from lightning_rl.errors import ConfigError, WeightSyncError
+from lightning_rl.run.processes.machine import installed_version
 
 Weights = Iterable[tuple[str, Tensor]]
 Kind = Literal["weights", "base", "adapters"]
@@ -87,12 +88,31 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in weights.items()}
 
 
-def receiver_of(transport: str, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
+def minor_version(package: str) -> str:
+    """Return the installed version of a package up to its minor number, such as ``2.13``."""
+    return ".".join((installed_version(package) or "none").split(".")[:2])
+
+
+def receiver_of(
+    transport: str,
+    device: torch.device,
+    rank: int,
+    versions: Mapping[str, str] | None = None,
+    **options: Any,
+) -> WeightReceiver:
     """Make, in a worker, the receiver of the transport with this import path.
 
+    ``versions`` holds the sender's minor versions of the packages that both ends must share.
+
     Raises:
-        WeightSyncError: if it cannot be imported.
+        WeightSyncError: if a version differs, or the transport cannot be imported.
     """
+    for package, theirs in (versions or {}).items():
+        if (ours := minor_version(package)) != theirs:
+            raise WeightSyncError(
+                f"the trainer has {package} {theirs} and the engine {ours}, which cannot exchange "
+                f"weights by {transport.rpartition('.')[2]}; install the same version on both sides"
+            )
     try:
         cls = import_object(transport)
     except ConfigError as error:

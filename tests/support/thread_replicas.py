@@ -8,7 +8,7 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion
-from lightning_rl.errors import ReplicaError, SyncTimeoutError
+from lightning_rl.errors import ReplicaError, SyncTimeoutError, WeightSyncError
 from lightning_rl.run.digest import digests
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.stream import receiver_of
@@ -23,7 +23,7 @@ class ThreadReplica(Replica):
         super().__init__(name, "127.0.0.1")
         self.held, self.receiver, self.buckets, self.said = {}, None, [], "default"
         self.generated, self.dies_at, self.starts = 0, None, True
-        self.cut_off, self.paused = False, False
+        self.cut_off, self.paused, self.refuses = False, False, None
 
     async def start(self):
         if not self.starts or self.cut_off:
@@ -55,6 +55,8 @@ class ThreadReplica(Replica):
         if self.dies_at == step:
             self.dies_at = None
             raise ReplicaLost(f"{self.name} died")
+        if self.refuses == step:
+            raise WeightSyncError(f"{self.name} refuses")
         if self.cut_off and step == "update_weights":
             raise SyncTimeoutError(f"{self.name} did not answer within {timeout_s:g} s")
         return await asyncio.to_thread(getattr(self, step), **arguments)

@@ -21,6 +21,7 @@ from lightning_rl.errors import (
 _log = logging.getLogger(__name__)
 _TAIL = "', please check"
 HEALTH_TIMEOUT_S = 10.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ReplicaLost(ReplicaError):
@@ -61,7 +62,7 @@ class Replica(ABC):
     @property
     def on_this_machine(self) -> bool:
         """True if the engine can open this process's files under ``/proc``."""
-        return self.host in ("127.0.0.1", "localhost", "::1")
+        return self.host in LOOPBACK
 
     @abstractmethod
     async def start(self) -> None:

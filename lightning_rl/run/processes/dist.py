@@ -112,8 +112,6 @@ def _route(device: torch.device) -> tuple[Any, torch.device]:
 
 # ---------------------------------------------------------------- the group for control
 
-_LONGEST_WAIT = timedelta(days=7)
-"""Timeout for a rank that generates or computes rewards; one that died is noticed at once."""
 _beside: Any = None
 
 
@@ -131,7 +129,7 @@ def _control() -> Any:
         return None
     if not _is_there(_beside):
         try:
-            _beside = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+            _beside = dist.new_group(backend="gloo", timeout=_timeout())
         except RuntimeError as error:
             raise ConfigError(
                 "the ranks could not create a gloo group, which carries data that is not on a "
@@ -139,6 +137,14 @@ def _control() -> Any:
                 "interface between the machines"
             ) from error
     return _beside
+
+
+def _timeout() -> timedelta:
+    """Return how long ranks wait for each other: the strategy's ``timeout``."""
+    group: Any = dist.group.WORLD
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    waits: timedelta = group._get_backend(device).options._timeout
+    return waits
 
 
 def _trains_over_nccl() -> bool:

@@ -3,14 +3,19 @@
 import os
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as torch_dist
 
 from lightning_rl.errors import PeerLostError
+from lightning_rl.run.loop.threads import CallingThread
 from lightning_rl.run.processes import dist
 from lightning_rl.run.processes.machine import this_machine
+
+T = TypeVar("T")
 
 _REPORT_S = 5.0
 """Seconds that the other processes have to notice, too, that one is gone."""
@@ -78,25 +83,29 @@ def _who_is_gone() -> list[int]:
     own = _peers.index(Peer.of_this_process())
     open_cases = [rank for rank in range(len(_peers)) if rank != own]
     gone: list[int] = []
-    store: Any = None
+    store, asking = torch_dist.distributed_c10d._get_default_store(), CallingThread("ask_ranks")
     end = time.monotonic() + _REPORT_S
-    while open_cases and time.monotonic() < end:
-        gone += [rank for rank in open_cases if _has_ended(_peers[rank])]
-        open_cases = [rank for rank in open_cases if rank not in gone]
+
+    def ask(call: Callable[[], T]) -> T:
+        # A node that vanished closes no connection: the kernel would wait for it for 16 minutes.
+        answer = asking.submit(call)
         try:
-            store = store or _report(own)
-            open_cases = [r for r in open_cases if not store.check([_key(r)])]
-        except RuntimeError:  # who holds it is gone: rank 0, or who started the ranks
-            open_cases = [0] if 0 in open_cases else []
-            break
-        time.sleep(_LOOK_S)
+            result: T = answer.result(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            asking.abandon(answer)
+            raise
+        return result
+
+    try:
+        while open_cases and time.monotonic() < end:
+            gone += [rank for rank in open_cases if _has_ended(_peers[rank])]
+            open_cases = [rank for rank in open_cases if rank not in gone]
+            ask(partial(store.set, _key(own), ""))
+            open_cases = [r for r in open_cases if not ask(partial(store.check, [_key(r)]))]
+            time.sleep(_LOOK_S)
+    except (RuntimeError, TimeoutError):  # who holds it is gone: rank 0, or who started the ranks
+        open_cases = [0] if 0 in open_cases else []
     return gone or open_cases
-
-
-def _report(rank: int) -> Any:
-    store = torch_dist.distributed_c10d._get_default_store()
-    store.set(_key(rank), "")
-    return store
 
 
 def _key(rank: int) -> str:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import traceback
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning_rl.engines.replicas.server_process import free_port
 from lightning_rl.errors import ConfigError, RewardError
 from lightning_rl.run.processes import dist
 
+TIMEOUT = timedelta(seconds=77)
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list")
 
 
@@ -19,7 +21,7 @@ class Spy:
     """Notes over which group each collective went; the default one is called ``backend``."""
 
     def __init__(self, backend):
-        self.calls, self.made = [], 0
+        self.calls, self.made = [], []
         real = {name: getattr(torch_dist, name) for name in (*COLLECTIVES, "new_group")}
         get_backend = torch_dist.get_backend
         torch_dist.get_backend = lambda group=None: get_backend(group) if group else backend
@@ -32,7 +34,7 @@ class Spy:
             return call
 
         def new_group(**options):
-            self.made += 1
+            self.made.append(options["timeout"])
             return real["new_group"](**options)
 
         for name in COLLECTIVES:
@@ -67,7 +69,11 @@ def run_rank(rank, ports, backend, results):
         spy, heard = Spy(backend), []
         for port in ports:
             torch_dist.init_process_group(
-                "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=rank,
+                world_size=2,
+                timeout=TIMEOUT,
             )
             heard.append(talk(rank))
             torch_dist.destroy_process_group()
@@ -105,7 +111,7 @@ def test_over_nccl_what_is_on_no_gpu_goes_over_gloo():
     """Through two process groups in turn, as of two runs: each has one group beside it."""
     for rank, heard, calls, made in two_ranks("nccl", groups=2):
         assert heard == [expected(rank)] * 2
-        assert made == 2
+        assert made == [TIMEOUT] * 2  # or a machine that vanished would be waited for in vain
         assert {name for name, _ in calls} == set(COLLECTIVES)
         assert {group for _, group in calls} == {"control"}
 
@@ -113,7 +119,7 @@ def test_over_nccl_what_is_on_no_gpu_goes_over_gloo():
 def test_over_gloo_there_is_one_group_as_before():
     for rank, heard, calls, made in two_ranks("gloo"):
         assert heard == [expected(rank)]
-        assert made == 0
+        assert made == []
         assert {group for _, group in calls} == {"default"}
 
 
@@ -124,6 +130,7 @@ def test_tensors_on_gpus_stay_with_nccl(monkeypatch, backend):
 
     monkeypatch.setattr(torch_dist, "get_backend", lambda group=None: backend)
     monkeypatch.setattr(torch_dist, "new_group", unreachable)
+    monkeypatch.setattr(dist, "_timeout", lambda: TIMEOUT)
     cuda = torch.device("cuda", 1)
     assert dist._route(cuda) == (None, cuda)
     with pytest.raises(ConfigError, match=r"a gloo group.* no route to host; .*GLOO_SOCKET_IF"):

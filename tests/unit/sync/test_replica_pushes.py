@@ -7,10 +7,16 @@ from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.push import Push
 from lightning_rl.engines.replicas.replica import ReplicaLost
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
+from lightning_rl.errors import (
+    ConfigError,
+    EngineError,
+    IncompleteWeightsError,
+    WeightSyncError,
+)
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.digest import digest
 from lightning_rl.run.loop.background import run_async
+from lightning_rl.sync import staged
 from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
@@ -223,7 +229,40 @@ def test_weights_left_out_leave_no_engine_to_generate_with(connect, engine, weig
     assert run_async(engine.generate([3], ONE, 0)).versions == [2]
 
 
-def test_memory_does_not_reach_another_machine(engine):
-    engine.replicas[1].host = "10.0.0.7"
-    with pytest.raises(ConfigError, match="replica 1 on another machine; use CollectiveTransport"):
-        MemoryTransport().connect(engine)
+@pytest.mark.parametrize(
+    ("transport", "fix"),
+    [
+        (MemoryTransport(), "use CollectiveTransport"),
+        (CollectiveTransport(), "set host to this machine's address"),
+    ],
+    ids=["memory", "collective"],
+)
+def test_another_machine_is_not_reached_by_this_ones_memory_or_loopback(engine, transport, fix):
+    engine.replicas[1].host = "192.0.2.7"  # an address that no machine has (RFC 5737)
+    with pytest.raises(ConfigError, match=f"replica 1 on another machine; {fix}"):
+        transport.connect(engine)
+
+
+def test_a_server_at_an_address_of_this_machine_reaches_its_loopback(engine):
+    engine.replicas[1].host = "127.0.0.2"
+    CollectiveTransport().connect(engine)
+
+
+# The transport itself would wait for 300 s; see the time limit of this file.
+@pytest.mark.parametrize("keep_copy", [True, False], ids=["one group", "a group each"])
+def test_a_refusal_is_heard_while_the_others_still_wait(engine, weights, keep_copy):
+    transport = CollectiveTransport(keep_copy=keep_copy)
+    transport.connect(engine)
+    engine.replicas[1].refuses = "init_weight_transfer_engine"
+    with pytest.raises(WeightSyncError, match="replica 1 refuses"):
+        transport.push(weights.items(), 0)
+    transport.close()
+
+
+def test_an_engine_with_another_version_refuses_before_it_is_met(monkeypatch, connect, engine):
+    transport = connect()
+    monkeypatch.setattr(transport, "shared_packages", ("numpy",))
+    monkeypatch.setattr(staged, "minor_version", lambda package: "0.1")
+    refused = r"the trainer has numpy 0\.1 and the engine \d+\.\d+, .*install the same version"
+    with pytest.raises(WeightSyncError, match=refused):
+        transport.push([], 0)
