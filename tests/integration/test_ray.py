@@ -301,8 +301,8 @@ def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
     wait_for(lambda: not [pid for pid in pids if is_running(pid)])
 
 
-def test_training_from_the_command_line(cluster, tiny_model, tmp_path):
-    """Two iterations of the recipe, which says nothing of this cluster: RAY_ADDRESS does."""
+def begin_training(address, tiny_model, tmp_path, **more):
+    """Start the recipe, which says nothing of this cluster: RAY_ADDRESS does."""
     rows = [{"prompt": f"{n}=", "answer": "".join(sorted(str(n)))} for n in range(300, 364)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -316,26 +316,27 @@ def test_training_from_the_command_line(cluster, tiny_model, tmp_path):
         "data.init_args.eval_prompts.init_args.path": prompts,
         "data.init_args.rewards": "[ray_rewards.sevens]",
         "data.init_args.groups_per_iteration": 8,
-        "data.init_args.iterations_per_epoch": 2,
         "trainer.accelerator": "cpu",
         "trainer.logger.init_args.save_dir": tmp_path,
+        **{f"data.init_args.{key}": value for key, value in more.items()},
     }
     files = ["--config", recipe / "grpo.yaml", "--config", recipe / "variants" / "ray.yaml"]
     arguments = [*files, *(f"--{key}={value}" for key, value in settings.items())]
-    done = subprocess.run(
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    return subprocess.Popen(
         [sys.executable, "-m", "lightning_rl", "fit", *map(str, arguments)],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "RAY_ADDRESS": cluster.address,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
-        },
-        capture_output=True,
+        env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=400,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
+
+
+def test_training_from_the_command_line(cluster, tiny_model, tmp_path):
+    run = begin_training(cluster.address, tiny_model, tmp_path, iterations_per_epoch=2)
+    _, told = run.communicate(timeout=400)
+    assert run.returncode == 0, told
     (summary,) = tmp_path.glob("ray/*/summary.json")
     told = json.loads(summary.read_text())
     assert (told["status"], told["iterations"]) == ("completed", 2)
@@ -343,3 +344,31 @@ def test_training_from_the_command_line(cluster, tiny_model, tmp_path):
     assert [row["sync/version"] for row in rows] == [0, 1, 2]
     assert all(row["sync/probe_gap"] < 1e-4 for row in rows)
     assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
+
+
+def test_when_the_clusters_head_dies_the_run_saves_and_ends(monkeypatch, tiny_model, tmp_path):
+    """Ray would end the trainer with its nodes. It comes back from its checkpoint elsewhere."""
+    from ray.cluster_utils import Cluster
+
+    with monkeypatch.context() as patch:  # else the nodes would wait for a minute
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0})
+        cluster.add_node(**NODE)
+    try:
+        engine = {"engine.init_args.recovery_timeout_s": 10, "engine.init_args.health_every_s": 1}
+        run = begin_training(
+            cluster.address, tiny_model, tmp_path, iterations_per_epoch=1000, **engine
+        )
+        wait_for(lambda: any(tmp_path.glob("ray/*/metrics.jsonl")), 200)
+        for processes in cluster.head_node.all_processes.values():
+            for process in processes:
+                process.process.kill()
+        _, told = run.communicate(timeout=200)
+    finally:
+        cluster.shutdown()
+    assert run.returncode == 1
+    assert "the head of the Ray cluster at" in told
+    (saved,) = tmp_path.glob("ray/*/checkpoints/last.ckpt")
+    rows = saved.parents[1].joinpath("metrics.jsonl").read_text().splitlines()
+    done = json.loads(rows[-1])["iteration"]  # or one more, whose push found nobody
+    assert saved.resolve().name in {f"iteration_{n}.ckpt" for n in (done, done + 1)}

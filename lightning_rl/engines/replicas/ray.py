@@ -1,5 +1,6 @@
 """vLLM in Ray actors, on one machine or a cluster."""
 
+import asyncio
 import dataclasses
 import os
 import signal
@@ -7,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
     of :class:`VLLMEngine` and :class:`ReplicatedEngine`.
 
     Args:
-        address: address of a cluster of which this machine is a node, ``host:port`` or ``auto``;
-            None: ``RAY_ADDRESS`` if set, else a cluster running on this machine, else a new one.
+        address: address of a cluster of which this machine is a node, ``host:port``, or ``auto``
+            for the one that runs here; None: ``RAY_ADDRESS`` if set, else a new one of its own.
         replicas: number of actors.
         tensor_parallel_size: GPUs (CPU processes) that share each replica's model.
         bundle: resources that an actor reserves; None: ``tensor_parallel_size`` GPUs, or CPUs if
@@ -144,14 +145,13 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             if ray.is_initialized():  # by the user, whose it stays
                 return
             options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-            address = self.address or os.environ.get("RAY_ADDRESS")
+            # Without an address, Ray would join any cluster that runs here, another user's too.
+            address = self.address or os.environ.get("RAY_ADDRESS") or "local"
             try:
-                if address is not None:
-                    options["address"] = address
-                    _require_listener(address)
-                ray.init(**{**options, **self.ray_options})
+                _require_listener(address)
+                ray.init(**{**options, "address": address, **self.ray_options})
             except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-                where = "on this machine" if address is None else f"at address={address!r}"
+                where = "on this machine" if address == "local" else f"at address={address!r}"
                 if _lacks_token(error):
                     raise ReplicaError(
                         f"the Ray cluster {where} requires a token; set RAY_AUTH_MODE=token for "
@@ -163,6 +163,29 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
                     "of one (`ray status`)?"
                 ) from error
             self._connected_here = True
+
+    async def _bring_back(self, replica: Replica) -> None:
+        await asyncio.to_thread(self._require_head)  # who makes the new actor
+        await super()._bring_back(replica)
+
+    def _require_head(self) -> None:
+        """Check that the cluster's head answers: Ray's own calls would wait for it for hours.
+
+        Raises:
+            ReplicaError: if it does not.
+        """
+        import ray
+
+        if not ray.is_initialized():
+            return
+        address = ray.get_runtime_context().gcs_address
+        try:
+            _require_listener(address)
+        except OSError as error:
+            raise ReplicaError(
+                f"the head of the Ray cluster at {address} is gone ({error}), so no actor can be "
+                "started; start a cluster again, and the run with --ckpt_path last"
+            ) from error
 
     def _reserve(self) -> dict[str, float]:
         """Reserve one bundle of resources for each replica; return the bundle."""
@@ -190,7 +213,9 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
 
         group, self._group = self._group, None
         if group is not None and ray.is_initialized():
-            ray.util.remove_placement_group(group)
+            with suppress(ReplicaError):  # its reservations have ended with the head
+                self._require_head()
+                ray.util.remove_placement_group(group)
         if self._connected_here:
             self._connected_here = False
             ray.shutdown()
@@ -229,6 +254,8 @@ def _require_listener(address: str) -> None:
 def _contained() -> Iterator[None]:
     """Undo Ray's changes to this process; its SIGTERM handler would lose unsaved work."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would end this process, unsaved, when the cluster's head has been gone for a minute.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(24 * 3600))
     hook, handler = sys.excepthook, signal.getsignal(signal.SIGTERM)
     try:
         yield
