@@ -1,6 +1,7 @@
 """IterationCheckpoint: saves checkpoints from which a run can resume, whatever stopped it."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import proxy
@@ -42,6 +43,7 @@ from lightning_rl.run.files.resume import (
 from lightning_rl.run.files.rundir import output_path
 from lightning_rl.run.loop.background import runtime
 from lightning_rl.run.loop.interrupts import seconds_of
+from lightning_rl.run.processes import dist
 from lightning_rl.run.processes.peers import lost_peer
 from lightning_rl.run.processes.slurm import requeue_job, requeue_signal
 
@@ -192,12 +194,16 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
         if not self._training:
             return
         module, self._training = self.module_of(pl_module), False
+        # All ranks were told to stop. Launchers end the others once one of them has ended.
+        together = isinstance(exception, RunInterrupted)
         try:
-            if self._may_save(trainer, module, exception):
-                runtime.abandon_blocked_loop()  # else saving rollouts in flight would wait forever
-                self._save(trainer, module)
-            self._finish(trainer)
-            self._requeue(trainer, exception)
+            with dist.every_rank() if together else nullcontext():
+                if self._may_save(trainer, module, exception):
+                    # Else saving rollouts in flight would wait forever.
+                    runtime.abandon_blocked_loop()
+                    self._save(trainer, module)
+                self._finish(trainer)
+                self._requeue(trainer, exception)
         except CheckpointError as error:  # what stopped the run comes first
             rank_zero_warn(str(error))
         if isinstance(exception, RunInterrupted):
