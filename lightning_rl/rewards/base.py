@@ -156,6 +156,7 @@ class Rewards:
 
     def close(self) -> None:
         """Free what rewards hold, such as worker processes; they start again when needed."""
+        self._calls.close()
         for function in self.functions.values():
             close = getattr(function, "close", None)
             if close is not None:

@@ -131,6 +131,10 @@ class RewardCaller:
         thread = self._thread.thread
         return None if thread is None else (self._name, thread)
 
+    def close(self) -> None:
+        """End the thread; a later call starts another."""
+        self._thread.close()
+
     async def call_in_loop(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
         """Call a function from the event loop, in which engines run."""
         if is_async(function):

@@ -1,12 +1,17 @@
 """The process's event loop is one object: a second one is apart, and a fork begins anew."""
 
 import asyncio
+import gc
 import os
 import threading
 
 import pytest
 
+from lightning_rl.collect.ahead import AsyncCollector
+from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.run.loop.background import Runtime, run_async, runtime
+from lightning_rl.run.loop.threads import CallingThread
+from tests.support.small_run import data_module, grpo, trainer_of
 
 
 async def thread_here() -> threading.Thread:
@@ -69,3 +74,49 @@ def test_a_task_that_would_end_the_loops_thread_does_not(kind):
     before = run_async(thread_here())
     assert run_async(hears_of_it(), timeout=60) is kind
     assert run_async(thread_here(), timeout=60) is before
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_a_thread_for_calls_ends_when_it_is_closed_and_another_makes_later_calls():
+    calling = CallingThread("calls")
+    first = calling.submit(threading.current_thread).result(10)
+    waiting = [calling.submit(lambda number=number: number) for number in range(3)]
+    calling.close()
+    assert [future.result(10) for future in waiting] == [0, 1, 2]
+    assert ended(first)
+    calling.close()  # a second time, which is nothing
+    second = calling.submit(threading.current_thread).result(10)
+    assert second is not first
+    assert second.is_alive()
+    del calling
+    gc.collect()
+    assert ended(second)
+
+
+def test_a_thread_whose_call_was_abandoned_ends_with_that_call():
+    calling, release = CallingThread("calls"), threading.Event()
+    stuck = calling.submit(lambda: release.wait(60) and threading.current_thread())
+    while (hanging := calling.thread) is None:
+        pass
+    calling.abandon(stuck)
+    second = calling.submit(threading.current_thread).result(10)
+    calling.close()
+    assert ended(second)
+    release.set()
+    assert ended(hanging)
+
+
+@pytest.mark.parametrize("collector", [SyncCollector, AsyncCollector])
+def test_a_fit_leaves_no_thread(tiny_model, tmp_path, collector):
+    before = set(threading.enumerate())
+    data = data_module(
+        group_size=2, groups_per_iteration=2, iterations_per_epoch=2, collector=collector()
+    )
+    trainer_of(tmp_path).fit(grpo(tiny_model), data)
+    lasting = {"lightning_rl", "lightning_rl engine", "tqdm_monitor"}  # one in the process
+    left = {thread for thread in set(threading.enumerate()) - before if thread.name not in lasting}
+    assert all(map(ended, left)), left
