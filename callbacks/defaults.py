@@ -25,6 +25,7 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
 from lightning_rl.run.noise import ignore_known_warnings
+from lightning_rl.run.processes.machine import raise_file_limit
 
 
 class ParameterSummary(ModelSummary):
@@ -69,7 +70,11 @@ def own_display(trainer: Trainer) -> list[Callback]:
 
 
 def basic_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return what any run of this library has: our display, and ``StopWhenTold``."""
+    """Return what any run of this library has: our display, and ``StopWhenTold``.
+
+    Rollouts, rewards and engines open connections, so their number is raised to what is allowed.
+    """
+    raise_file_limit()
     stops = [] if find_callbacks(trainer, StopWhenTold) else [StopWhenTold()]
     return [*own_display(trainer), *stops]
 
