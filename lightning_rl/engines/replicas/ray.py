@@ -37,7 +37,8 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
 
     Args:
         address: address of a cluster of which this machine is a node, ``host:port`` or ``auto``;
-            None: ``RAY_ADDRESS`` if set, else a cluster running on this machine, else a new one.
+            None: ``RAY_ADDRESS`` if set, else a new one of this run's own; others on this machine
+            are left alone.
         replicas: number of actors.
         tensor_parallel_size: GPUs (CPU processes) that share each replica's model.
         bundle: resources that an actor reserves; None: ``tensor_parallel_size`` GPUs, or CPUs if
@@ -146,8 +147,9 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
             address = self.address or os.environ.get("RAY_ADDRESS")
             try:
+                # Without one Ray would join any cluster that it finds on this machine.
+                options["address"] = address or "local"
                 if address is not None:
-                    options["address"] = address
                     _require_listener(address)
                 ray.init(**{**options, **self.ray_options})
             except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
