@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import os
+import sys
 import threading
 
 import pytest
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
@@ -110,13 +112,31 @@ def test_a_thread_whose_call_was_abandoned_ends_with_that_call():
     assert ended(hanging)
 
 
+class Fails(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        raise ValueError("planted")
+
+
+def test_the_switch_interval_is_restored_after_a_failure(tiny_model, tmp_path):
+    interval = sys.getswitchinterval()
+    data = data_module(group_size=2, groups_per_iteration=2, collector=AsyncCollector())
+    with pytest.raises(ValueError, match="planted"):
+        trainer_of(tmp_path, [Fails()]).fit(grpo(tiny_model), data)
+    assert sys.getswitchinterval() == interval
+
+
 @pytest.mark.parametrize("collector", [SyncCollector, AsyncCollector])
-def test_a_fit_leaves_no_thread(tiny_model, tmp_path, collector):
+def test_a_fit_leaves_no_thread_and_the_switch_interval(tiny_model, tmp_path, collector):
     before = set(threading.enumerate())
     data = data_module(
         group_size=2, groups_per_iteration=2, iterations_per_epoch=2, collector=collector()
     )
-    trainer_of(tmp_path).fit(grpo(tiny_model), data)
+    interval, seen = sys.getswitchinterval(), []
+    noting = LambdaCallback(on_train_batch_start=lambda *_: seen.append(sys.getswitchinterval()))
+    trainer_of(tmp_path, [noting]).fit(grpo(tiny_model), data)
+    works_ahead = collector is AsyncCollector
+    assert seen == [pytest.approx(0.001 if works_ahead else interval)] * 2
+    assert sys.getswitchinterval() == interval
     lasting = {"lightning_rl", "lightning_rl engine", "tqdm_monitor"}  # one in the process
     left = {thread for thread in set(threading.enumerate()) - before if thread.name not in lasting}
     assert all(map(ended, left)), left
