@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_rl.run.processes.keeper import GRACE_S, STUCK_S, kept
+from lightning_rl.run.processes.keeper import GRACE_S, STUCK_S, is_tracker, kept
 
 _REASON_CHARACTERS = 300
 _MARK = "LIGHTNING_RL_CHILD"
@@ -133,12 +133,16 @@ class PythonChild(Child):
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kill all processes of this user that have the mark in their environment."""
+    """Kill this user's processes with the mark in their environment.
+
+    Resource trackers end by themselves then, after removing what these left in shared memory.
+    """
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             # It may have just ended, or be another user's.
             with suppress(ProcessLookupError, PermissionError, FileNotFoundError):
-                if mark in (process / "environ").read_bytes().split(b"\0"):
+                marked = mark in (process / "environ").read_bytes().split(b"\0")
+                if marked and not is_tracker(int(process.name)):
                     os.kill(int(process.name), signal.SIGKILL)
 
 

@@ -149,7 +149,7 @@ def kill_children(spare_trackers: bool = False) -> bool:
         return False
     spared = False
     for child in children():
-        if spare_trackers and _is_tracker(child):
+        if spare_trackers and is_tracker(child):
             spared = True
             continue
         # It may have just ended, or have become another user's.
@@ -158,7 +158,8 @@ def kill_children(spare_trackers: bool = False) -> bool:
     return spared
 
 
-def _is_tracker(process: int) -> bool:
+def is_tracker(process: int) -> bool:
+    """Return True for one of Python's resource trackers."""
     try:
         with open(f"/proc/{process}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()
