@@ -1,7 +1,7 @@
 """IterationCheckpoint: saves checkpoints from which a run can resume, whatever stopped it."""
 
-import math
-import signal
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import proxy
@@ -12,10 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tensordict import TensorDict
-from torch.optim import Optimizer
 
-from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.ranking import Ranked, ranked, require_mode, retained
+from lightning_rl.callbacks.stopping import WatchesUpdates
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import (
     CheckpointError,
@@ -43,23 +42,19 @@ from lightning_rl.run.files.resume import (
 )
 from lightning_rl.run.files.rundir import output_path
 from lightning_rl.run.loop.background import runtime
-from lightning_rl.run.loop.interrupts import Interrupts, seconds_of
+from lightning_rl.run.loop.interrupts import seconds_of
 from lightning_rl.run.processes import dist
 from lightning_rl.run.processes.peers import lost_peer
-from lightning_rl.run.processes.slurm import requeue_job, requeue_signal, take_signals
+from lightning_rl.run.processes.slurm import requeue_job, requeue_signal
 
 
 @configurable
-class IterationCheckpoint(ModelCheckpoint, RLCallback):
-    """Saves every N iterations, at the end, when a run fails, and when it is asked to stop.
+class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
+    """Saves every N iterations, at the end, when a run fails, and when it is told to stop.
 
-    SIGTERM, SIGUSR1, SIGINT (Ctrl-C) and ``max_time`` stop a run: at once while it waits for
-    rollouts, rewards or the engine, even if these hang, else after the current update; with several
-    processes always after the update, when all ranks agree. Rollouts collected so far are saved
-    too, and ``RunInterrupted`` is raised. A second Ctrl-C stops without saving.
-
-    Under ``srun`` the job is requeued after SIGUSR1, as Lightning would do, if the run resumes with
-    ``last``. Lightning's own handlers, which save at once in each process, are not used.
+    See :class:`StopWhenTold` for what tells it. Rollouts collected so far are saved too. Under
+    ``srun`` the job is requeued after SIGUSR1, as Lightning would do, if the run resumes with
+    ``last``.
 
     Loggers are told of each checkpoint, so that ``WandbLogger(log_model="all")`` uploads it.
 
@@ -112,11 +107,11 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self.best: Ranked = []
         """Values of ``monitor`` with their checkpoint files, best first."""
         self._given = None if dirpath is None else Path(str(self.dirpath))
-        self._interrupts = Interrupts(math.inf if max_time is None else seconds_of(max_time))
+        if max_time is not None:
+            self.deadline = time.monotonic() + seconds_of(max_time)
         self._announced: set[str] = set()  # of ``saved``, those that loggers know of
         self._training = False
         self._fresh = True  # nothing happened since the last save
-        self._updating: int | None = None  # the iteration whose update began last
         self._asked_for_last = False
 
     # ---------------------------------------------------------------- Lightning's hooks
@@ -134,7 +129,6 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
                 "none; use ModelCheckpoint"
             )
         require_one_start(trainer)
-        take_signals(trainer)
         if self.asynchronous and not isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
             strategy.checkpoint_io = BackgroundCheckpointIO(strategy.checkpoint_io)
         self.dirpath = str(self._directory)
@@ -154,20 +148,12 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start handling signals, unless it already does."""
+        """Enter the run, unless it already did; from then on there is something to save."""
         if self._training:
             return
-        module, alone = self.module_of(pl_module), trainer.world_size == 1
+        module = self.module_of(pl_module)
         self._training = self._fresh = True
-        self._updating = None
         module.run_id = enter_run(trainer, module, self._directory)
-
-        def safe() -> bool:
-            # While the main thread waits, nothing but the collector's state grows.
-            updating = self._updating == module.iteration
-            return alone and self._training and runtime.is_waiting() and not updating
-
-        self._interrupts.install(safe, requeue_signal(trainer))
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fresh = False
@@ -180,13 +166,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
-        self._updating, self._fresh = self.module_of(trainer.lightning_module).iteration, False
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        # Of a module that announces no update, too.
-        self._updating = self.module_of(pl_module).iteration
+        super().on_update_start(trainer, pl_module, batch)
+        self._fresh = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -196,16 +177,6 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         every = self.every_n_iterations
         if is_best or (every and module.iteration % every == 0):
             self._save(trainer, module)
-
-    def on_iteration_end(
-        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
-    ) -> None:
-        told = self._interrupts.requested()
-        # Any rank's signal stops all of them, in the same iteration.
-        if dist.any_rank(told is not None):
-            reasons = dist.gather(None if told is None else (told.reason, told.status))
-            number, reason = next((n, r) for n, r in enumerate(reasons) if r is not None)
-            raise told or RunInterrupted(f"{reason[0]} to rank {number}", reason[1])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._fresh:
@@ -221,15 +192,18 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         if lost is not None:
             exception.add_note(str(lost))
         if not self._training:
-            self._stop_children(trainer, exception)
             return
         module, self._training = self.module_of(pl_module), False
+        # All ranks were told to stop. Launchers end the others once one of them has ended.
+        together = isinstance(exception, RunInterrupted)
         try:
-            if self._may_save(trainer, module, exception):
-                runtime.abandon_blocked_loop()  # else saving rollouts in flight would wait forever
-                self._save(trainer, module)
+            with dist.every_rank() if together else nullcontext():
+                if self._may_save(trainer, module, exception):
+                    # Else saving rollouts in flight would wait forever.
+                    runtime.abandon_blocked_loop()
+                    self._save(trainer, module)
+                self._finish(trainer)
                 self._requeue(trainer, exception)
-            self._finish(trainer)
         except CheckpointError as error:  # what stopped the run comes first
             rank_zero_warn(str(error))
         if isinstance(exception, RunInterrupted):
@@ -237,17 +211,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         elif self.last_model_path:
             rank_zero_info(f"The run failed; its last checkpoint is {self.last_model_path}")
 
-    @staticmethod
-    def _stop_children(trainer: Trainer, exception: BaseException) -> None:
-        """If a signal ended the start: stop the processes that Lightning launched, which wait for
-        this one.
-        """
-        launcher = trainer.strategy.launcher
-        if isinstance(exception, RunInterrupted) and launcher is not None:
-            launcher.kill(signal.SIGTERM)
-
     def _requeue(self, trainer: Trainer, exception: BaseException) -> None:
-        """Under Slurm, after its signal: requeue the job once all ranks have saved."""
+        """Under Slurm, after its signal: requeue the job, now that all ranks have saved."""
         number = requeue_signal(trainer)
         if number is None or not isinstance(exception, RunInterrupted):
             return
@@ -261,7 +226,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     ) -> bool:
         if self._fresh or isinstance(exception, CheckpointError | KeyboardInterrupt):
             return False
-        if self._updating == module.iteration:  # the optimizer may have stepped or not
+        if self.within_update(trainer):  # the optimizer may have stepped or not
             rank_zero_warn(
                 f"the run failed within the update of iteration {module.present_iteration}, so its "
                 "state is not saved; resume from the checkpoint before"
@@ -286,13 +251,10 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._tidy(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Wait for the write in progress, and stop handling signals."""
+        """Wait for the write in progress."""
         self._training = False
-        try:
-            trainer.strategy.checkpoint_io.teardown()
-            self._tidy(trainer)
-        finally:
-            self._interrupts.remove()
+        trainer.strategy.checkpoint_io.teardown()
+        self._tidy(trainer)
 
     def _rank(self, module: RecordingModule) -> bool:
         """Add this iteration to the best if it is among them; returns whether it is."""

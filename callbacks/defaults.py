@@ -19,11 +19,13 @@ from lightning_rl.callbacks.guards import MetricGuard
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
+from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
 from lightning_rl.run.noise import ignore_known_warnings
+from lightning_rl.run.processes.machine import raise_file_limit
 
 
 class ParameterSummary(ModelSummary):
@@ -67,8 +69,18 @@ def own_display(trainer: Trainer) -> list[Callback]:
     return [IN_PLACE_OF[type(callback)]() for callback in replaced]
 
 
+def basic_callbacks(trainer: Trainer) -> list[Callback]:
+    """Return what any run of this library has: our display, and ``StopWhenTold``.
+
+    Rollouts, rewards and engines open connections, so their number is raised to what is allowed.
+    """
+    raise_file_limit()
+    stops = [] if find_callbacks(trainer, StopWhenTold) else [StopWhenTold()]
+    return [*own_display(trainer), *stops]
+
+
 def default_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return what monitors need, our display, and for a ``fit`` with a data module
+    """Return what monitors need, the basic callbacks, and for a ``fit`` with a data module
     ``LearningAlarms`` and ``RunReport``.
 
     Callbacks that the trainer already has are kept. A rerun writes no results, as the recorded
@@ -76,7 +88,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     """
     judge_last(trainer)
     added = [*StopEarly.where_needed(trainer), *KnownMonitors.where_needed(trainer)]
-    added += own_display(trainer)
+    added += basic_callbacks(trainer)
     data = datamodule_of(trainer)
     if trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False):
         # A try-out leaves no results behind.

@@ -1,7 +1,9 @@
 """RLDataModule: prompts, engine and rewards behind Lightning's data interface."""
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,7 @@ from lightning_rl.run.files.rundir import output_path
 from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.processes import dist
-from lightning_rl.run.processes.cores import share_cores
+from lightning_rl.run.processes.cores import share_cores, switching_often
 from lightning_rl.run.processes.dist import announced
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
@@ -211,6 +213,8 @@ class RLDataModule(CollectingDataModule):
             )
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
         self._collection: Collection | None = None
+        self._during_fit = ExitStack()
+        self._began: float | None = None  # when the last iteration did
         self._loader: RolloutLoader | None = None
         self._loader_state: dict[str, Any] | None = None
         self.first_iteration = 0  # of those collected without training
@@ -277,6 +281,8 @@ class RLDataModule(CollectingDataModule):
             with naming(task.name):
                 task.prompts.bound(room_for_prompts(room, task.sampling))
         works = stage == "fit" and drives_engine(self.engine)
+        if works and self.collector.works_between_batches:
+            self._during_fit.enter_context(switching_often())
         self._collection = Collection(
             self._made_pipeline(self.train_tasks),
             self.collector if works else SyncCollector(),
@@ -406,6 +412,7 @@ class RLDataModule(CollectingDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Stop all background work when a run fails or is interrupted."""
+        self._during_fit.close()
         if self._collection is None:
             return
         try:
@@ -416,6 +423,7 @@ class RLDataModule(CollectingDataModule):
             )
 
     def teardown(self, stage: str) -> None:
+        self._during_fit.close()
         if self._collection is not None:
             self._collection.close()
         for agent in self.all_agents:
@@ -482,7 +490,10 @@ class RLDataModule(CollectingDataModule):
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
+        before, self._began = self._began, time.monotonic()
         for rewards in self.all_rewards:
+            if before is not None:
+                rewards.end_iteration(self._began - before)
             rewards.state = self._reward_state(iteration)
         collection = self._ready()
         rollouts = collection.next(iteration, module.iteration, self._collected)

@@ -45,6 +45,10 @@ class CallReader:
         self._warned = False
         self._parser = self._new_parser()
 
+    def close(self) -> None:
+        """End the thread; a later call starts another."""
+        self._thread.close()
+
     def read(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Return the parser's result for a turn; call it in any thread but the event loop's."""
         with self._one_at_a_time:  # so that a turn's time begins with its own reading

@@ -100,6 +100,8 @@ class ToolAgent(Agent):
 
     def close(self) -> None:
         self.toolbox.close()
+        if self._reader is not None:
+            self._reader.close()
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         template = TurnTemplate(tokenizer, self.chat_options)

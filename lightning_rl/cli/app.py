@@ -26,6 +26,7 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
+from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.cli.parser import RLArgumentParser, checked_sources, named_classes, trainer_help
 from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
@@ -38,7 +39,7 @@ from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision, 
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
-from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.recorded import OfflineDataModule
@@ -47,7 +48,6 @@ from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_g
 from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
 from lightning_rl.run.files.rundir import require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
-from lightning_rl.run.loop.interrupts import leave_signals
 from lightning_rl.run.processes.peers import lost_peer
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
 
@@ -157,6 +157,8 @@ class RLCLI(LightningCLI):
         unlogged = config["logger"] is False or config["fast_dev_run"]
         if has_rollouts and lacks(RerunRecorder) and not unlogged:
             callbacks = [*callbacks, RerunRecorder()]
+        if not isinstance(self.model, FiniteStepsModule):  # ours have it as all their runs do
+            callbacks = [*callbacks, StopWhenTold()]
         _require_own_states(given)
         require_few_devices(config["devices"])
         return super()._instantiate_trainer(config, callbacks)
@@ -230,8 +232,6 @@ class RLCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         _start_loggers(self.trainer)
-        if not find_callbacks(self.trainer, IterationCheckpoint):
-            leave_signals()  # which it would listen to
         try:
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:  # Lightning's own: what it cannot do

@@ -5,12 +5,13 @@ import math
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
-from lightning_rl.rollout import Group
+from lightning_rl.rollout import Group, RolloutStatus
 from lightning_rl.run.loop.background import cancel_here, innermost
 from lightning_rl.sync.schedule import CollectorStatus
 
@@ -37,6 +38,7 @@ class WorkingAhead(Collector):
         require_at_least(0, max_staleness=max_staleness)
         self.max_staleness = max_staleness
         self._running: dict[asyncio.Task[None], Group] = {}
+        self._given_up: set[asyncio.Task[None]] = set()  # that have not ended yet
         self._done: list[Group] = []
         self._deadline: dict[str, int] = {}
         self._restarted: set[str] = set()  # keys of prompts whose group was given up
@@ -82,24 +84,46 @@ class WorkingAhead(Collector):
         return done
 
     def _expire_due(self, iteration: int) -> list[asyncio.Task[None]]:
-        """Abort what no iteration after this one may train on; return the tasks that this ends."""
+        """Abort what no iteration after this one may train on; return the tasks that this ends.
+
+        A group that is being graded is not interrupted, since a plain function cannot be, and runs
+        one call at a time; what it gives is not used.
+        """
 
         def is_due(group: Group) -> bool:
             return self._deadline_of(group) <= iteration
 
         tasks = [task for task, group in self._running.items() if is_due(group)]
-        due = [*filter(is_due, self._done), *(self._running.pop(task) for task in tasks)]
-        self._done = [group for group in self._done if not is_due(group)]
-        for task in tasks:
-            task.cancel()
-        for group in due:
+        for group in filter(is_due, self._done):
             self._expire(group)
-        return tasks
+        self._done = [group for group in self._done if group[0].group_id in self._deadline]
+        aborted = []
+        for task in tasks:
+            group = self._running.pop(task)
+            # At once its prompt may be issued again. The rest waits for the task's end, which may
+            # be under way, and would make something else of the rollouts.
+            del self._issued[group[0].group_id]
+            self._forget(group)
+            self._given_up.add(task)
+            task.add_done_callback(partial(self._mark_aborted, group))
+            if any(rollout.status is RolloutStatus.INIT for rollout in group):
+                task.cancel()
+                aborted.append(task)
+        return aborted
+
+    def _mark_aborted(self, group: Group, task: asyncio.Task[None]) -> None:
+        self._given_up.discard(task)
+        self._drop(group, RolloutStatus.EXPIRED)
 
     def _expire(self, group: Group) -> None:
-        super()._expire(group)
+        self._drop(group, RolloutStatus.EXPIRED)
+        self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        """Let the prompt of a group that is given up be issued again."""
         self._deadline.pop(group[0].group_id, None)
         self._restarted.add(group[0].prompt.key)
+        self.source.give_back(group[0].prompt)
 
     def ack(self, groups: list[Group]) -> None:
         super().ack(groups)
@@ -190,9 +214,10 @@ class WorkingAhead(Collector):
     def _on_done(self, task: asyncio.Task[None]) -> None:
         group = self._running.pop(task, None)
         self._progress.set()
+        error = None if task.cancelled() else task.exception()  # asked for, or Python warns
         if task.cancelled() or group is None:
             return
-        if (error := task.exception()) is not None:
+        if error is not None:
             # The first is the cause. The group stays among those issued, for another run.
             self._failure = self._failure or innermost(error)
             return
@@ -247,7 +272,7 @@ class WorkingAhead(Collector):
 
     async def close(self) -> None:
         tasks, self._running = self._running, {}
-        await cancel_here(tasks)
+        await cancel_here([*tasks, *self._given_up])
         await super().close()
         self._done, self._deadline, self._missing = [], {}, 0
         self._active, self._failure = False, None

@@ -90,14 +90,14 @@ class Collector(ABC):
         return group
 
     def _drop(self, group: Group, status: RolloutStatus) -> None:
-        """Give up a group that was issued, with this status."""
+        """Give up a group that was issued, with this status, and that nobody works on any more."""
         for rollout in group:
             rollout.status = status
-        del self._issued[group[0].group_id]
+        self._issued.pop(group[0].group_id, None)
         self.dropped.append(group)
 
     def _expire(self, group: Group) -> None:
-        """Give up a group that was issued; its prompt is issued again."""
+        """Give up such a group; its prompt is issued again."""
         self._drop(group, RolloutStatus.EXPIRED)
         self.source.give_back(group[0].prompt)
 

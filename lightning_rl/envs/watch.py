@@ -87,6 +87,7 @@ class Watch:
             self._call(self.collector.close, END_S)
         except EnvError as error:
             _log.warning("environments cannot be closed: %s", error)
+        self._thread.close()
 
     def _call(self, call: Callable[[], T], seconds: float | None) -> T:
         ended = threading.Event()

@@ -75,8 +75,8 @@ class SoloModule(FiniteStepsModule):
         self.lr_scheduler = lr_scheduler
 
     def configure_callbacks(self) -> list[Callback]:
-        """Add the library's progress display."""
-        return named_callbacks("own_display", self.trainer)
+        """Return the callbacks that every run has."""
+        return named_callbacks("basic_callbacks", self.trainer)
 
     def configure_model(self) -> None:
         """Build body and head for the data, once.

@@ -36,13 +36,13 @@ class SupervisedModule(LearningModule):
     """Learns from fixed completions: the common part of SFT, DPO, KTO and reward models."""
 
     def configure_callbacks(self) -> list[Callback]:
-        """Reject an unsupported precision, and return our display callback.
+        """Reject an unsupported precision, and return the callbacks that every run has.
 
         This is the first hook that Lightning calls.
         """
         refuse_precision(self.trainer, "16-mixed")
         use_our_precision(self.trainer)
-        return named_callbacks("own_display", self.trainer)
+        return named_callbacks("basic_callbacks", self.trainer)
 
     def configure_model(self) -> None:
         """Load the model, once."""

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ if TYPE_CHECKING:  # worker processes of rewards need no tokenizers
     from transformers import PreTrainedTokenizerBase
 
 _Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
+
+_SHARE = 0.2
+"""Share of an iteration above which a plain reward is worth a process of its own."""
+_NOTABLE_S = 1.0
+"""CPU seconds below which it is not, however short the iteration is."""
 
 
 @configurable
@@ -72,6 +78,7 @@ class Rewards:
         self.state = TrainerState()
         """Training progress; the trainer keeps it up to date."""
         self._calls = RewardCaller()
+        self._warned = False
         self._tokenizer: Any = None
 
     def configure(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -135,6 +142,20 @@ class Rewards:
         """Return the name of the plain function being called, and its thread; None if idle."""
         return self._calls.running()
 
+    def end_iteration(self, seconds: float) -> None:
+        """Warn, once, if a plain function computed for more than a fifth of so many seconds."""
+        computed = self._calls.computed
+        slow = [name for name, took in computed.items() if took > max(_NOTABLE_S, _SHARE * seconds)]
+        if slow and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"reward {slow[0]} computes for {computed[slow[0]]:.1f} of an iteration's "
+                f"{seconds:.1f} s in the training process, where Python and torch take turns; wrap "
+                "it in Isolated, which runs it in processes of its own",
+                stacklevel=2,
+            )
+        computed.clear()
+
     def require_graded(self, rollouts: Sequence[Rollout], what: str = "rollouts") -> None:
         """Stop the run if rewards or the agent fail too often; ``what`` names the rollouts.
 
@@ -156,6 +177,7 @@ class Rewards:
 
     def close(self) -> None:
         """Free what rewards hold, such as worker processes; they start again when needed."""
+        self._calls.close()
         for function in self.functions.values():
             close = getattr(function, "close", None)
             if close is not None:

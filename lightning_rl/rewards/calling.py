@@ -5,7 +5,9 @@ import functools
 import inspect
 import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -125,11 +127,17 @@ class RewardCaller:
         self._thread = CallingThread("rewards")
         self._name = ""
         self._use_signals: list[RewardFunction] = []
+        self.computed: defaultdict[str, float] = defaultdict(float)
+        """CPU seconds of each plain function, in the thread in which it is called."""
 
     def running(self) -> tuple[str, threading.Thread] | None:
         """Return the name of the plain function being called, and its thread; None if idle."""
         thread = self._thread.thread
         return None if thread is None else (self._name, thread)
+
+    def close(self) -> None:
+        """End the thread; a later call starts another."""
+        self._thread.close()
 
     async def call_in_loop(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
         """Call a function from the event loop, in which engines run."""
@@ -166,8 +174,11 @@ class RewardCaller:
 
     def _submit(self, function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
         def call() -> Any:
-            self._name = reward_name(function)
-            return _call(function, arguments)
+            self._name, begin = reward_name(function), time.thread_time()
+            try:
+                return _call(function, arguments)
+            finally:
+                self.computed[self._name] += time.thread_time() - begin
 
         return self._thread.submit(call)
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lightning_rl.config.schema import SchemaError, one_line, parsed, require_pydantic
 from lightning_rl.errors import ConfigError, LightningRLError, require_at_least
 from lightning_rl.rollout import of_whole_characters
-from lightning_rl.run.retry import LONGEST_ASKED_S, ServerError, retry
+from lightning_rl.run.retry import LONGEST_ASKED_S, ServerError, WaitsForFile, retry
 
 T = TypeVar("T")
 
@@ -120,7 +120,9 @@ class OpenAIAPI:
         """
         key, url = self._key(), self.base_url + path
         headers = {**(headers or {}), **({} if key is None else {"Authorization": f"Bearer {key}"})}
-        status, retry_after, text = await _asked(method, url, headers=headers, **options)
+        status, retry_after, text = await WaitsForFile().for_call(
+            lambda: _asked(method, url, headers=headers, **options)
+        )
         text = text if key is None else text.replace(key, "***")  # it may be shown
         shown = one_line(text, 200)
         if status >= 400:

@@ -1,6 +1,7 @@
 """Waiting for a remote service: how long, and how often to try."""
 
 import asyncio
+import errno
 import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -15,6 +16,8 @@ LONGEST_ASKED_S = 600.0
 """Longest wait in seconds that a server may ask for; if it asks for more, the error is raised."""
 _WORTH_A_WORD_S = 30.0
 """Longer waits are reported, since the run would look as if it hung."""
+_NO_FILE_WAIT_S = 0.05, 0.25
+"""Bounds of the wait before another attempt to open a connection."""
 
 
 class ServerError(LightningRLError):
@@ -69,6 +72,44 @@ async def retry(
             wait = min(first_wait_s * 2**attempt, longest_wait_s) * _jitter.uniform(0.5, 1.0)
             await asyncio.sleep(max(wait, asked))
     return await _within(timeout_s, call)
+
+
+class WaitsForFile:
+    """Makes calls again that failed since no file can be opened; the caller has a time limit.
+
+    Each connection is an open file. That this process (EMFILE) or this machine (ENFILE) has too
+    many says nothing of the server. ``waiting`` is True if the last attempt failed for this.
+    """
+
+    waiting = False
+
+    async def for_call(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Await ``call()``, and again as long as no file can be opened."""
+        while True:
+            try:
+                answer = await call()
+            except Exception as error:
+                if not lacks_files(error):
+                    self.waiting = False
+                    raise
+            else:
+                return answer
+            if not self.waiting:
+                self.waiting = True
+                rank_zero_warn(
+                    "no connection can be opened, since this process or machine has too many open "
+                    "files; waiting. Raise the limit (ulimit -n), or have fewer rollouts in flight"
+                )
+            await asyncio.sleep(_jitter.uniform(*_NO_FILE_WAIT_S))
+
+
+def lacks_files(error: BaseException | None) -> bool:
+    """Return True if an error was caused by too many open files."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = getattr(error, "os_error", None) or error.__cause__ or error.__context__
+    return False
 
 
 async def _within(timeout_s: float | None, call: Callable[[], Awaitable[T]]) -> T:

@@ -22,6 +22,7 @@ from lightning_rl.callbacks import (
     Watchdog,
     WeightSync,
 )
+from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import RunInterrupted, StalledError
@@ -106,12 +107,10 @@ class Counting(SingleTurn):
         await super().run(rollout, engine, sampling)
 
 
-def fit(
-    tiny_model, tmp_path, reward, *extra, ckpt_path=None, saver=None, allow_changes=None, **data
-):
+def fit(tiny_model, tmp_path, reward, *extra, ckpt_path=None, allow_changes=None, **data):
     trainer = trainer_of(
         tmp_path,
-        [WeightSync(probe_prompts=0), *extra, saver or IterationCheckpoint(100)],
+        [WeightSync(probe_prompts=0), *extra, IterationCheckpoint(100)],
         logger=CSVLogger(tmp_path, "csv"),
         enable_checkpointing=True,
     )
@@ -159,16 +158,15 @@ def test_a_signal_ends_and_saves_a_run_whose_reward_hangs(
 
 @pytest.mark.slow
 def test_a_deadline_ends_it_too(tiny_model, tmp_path, release):
-    saver = IterationCheckpoint(100, max_time="00:00:00:00")
-    saver._interrupts._end = float("inf")
+    stops = StopWhenTold()
 
     def hang(release):
-        saver._interrupts._end = time.monotonic()  # the deadline passes while it hangs
+        stops._interrupts.deadline = time.monotonic()  # the deadline passes while it hangs
         os.kill(os.getpid(), signal.SIGUSR1)  # as the timer does
         release.wait()
 
     with pytest.raises(RunInterrupted, match="max_time is reached; saved") as stopped:
-        fit(tiny_model, tmp_path, Hangs(1, hang, release, None), saver=saver)
+        fit(tiny_model, tmp_path, Hangs(1, hang, release, None), stops)
     assert stopped.value.status == 124
     assert saved(tmp_path).name == "iteration_0.ckpt"
 

@@ -11,9 +11,11 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,41 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch, skeleton, by_environm
     with pytest.raises(ReplicaError, match=rf"no Ray cluster at address='{nobody}'.*refused"):
         engine.start(skeleton)
     assert not ray.is_initialized()
+
+
+def test_without_an_address_no_cluster_is_joined_that_somebody_else_has_started(tmp_path):
+    """In processes of its own, whose Ray notes the clusters of this machine in a folder apart."""
+    folder = tempfile.mkdtemp(prefix="ray_", dir="/tmp")  # sockets have short names only
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    environment |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
+    head = f"--head --port={free_port()} --num-cpus=1 --include-dashboard=false --block".split()
+    script = (
+        "import ray\n"
+        "from lightning_rl import RayEngine\n"
+        "engine = RayEngine(replicas=1)\n"
+        "engine._connect()\n"
+        "print('nodes', [n['Resources'].get('foreign') for n in ray.nodes()])\n"
+        "engine._release()\n"
+    )
+    foreign = subprocess.Popen(
+        [*ray_command, "start", *head, '--resources={"foreign": 1}'],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: Path(folder, "ray", "ray_current_cluster").exists(), 60)
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+    finally:
+        foreign.terminate()
+        foreign.wait(60)
+        shutil.rmtree(folder, ignore_errors=True)
+    assert "nodes [None]" in done.stdout, done.stderr
 
 
 def test_a_cluster_that_wants_a_token_says_so(monkeypatch, tmp_path, skeleton):

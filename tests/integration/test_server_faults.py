@@ -276,3 +276,27 @@ def test_when_all_replicas_are_gone_there_is_an_error_in_time(monkeypatch, weigh
         with fault("the same, given time", "started, filled with the weights of then, and asked"):
             assert generate(engine, [[3]], Sampling(max_tokens=4))[0].versions[0] == 5
         wait_for(lambda: all(replica.version == 5 for replica in engine.replicas))
+
+
+def shared_memory(session: int) -> set[str]:
+    """Files of shared memory that a server's processes use."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in processes_of(session)]
+    return {word for text in maps for word in text.split() if word.startswith("/dev/shm/psm_")}
+
+
+@pytest.mark.parametrize("first", ["nothing", "its keeper"])
+def test_a_server_leaves_no_process_no_shared_memory_and_no_socket(skeleton, first):
+    engine = VLLMServer(max_model_len=64, kv_cache_gb=0.01)
+    engine.start(skeleton)
+    process = engine.replicas[0]._process
+    folder, session = Path(process._sockets.name), process.pid
+    pids, shared = processes_of(session), shared_memory(session)
+    assert len(pids) > 2
+    assert shared
+    assert list(folder.iterdir())
+    if first == "its keeper":
+        os.kill(session, signal.SIGKILL)
+    engine.close()
+    wait_for(lambda: not any(map(is_running, pids)))
+    assert not folder.exists()
+    wait_for(lambda: not any(Path(name).exists() for name in shared), 10)

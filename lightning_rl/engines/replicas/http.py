@@ -30,6 +30,7 @@ from lightning_rl.errors import (
     StaleWeightsError,
     SyncTimeoutError,
 )
+from lightning_rl.run.retry import WaitsForFile
 
 _log = logging.getLogger(__name__)
 _FIRST_NOTICE_S, _NEXT_NOTICE_S = 3.0, 15.0
@@ -40,6 +41,10 @@ _CLAIM_AGAIN_S = 1.0
 """Seconds between two attempts to claim a server that another run holds."""
 _ENGINE_DIED = ("EngineCore encountered an issue", "EngineDeadError")
 """vLLM's error texts just before its server ends, too."""
+_KEPT_S = 3.0
+"""Seconds for which an idle connection is kept; vLLM closes it after five."""
+_NO_LIMIT = aiohttp.ClientTimeout(total=None)
+_CLOSED = (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError)
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
@@ -59,6 +64,7 @@ class HTTPReplica(Replica):
         request_timeout_s: time limit of one completion.
         call_timeout_s: time limit of any other call.
         lease_s: how long this run keeps the server without a request to it.
+        connections: completions that are asked for at the same time; further ones wait.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class HTTPReplica(Replica):
         shortest: int = 0,
         lease_s: float = 20.0,
         ends: Sequence[int] = (),
+        connections: int = 256,
     ) -> None:
         super().__init__(url, urlsplit(url).hostname or "")
         self.can_restart = launch is not None
@@ -89,18 +96,22 @@ class HTTPReplica(Replica):
         self._shortest = shortest
         self._lease_s = lease_s
         self._ends = list(ends)
+        self._connections = connections
         self._process: ListeningServer | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._asking: aiohttp.ClientSession | None = None  # for completions
 
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
         self.life += 1
-        if self._session is None:
+        if self._session is None or self._asking is None:
             # One connection per call: a kept one that the server closes while it is used again
             # (after 5 idle seconds, or any error) would look like the server's death.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
+            once = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=once)
+            kept = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=_KEPT_S)
+            self._asking = aiohttp.ClientSession(headers=self._headers, connector=kept)
         if self._launch is not None:
             if self._process is not None:
                 await asyncio.to_thread(self._process.kill)
@@ -223,9 +234,12 @@ class HTTPReplica(Replica):
         if self._process is not None and not self._process.running:
             return False
         try:
-            return await self._health_problem() is None
-        except ReplicaError:
+            await self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except NoFileError:
+            return True  # for all that we know
+        except EngineError:
             return False
+        return True
 
     async def close(self) -> None:
         self.gone.set()
@@ -236,9 +250,10 @@ class HTTPReplica(Replica):
             with suppress(EngineError):  # it is gone, or another run's: then it is not ours to give
                 await self._call("DELETE", CLAIM, timeout_s=HEALTH_TIMEOUT_S)
         # Taken off before it is closed: a push may be under way, whose next call is to find none.
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions, self._session, self._asking = (self._session, self._asking), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
     # ---------------------------------------------------------------- generation
 
@@ -248,9 +263,11 @@ class HTTPReplica(Replica):
             "priority": sampling.priority,
             "sampling_params": sampling.of_vllm(seed) | {"stop_token_ids": self._ends},
         }
-        answer = await self._call(
-            "POST", "/inference/v1/generate", body, timeout_s=self._request_timeout_s
-        )
+        path, seconds = "/inference/v1/generate", self._request_timeout_s
+        try:
+            answer = await self._call("POST", path, body, seconds, self._asking)
+        except _KeptWasClosed:  # on a new connection the same seed gives the same completion
+            answer = await self._call("POST", path, body, seconds)
         return completion_of(answer["choices"][0])
 
     async def pause(self) -> None:
@@ -284,34 +301,52 @@ class HTTPReplica(Replica):
         path: str,
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        kept: aiohttp.ClientSession | None = None,
         **query: str,
     ) -> Any:
-        if self._session is None:
+        session = kept or self._session
+        if session is None:
             raise ReplicaLost(f"{self.name} is closed")
         seconds = self._call_timeout_s if timeout_s is None else timeout_s
-        try:
-            async with self._session.request(
-                method,
-                f"{self.name}{path}",
-                json=body,
-                params=query,
-                timeout=aiohttp.ClientTimeout(total=seconds),
+        waits = WaitsForFile()
+
+        async def asked() -> Any:
+            async with session.request(
+                method, f"{self.name}{path}", json=body, params=query, timeout=_NO_LIMIT
             ) as response:
                 text = await response.text()
                 if response.status != 200:
                     raise refusal(self.name, path, response.status, text)
                 return json.loads(text) if text else {}
+
+        try:
+            async with asyncio.timeout(seconds):
+                return await waits.for_call(asked)
         except TimeoutError as error:
+            if waits.waiting:
+                raise NoFileError(
+                    f"{self.name}{path} could not be asked for {seconds:g} s: too many open files; "
+                    "raise the limit (ulimit -n)"
+                ) from error
             raise SyncTimeoutError(
                 f"{self.name}{path} did not answer within {seconds:g} s: it is stuck or too slow"
             ) from error
         except _CONNECTION_ERRORS as error:
-            raise ReplicaLost(f"{self.name}{path}: {error or type(error).__name__}") from error
+            kind = _KeptWasClosed if kept and isinstance(error, _CLOSED) else ReplicaLost
+            raise kind(f"{self.name}{path}: {error or type(error).__name__}") from error
         except (aiohttp.ClientError, ValueError) as error:
             why = getattr(error, "message", error)
             raise ServerRefusal(
                 f"{self.name}{path} answered unlike a vLLM server ({why})", 0
             ) from error
+
+
+class NoFileError(EngineError):
+    """No connection could be opened, since too many files are open: a server is not to blame."""
+
+
+class _KeptWasClosed(ReplicaLost):
+    """A connection that was kept from an earlier request is closed, as the server may do."""
 
 
 class ServerTaken(ReplicaError):

@@ -37,8 +37,9 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
     of :class:`VLLMEngine` and :class:`ReplicatedEngine`.
 
     Args:
-        address: address of a cluster of which this machine is a node, ``host:port``, or ``auto``
-            for the one that runs here; None: ``RAY_ADDRESS`` if set, else a new one of its own.
+        address: address of a cluster of which this machine is a node, ``host:port`` or ``auto``;
+            None: ``RAY_ADDRESS`` if set, else a new one of this run's own; others on this machine
+            are left alone.
         replicas: number of actors.
         tensor_parallel_size: GPUs (CPU processes) that share each replica's model.
         bundle: resources that an actor reserves; None: ``tensor_parallel_size`` GPUs, or CPUs if

@@ -20,10 +20,13 @@ from lightning_rl.engines.replicas.server_process import ListeningServer
 from lightning_rl.engines.vllm.settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.generation_config import written_ends
+from lightning_rl.run.processes.machine import raise_file_limit
 
 _WORKER = "lightning_rl.sync.vllm_worker"
 _LEASE = 4
 """Health checks that a run may miss before another run can claim the server."""
+_MOST_CONNECTIONS = 4096
+"""Completions that one server is asked for at a time; it writes far fewer."""
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
 SERVER_ARGUMENTS = {
@@ -158,7 +161,14 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
     def _replica_at(self, url: str) -> HTTPReplica:
         own = self._key(), None, self.takes_adapters, *self._timeouts
         lease_s = _LEASE * self.health_every_s
-        return HTTPReplica(url, *own, shortest=self._max_length, lease_s=lease_s, ends=self._ends)
+        return HTTPReplica(
+            url,
+            *own,
+            shortest=self._max_length,
+            lease_s=lease_s,
+            ends=self._ends,
+            connections=self._connections(),
+        )
 
     def _own_replica(self, command: list[str], index: int) -> HTTPReplica:
         key = secrets.token_urlsafe(32)
@@ -173,7 +183,17 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
         launch, apart = partial(ListeningServer, command, environment), self.takes_adapters
-        return HTTPReplica("http://127.0.0.1", key, launch, apart, *self._timeouts)
+        own = key, launch, apart, *self._timeouts
+        return HTTPReplica("http://127.0.0.1", *own, connections=self._connections())
+
+    def _connections(self) -> int:
+        """Return how many completions to ask each server for at a time: half of the files that this
+        process may open, a quarter if it is not known how many servers there will be.
+        """
+        servers = (
+            2 * self.replica_count if isinstance(self.urls, ServerList) else self.replica_count
+        )
+        return max(1, min(_MOST_CONNECTIONS, raise_file_limit() // 2 // servers))
 
     def _key(self) -> str:
         if self.api_key_env is None:

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from tempfile import TemporaryDirectory
 
 from lightning_rl.config.names import LIBRARY
 from lightning_rl.run.processes.child import Child
@@ -78,13 +79,16 @@ class ListeningServer(ServerProcess):
     """A server on a port of this machine, passed to it by ``--host`` and ``--port``.
 
     The port is reserved for it, since vLLM takes seconds until it listens, and any other process
-    could be given the same port meanwhile.
+    could be given the same port meanwhile. It gets a folder for its sockets, which is removed at
+    its end, since a process that is killed leaves them behind.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._held = held_port(_HERE)
         port = self._held.getsockname()[1]
         self.url = f"http://{_HERE}:{port}"
+        self._sockets = TemporaryDirectory(prefix="lightning_rl_")
+        environment = {"VLLM_RPC_BASE_PATH": self._sockets.name, **environment}
         super().__init__([*command, "--host", _HERE, "--port", str(port)], environment)
         if sys.platform != "linux":  # elsewhere it would keep the server from it, too
             self._held.close()
@@ -92,6 +96,7 @@ class ListeningServer(ServerProcess):
     def kill(self) -> None:
         super().kill()
         self._held.close()
+        self._sockets.cleanup()
 
 
 _ERROR = re.compile(

@@ -22,17 +22,17 @@ class Interrupts:
 
     Outside the main thread signals cannot be handled; the deadline still holds.
 
-    Args:
-        seconds: the deadline, from now.
+    ``deadline``, in seconds of ``time.monotonic()``, is a request as well. Once ``ending`` is True
+    nothing is raised any more, so that saving and cleaning up are not interrupted.
     """
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        self._end = time.monotonic() + seconds
+    def __init__(self) -> None:
+        self.deadline = math.inf
+        self.ending = False
         self._reason: tuple[str, int] | None = None
         self._before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
-        self._safe: Callable[[], bool] = lambda: False
-        self._raised = False
+        self._safe: Callable[[], bool] | None = None
 
     def install(self, safe: Callable[[], bool], further: signal.Signals | None = None) -> None:
         """Start to handle signals and the deadline.
@@ -47,7 +47,7 @@ class Interrupts:
         """
         if _stop is not None:  # while the run started, where somebody caught it
             raise _stop
-        self._safe, self._raised = safe, False
+        self._safe, self.ending, self._reason = safe, False, None
         if threading.current_thread() is not threading.main_thread():
             return
         runtime.guard = self._raise_if_safe
@@ -58,11 +58,11 @@ class Interrupts:
             if number != signal.SIGUSR1 or before in (*_NO_HANDLERS, _stop_starting):
                 self._before[number] = before
                 signal.signal(number, self._on_signal)
-        if signal.SIGUSR1 in self._before and self._end < math.inf:
+        if signal.SIGUSR1 in self._before and self.deadline < math.inf:
             # A signal, because nothing else wakes a main thread that waits.
             main = threading.main_thread().ident
             assert main is not None
-            wait = max(0.0, self._end - time.monotonic())
+            wait = max(0.0, self.deadline - time.monotonic())
             self._timer = threading.Timer(wait, signal.pthread_kill, (main, signal.SIGUSR1))
             self._timer.daemon = True
             self._timer.start()
@@ -79,27 +79,26 @@ class Interrupts:
 
     def requested(self) -> RunInterrupted | None:
         """The error to raise if the run is to stop; else None."""
-        if self._reason is None and time.monotonic() >= self._end:
+        if self._reason is None and time.monotonic() >= self.deadline:
             self._reason = "max_time is reached", 124  # as timeout(1) says
         return None if self._reason is None else RunInterrupted(*self._reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._reason is None and time.monotonic() < self._end:
+        if self._reason is None and time.monotonic() < self.deadline:
             self._reason = signal.Signals(number).name, 128 + number
         if number == signal.SIGINT:  # once more: at once, without saving
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self._raise_if_safe()
-        if not self._raised:
-            interruption = self.requested()
-            assert interruption is not None
-            # Not print: it may be what was interrupted.
-            os.write(2, f"\n{interruption.reason}: saving after this update\n".encode())
+        interruption = self.requested()
+        assert interruption is not None
+        does = "the run is already ending" if self.ending else "stopping after this update"
+        # Not print: it may be what was interrupted.
+        os.write(2, f"\n{interruption.reason}: {does}\n".encode())
 
     def _raise_if_safe(self) -> None:
-        """Raise, but only once, so that saving and cleaning up afterwards are not interrupted."""
-        interruption = None if self._raised else self.requested()
-        if interruption is not None and self._safe():
-            self._raised = True
+        interruption = None if self.ending else self.requested()
+        if interruption is not None and self._safe is not None and self._safe():
+            self.ending = True
             raise interruption
 
 
@@ -140,7 +139,7 @@ def stopped_while_starting() -> Iterator[None]:
         raise
     finally:
         _stop = None
-        leave_signals()
+        _leave_signals()
         signal.set_wakeup_fd(before)
         os.close(writer)
 
@@ -171,8 +170,7 @@ def _forget_pipe() -> None:
 os.register_at_fork(after_in_child=_forget_pipe)
 
 
-def leave_signals() -> None:
-    """For a run without signal handling: restore the handlers from before the command."""
+def _leave_signals() -> None:
     while _before_start:
         signal.signal(*_before_start.popitem())
 

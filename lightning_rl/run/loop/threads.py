@@ -3,11 +3,14 @@
 import asyncio
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
+
+_Waiting: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
 
 _left_behind: list[threading.Thread] = []
 
@@ -25,7 +28,8 @@ def hanging_threads() -> list[threading.Thread]:
 class CallingThread:
     """A daemon thread that makes one call after another, and is replaced if one never ends.
 
-    A round trip takes some 30 µs. The thread starts with the first call.
+    A round trip takes some 30 µs. The thread starts with the first call, and ends with this object
+    at the latest.
 
     Args:
         name: the thread's name, for stack traces.
@@ -34,7 +38,7 @@ class CallingThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._waiting = self._new_queue()
         self._thread: threading.Thread | None = None
         self._current: Future[Any] | None = None
 
@@ -77,37 +81,43 @@ class CallingThread:
         self.abandon(current)
         return thread
 
+    def close(self) -> None:
+        """End the thread once it has made the calls that wait; a later call starts another."""
+        with self._lock:
+            if self._thread is not None:
+                self._waiting.put(None)
+                self._waiting, self._thread = self._new_queue(), None
+
     @property
     def thread(self) -> threading.Thread | None:
         """The thread, while it is making a call; else None."""
         with self._lock:
             return None if self._current is None else self._thread
 
+    def _new_queue(self) -> "_Waiting":
+        queue: _Waiting = SimpleQueue()
+        weakref.finalize(self, queue.put, None)
+        return queue
+
     def _start(self) -> None:
         self._current = None
-        arguments = (_cuda_device(),)
-        self._thread = threading.Thread(
-            target=self._work, args=arguments, name=self._name, daemon=True
-        )
+        arguments = (weakref.ref(self), self._waiting, _cuda_device())
+        self._thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
         self._thread.start()
 
-    def _work(self, device: int | None) -> None:
-        if device is not None:
-            sys.modules["torch"].cuda.set_device(device)
-        while True:
-            future, call = self._waiting.get()
-            if not self._take(future):
-                continue
-            result, error = _outcome(call)
-            with self._lock:
-                mine = self._current is future
-                if mine:
-                    self._current = None
-            # Cancelled a moment ago, perhaps.
-            with suppress(InvalidStateError):
-                future.set_result(result) if error is None else future.set_exception(error)
-            if not mine:
-                return  # another thread has taken over
+    def _make(self, future: Future[Any], call: Callable[[], Any]) -> bool:
+        """Make a call; returns False if another thread has taken over meanwhile."""
+        if not self._take(future):
+            return True
+        result, error = _outcome(call)
+        with self._lock:
+            mine = self._current is future
+            if mine:
+                self._current = None
+        # Cancelled a moment ago, perhaps.
+        with suppress(InvalidStateError):
+            future.set_result(result) if error is None else future.set_exception(error)
+        return mine
 
     def _take(self, future: Future[Any]) -> bool:
         with self._lock:
@@ -115,6 +125,17 @@ class CallingThread:
                 return False
             self._current = future
             return True
+
+
+def _work(owner: "weakref.ref[CallingThread]", waiting: "_Waiting", device: int | None) -> None:
+    """Make calls until there is None; in between nothing here keeps the owner alive."""
+    if device is not None:
+        sys.modules["torch"].cuda.set_device(device)
+    while (item := waiting.get()) is not None:
+        calling = owner()
+        if calling is None or not calling._make(*item):
+            return
+        del calling, item
 
 
 class CallingThreads:

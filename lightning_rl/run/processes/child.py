@@ -2,17 +2,22 @@
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import IO, Any
 
-from lightning_rl.run.processes.keeper import GRACE_S, STUCK_S, kept
+from lightning_rl.run.processes.keeper import GRACE_S, STUCK_S, is_tracker, kept
 
 _REASON_CHARACTERS = 300
+_MARK = "LIGHTNING_RL_CHILD"
+"""Variable by which a child's descendants are found whose keeper was killed."""
 _CALL = """
 import importlib, json, sys
 from multiprocessing.connection import Connection
@@ -56,12 +61,14 @@ class Child:
         keeper: bool = True,
     ) -> None:
         self._log: IO[bytes] | None = tempfile.TemporaryFile() if log else None  # noqa: SIM115
+        self._mark = f"{_MARK}={secrets.token_hex(8)}"
+        name, _, value = self._mark.partition("=")
         self._process = subprocess.Popen(
             kept(command, told, grace_s) if keeper else command,
             stdin=stdin,
             stdout=self._log if stdout is None else stdout,
             stderr=self._log,
-            env=env,
+            env={**(os.environ if env is None else env), name: value},
             pass_fds=pass_fds,
             start_new_session=True,
         )
@@ -97,6 +104,8 @@ class Child:
         if not self.ended_within(STUCK_S):
             self._process.kill()
             self._process.wait()
+        if self.status == -signal.SIGKILL:  # perhaps the keeper itself: nobody ended the others
+            _kill_marked(self._mark.encode())
 
     def printed(self, most: int) -> bytes:
         """Return the last ``most`` bytes of its log."""
@@ -121,6 +130,20 @@ class PythonChild(Child):
     def kill(self) -> None:
         super().kill()
         self.connection.close()
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kill this user's processes with the mark in their environment.
+
+    Resource trackers end by themselves then, after removing what these left in shared memory.
+    """
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            # It may have just ended, or be another user's.
+            with suppress(ProcessLookupError, PermissionError, FileNotFoundError):
+                marked = mark in (process / "environ").read_bytes().split(b"\0")
+                if marked and not is_tracker(int(process.name)):
+                    os.kill(int(process.name), signal.SIGKILL)
 
 
 def ending(status: int) -> str:

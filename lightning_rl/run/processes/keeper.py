@@ -21,12 +21,16 @@ import resource
 import select
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 GRACE_S = 5.0
 """Seconds that a command has to end by itself once its parent is gone."""
 STUCK_S = 10.0
 """Seconds after which a keeper that was told to end is killed: something has stopped it."""
+CLEAN_UP_S = 2.0
+"""Seconds that Python's resource trackers have to remove what killed processes left behind."""
+_POLL_S = 0.01
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux/prctl.h
 _NO_SUCH_PROGRAM = 127  # as a shell says
 
@@ -117,29 +121,50 @@ def end_all(child: int) -> int:
     """Kill and reap everything below this process; returns the wait status of ``child``.
 
     With :func:`adopt_orphans` the children of a killed process become ours, so this returns only
-    when none is left.
+    when none is left. Python's resource trackers get ``CLEAN_UP_S`` seconds: they end by themselves
+    once those who used them are gone, after removing what these left in shared memory.
     """
-    status = 0
+    status, end = 0, time.monotonic() + CLEAN_UP_S
     while True:
-        kill_children()
+        spared = kill_children(spare_trackers=time.monotonic() < end)
         try:
-            ended, code = os.waitpid(-1, 0)
+            ended, code = os.waitpid(-1, os.WNOHANG if spared else 0)
         except ChildProcessError:
             return status
         if ended == child:
             status = code
+        if ended == 0:
+            time.sleep(_POLL_S)
 
 
-def kill_children() -> None:
-    """Kill all children of this process; as process 1, all processes of its namespace."""
+def kill_children(spare_trackers: bool = False) -> bool:
+    """Kill all children of this process; as process 1, all processes of its namespace.
+
+    Returns:
+        whether a resource tracker was spared.
+    """
     if os.getpid() == 1:  # of a namespace: all at once, so that nothing can fork away
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        return
+        return False
+    spared = False
     for child in children():
+        if spare_trackers and is_tracker(child):
+            spared = True
+            continue
         # It may have just ended, or have become another user's.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(child, signal.SIGKILL)
+    return spared
+
+
+def is_tracker(process: int) -> bool:
+    """Return True for one of Python's resource trackers."""
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def _when_told_to_end() -> int:

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sysconfig
@@ -16,6 +17,9 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
+
+_MOST_FILES = 2**20
+"""Above this some programs are slow that look at every number a file could have."""
 
 
 def this_machine() -> str:
@@ -44,6 +48,20 @@ def usable_cores() -> int:
         quota = cgroup_limit("cpu/cpu.cfs_quota_us")
         limit = quota and quota + cgroup_limit("cpu/cpu.cfs_period_us")
     return min(cores, max(1, limit[0] // limit[1])) if len(limit) == 2 else cores
+
+
+def raise_file_limit() -> int:
+    """Let this process, and those that it starts, open as many files as they may; return how many.
+
+    The usual soft limit of 1,024 is for programs that call ``select()``; each rollout in flight on
+    a server needs a connection, which is a file.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard if hard != resource.RLIM_INFINITY else _MOST_FILES, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return soft if soft != resource.RLIM_INFINITY else _MOST_FILES
 
 
 def memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Requeueing under Slurm, and who handles the signal that a job's time is nearly over."""
+"""Requeueing under Slurm, after the signal that a job's time is nearly over."""
 
 import os
 import signal
@@ -6,27 +6,10 @@ import subprocess
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 _PATIENCE_S = 60.0
 """Seconds that ``scontrol`` may take; the controller may be busy."""
-
-
-class _NoHandlers(_SignalConnector):
-    """Lightning's signal connector without handlers.
-
-    Lightning's handler saves, requeues and broadcasts by itself in each process, wherever that
-    happens to be. A save of several processes needs all of them at the same point.
-    """
-
-    def register_signal_handlers(self) -> None:
-        self.received_sigterm = False
-
-
-def take_signals(trainer: Trainer) -> None:
-    """Keep Lightning from handling signals in this run; ``IterationCheckpoint`` does it."""
-    trainer._signal_connector = _NoHandlers(trainer)
 
 
 def requeue_signal(trainer: Trainer) -> signal.Signals | None:

@@ -1,8 +1,10 @@
 """Collectors on a virtual clock: nothing lost, nothing doubled, nothing too old, nothing hangs."""
 
 import asyncio
+import gc
 import json
 import math
+import threading
 from collections import Counter
 from contextlib import suppress
 
@@ -20,7 +22,7 @@ from lightning_rl.collect.early_cut import (
 )
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.streamed import StreamedCollector
-from lightning_rl.engines.sampling import Sampling
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout, RolloutStatus
@@ -187,6 +189,97 @@ def test_a_group_that_became_too_stale_is_aborted_once_and_then_waited_for():
     # A checkpoint knows which prompts were given up.
     collector.load_state_dict({"groups": [], "restarted": ["7"]})
     assert collector.state_dict() == {"groups": [], "restarted": ["7"]}
+
+
+class Held(SimulatedEngine):
+    """Writes at once, but for the first completion of prompt 1, which waits for ``go``."""
+
+    def __init__(self, fails=False) -> None:
+        super().__init__(lengths(1))
+        self.go, self.fails, self.asked = asyncio.get_running_loop().create_future(), fails, 0
+
+    async def generate(self, token_ids, sampling, seed):
+        self.asked += token_ids[0] == 1
+        if token_ids[0] == 1 and self.asked == 1:
+            await self.go
+            if self.fails:
+                raise EngineError("out of memory")
+        return Completion([7], [0.0], "stop", [self.version])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("turns", range(9))
+def test_an_aborted_group_stays_so_whatever_it_does_in_the_same_turn(turns, fails):
+    """The engine has its answer, and the abort comes so many turns of the loop later."""
+    unheard = []
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: unheard.append(told))
+        engine = Held(fails)
+        collector = ready_to_take(AsyncCollector(1, abort_stale=True), engine, 1)
+        collector.ack(await collector.take(1))
+        (held,) = (g for g in collector._issued.values() if g[0].prompt.id == "1")
+        engine.go.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        collector._expire_due(1)
+        await asyncio.sleep(1)
+        if collector._failure is None:  # else it was heard of before the abort
+            assert held[0].group_id not in collector._issued
+            assert collector.dropped == [held]
+            assert held[0].status is RolloutStatus.EXPIRED
+            assert held not in collector._done
+            again = [g for g in collector._issued.values() if g[0].prompt.id == "1"]
+            again += [prompt for prompt in collector.source._again if prompt.id == "1"]
+            assert len(again) == 1
+        await collector.close()
+
+    run_virtual(run())
+    gc.collect()
+    assert unheard == []
+
+
+class Blocks:
+    """A plain reward whose second call waits, and that counts calls that are made at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.made = 0
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, completions):
+        self.now, self.made = self.now + 1, self.made + 1
+        self.most = max(self.most, self.now)
+        if self.made == 2:
+            self.entered.set()
+            self.release.wait(60)
+        self.now -= 1
+        return [0.0] * len(completions)
+
+
+def test_a_plain_reward_makes_one_call_at_a_time_though_its_group_is_aborted():
+    reward = Blocks()
+
+    async def run():
+        engine = Held()
+        engine.go.set_result(None)
+        collector = ready_to_take(AsyncCollector(1, abort_stale=True), engine, 1, reward)
+        collector.ack(await collector.take(1))
+        await asyncio.to_thread(reward.entered.wait, 60)
+        (group,) = collector._running.values()
+        collector._expire_due(1)
+        engine.load_weights([], version=1)
+        await collector.after_sync()  # its prompt's second group, which asks for the reward again
+        assert next(iter(collector._running.values()))[0].prompt.id == group[0].prompt.id
+        await asyncio.sleep(0.2)
+        assert reward.made == 2
+        reward.release.set()
+        while reward.made < 3:
+            await asyncio.sleep(0.01)
+        await collector.close()
+        collector.pipeline.rewards.close()
+
+    run_async(run(), 60)
+    assert reward.most == 1
 
 
 class Half(GroupFilter):
@@ -393,11 +486,12 @@ def test_a_simulation_that_would_hang_says_so():
         run_virtual(waits_for_nobody())
 
 
-def ready_to_take(collector, engine, num_groups):
-    """Bound to a pipeline and a source, to call a collector's own methods."""
+async def nothing(completions):
+    return [0.0] * len(completions)
 
-    async def reward(completions):
-        return [0.0] * len(completions)
+
+def ready_to_take(collector, engine, num_groups, reward=nothing):
+    """Bound to a pipeline and a source, to call a collector's own methods."""
 
     class Undecoded(RolloutPipeline):
         def _decode(self, rollouts):

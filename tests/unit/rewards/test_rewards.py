@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from functools import partial
 
 import pytest
@@ -512,3 +513,43 @@ def test_a_reward_that_crashes_python_is_named(tmp_path):
     assert done.returncode == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in done.stderr
     assert 'crashing.py", line 3 in crashes' in done.stderr
+
+
+def computes(completions):
+    end = time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+    return [0.0] * len(completions)
+
+
+def waits(completions):
+    time.sleep(0.05)
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("how", ["ahead", "here"])
+def test_a_plain_function_that_takes_much_of_an_iteration_is_named_once(
+    monkeypatch, how, make_rollout
+):
+    monkeypatch.setattr("lightning_rl.rewards.base._NOTABLE_S", 0.02)
+    rewards = Rewards([waits, computes])
+
+    def grade():
+        group = [make_rollout([1], [2], reward=None)]
+        if how == "here":
+            rewards.grade_here([group])
+        else:
+            run_async(rewards.grade_ahead([group]))
+
+    def warned(seconds):
+        grade()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            rewards.end_iteration(seconds)
+        return [str(warning.message) for warning in told]
+
+    assert warned(1000.0) == []  # of so long an iteration it is little
+    (told,) = warned(0.06)
+    assert re.match(r"reward computes computes for .* wrap it in Isolated", told)
+    assert warned(0.06) == []
+    rewards.close()

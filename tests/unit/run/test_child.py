@@ -1,7 +1,11 @@
 """Child processes: how they start, what is told of their end, and that nothing of them is left."""
 
+import os
+import signal
 import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 from shlex import quote
 
 import pytest
@@ -49,6 +53,35 @@ def test_a_kill_leaves_nothing_even_where_its_keeper_was_stopped(hinders, tmp_pa
     child.kill()
     assert not child.running
     wait_for(lambda: not is_running(int(there.read_text())))  # killed, it ends when it has a core
+
+
+def test_a_kill_leaves_nothing_where_the_keeper_itself_was_killed(tmp_path):
+    there = tmp_path / "pid"
+    child = shell(f"setsid sleep 600 & echo $! > {quote(str(there))}; sleep 600")
+    wait_for(lambda: there.exists() and there.read_text())
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.ended_within(60)
+    assert is_running(int(there.read_text()))
+    child.kill()
+    wait_for(lambda: not is_running(int(there.read_text())))
+
+
+SHARES = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=8)
+print(memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_command_leaves_no_shared_memory():
+    child = Child([sys.executable, "-c", SHARES], log=True)
+    wait_for(lambda: child.printed(100).endswith(b"\n"))
+    memory = Path("/dev/shm", child.printed(100).decode().strip())
+    assert memory.exists()
+    child.kill()
+    assert not memory.exists()
 
 
 @pytest.fixture
