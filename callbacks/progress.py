@@ -138,6 +138,8 @@ class StepTimer(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module = self.module_of(pl_module)
+        if not module.iteration_ended:
+            return
         parts = module.clock.take()
         now = time.perf_counter()
         wall, self._since = now - self._since, now

@@ -42,7 +42,7 @@ from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.recorded import OfflineDataModule
-from lightning_rl.learn.sft import SupervisedModule
+from lightning_rl.learn.supervised import SupervisedModule
 from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
 from lightning_rl.run.files.rundir import require_writable_dirs
@@ -150,7 +150,7 @@ class RLCLI(LightningCLI):
         off = config["enable_checkpointing"] is False or config["barebones"]
         off = off or config["fast_dev_run"]
         if isinstance(self.model, RecordingModule) and lacks(Checkpoint) and not off:
-            callbacks = [*callbacks, IterationCheckpoint()]
+            callbacks = [*callbacks, IterationCheckpoint(self.model.default_save_every)]
         if isinstance(self.datamodule, CollectingDataModule) and lacks(Watchdog):
             callbacks = [*callbacks, Watchdog()]
         has_rollouts = isinstance(self.datamodule, RLDataModule | OfflineDataModule)
@@ -209,7 +209,7 @@ class RLCLI(LightningCLI):
         if isinstance(self.model, RolloutModule):
             for name, policy in self.model.policies.items():
                 _check_steps(policy, f"model.init_args.policies.{name}." if name else "model.")
-        elif isinstance(self.model, RecordingModule | SupervisedModule):
+        elif isinstance(self.model, RecordingModule):
             _check_steps(self.model, "model.")
         if isinstance(self.datamodule, RLDataModule):
             syncs = [sync.schedule for sync in find_callbacks(self.trainer, WeightSync)]
