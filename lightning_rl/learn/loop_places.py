@@ -25,18 +25,21 @@ def place_of(trainer: Trainer, loader: Windows, validated: bool) -> Place:
 
     - ``epoch``, ``batches``: as many batches of this epoch were trained on;
     - ``row``: the same in rows, which holds for any number of ranks;
+    - ``total``: batches of all epochs;
     - ``left``: the last step is taken, and what Lightning does after it may not be done;
     - ``validated``: of that, the validation is done, if there is one;
     - ``ending``: the epoch is over, but for schedules by epoch;
     - ``metrics``: the latest of each, for callbacks and schedules that monitor one.
     """
     progress = trainer.fit_loop.epoch_progress.current
+    batches = trainer.fit_loop.epoch_loop.batch_progress
     within = progress.started > progress.processed
     over = loader.ended and not within
     return {
         "epoch": loader.epoch + over,
         "row": 0 if over else loader.row,
         "batches": 0 if over else loader.batches,
+        "total": batches.total.ready - batches.current.ready + loader.batches,
         "left": within and loader.batches > 0 and not loader.untrained,
         "validated": validated,
         "ending": progress.processed > progress.completed,
@@ -46,16 +49,17 @@ def place_of(trainer: Trainer, loader: Windows, validated: bool) -> Place:
 
 def rewind(place: Place, loops: dict[str, Any]) -> None:
     """Set the counters of a checkpoint's loops to a place."""
-    _count(loops["epoch_progress"], place["epoch"], begun=place["batches"] > 0)
-    _count(loops["epoch_loop.batch_progress"], place["batches"])
-    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    before = epochs["total"]["processed"] - epochs["current"]["processed"]  # by an earlier fit
+    begun = place["batches"] > 0
+    epochs["current"] = _counted(place["epoch"], begun)
+    epochs["total"] = _counted(before + place["epoch"], begun)
+    batches["current"], batches["total"] = _counted(place["batches"]), _counted(place["total"])
+    batches["is_last_batch"] = False
 
 
-def _count(progress: dict[str, Any], done: int, begun: bool = False) -> None:
-    before = progress["total"]["processed"] - progress["current"]["processed"]
-    for name, count in (("current", done), ("total", before + done)):
-        progress[name] |= {"ready": count + begun, "started": count + begun}
-        progress[name] |= {"processed": count, "completed": count}
+def _counted(done: int, begun: bool = False) -> dict[str, int]:
+    return {"ready": done + begun, "started": done + begun, "processed": done, "completed": done}
 
 
 def continue_at(trainer: Trainer, loader: Windows, place: Place) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, GradientAccumulationScheduler
 
 from benchmarks.kill.compare import differences
 from lightning_rl.callbacks import RunReport
@@ -35,11 +35,13 @@ PLACES = {
     "last validation": AT_THE_END, "last validated": AT_THE_END, "epoch's end": AT_THE_END,
     "next epoch": AT_THE_END, "next epoch's first step": AT_THE_END,
 }  # fmt: skip
-SCHEDULED = {"callbacks": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]}
 
 
-class Saves(Callback):
-    """Saves once in each place of the first epoch, and of the first batch of the next."""
+class Saves(Checkpoint):
+    """Saves once in each place of the first epoch, and of the first batch of the next.
+
+    As a ``Checkpoint`` it comes after the callbacks whose state it saves.
+    """
 
     def __init__(self) -> None:
         self.saved: set[str] = set()
@@ -96,7 +98,7 @@ class Noise(Callback):
                 parameter.grad *= 1 + self.drawn
 
 
-def run(kind, model, place, *callbacks, seed=0, ckpt_path=None, learner=None, more=list, **options):
+def run(kind, model, place, *callbacks, seed=0, ckpt_path=None, change=None, more=list, **options):
     """Train in a folder; rows of metrics, and the last checkpoint's state."""
     place.mkdir(exist_ok=True)
     torch.manual_seed(seed)
@@ -104,12 +106,15 @@ def run(kind, model, place, *callbacks, seed=0, ckpt_path=None, learner=None, mo
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(0 if ckpt_path is None else seed)
     decayed = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)}
-    module, data = LEARNERS[kind](model, ROWS, BATCH, **decayed | (learner or {}))
+    module, data = LEARNERS[kind](model, ROWS, BATCH, **decayed)
+    if change is not None:
+        change(module)
     stopper = EarlyStopping(f"{kind}/val_loss", patience=100)
     report = RunReport()
     trainer = trainer_of(
         place, [stopper, report, Noise(), *more(), *callbacks],
         **{"logger": False, "max_epochs": EPOCHS, "num_sanity_val_steps": 0} | options,
+        enable_checkpointing=bool(callbacks),
     )  # fmt: skip
     trainer.fit(module, data, ckpt_path=ckpt_path)
     trainer.save_checkpoint(place / "end.ckpt")
@@ -126,7 +131,7 @@ def whole(tiny_model, tmp_path_factory):
     """The run of a learner that nothing interrupts, with its checkpoints."""
 
     @cache
-    def made(kind, name="whole", **options):
+    def made(kind, **options):
         place = tmp_path_factory.mktemp("whole")
         return place, run(kind, tiny_model, place, Saves(), **options)
 
@@ -157,3 +162,54 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(
     folder, expected = whole(kind, **options)
     ckpt_path = folder / f"{place}.ckpt"
     require_same(run(kind, tiny_model, tmp_path, seed=9, ckpt_path=ckpt_path, **options), expected)
+
+
+def scheduled():
+    return [GradientAccumulationScheduler({0: 3, 1: 2})]
+
+
+class OnPlateau:
+    """A learner whose learning rate falls by epoch or by step, as a monitored loss says."""
+
+    def __init__(self, interval):
+        self.interval = interval
+
+    def __call__(self, module):
+        make = module.configure_optimizers
+
+        def configured():
+            optimizer = make()["optimizer"]
+            monitored = {
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(
+                    optimizer, factor=0.5, patience=0, threshold=0.5
+                ),
+                "interval": self.interval, "monitor": "sft/val_loss", "strict": False,
+            }  # fmt: skip
+            return {"optimizer": optimizer, "lr_scheduler": monitored}
+
+        module.configure_optimizers = configured
+
+
+VARIANTS = {
+    "max_steps": {"accumulate_grad_batches": PER_STEP, "max_steps": 6, "max_epochs": -1},
+    "one batch a step": {"accumulate_grad_batches": 1},
+    "a schedule of accumulation": {"more": scheduled},
+    "a plateau by epoch": {"accumulate_grad_batches": PER_STEP, "change": OnPlateau("epoch")},
+    "a plateau by step": {"accumulate_grad_batches": PER_STEP, "change": OnPlateau("step")},
+    "fewer batches": {"accumulate_grad_batches": PER_STEP, "limit_train_batches": 5},
+    "in total": {"accumulate_grad_batches": PER_STEP, "check_val_every_n_epoch": None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_so_does_it_whatever_lightning_is_told(whole, tiny_model, tmp_path, variant, place):
+    options = VARIANTS[variant] | PLACES[place]
+    if "check_val_every_n_epoch" in options:
+        options |= HALFWAY
+    folder, expected = whole("sft", **options)
+    ckpt_path = folder / f"{place}.ckpt"
+    if not ckpt_path.exists():
+        pytest.skip(f"a run with {variant} has no such place")
+    require_same(run("sft", tiny_model, tmp_path, seed=9, ckpt_path=ckpt_path, **options), expected)
