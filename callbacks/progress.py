@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.report import headline
 from lightning_rl.config.arguments import configurable
-from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.hooks import last_iteration
 
 LABELS = {

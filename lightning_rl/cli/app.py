@@ -44,6 +44,7 @@ from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.recorded import OfflineDataModule
 from lightning_rl.learn.supervised import SupervisedModule
 from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
+from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
 from lightning_rl.run.files.rundir import require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
@@ -232,6 +233,8 @@ class RLCLI(LightningCLI):
         _start_loggers(self.trainer)
         if not find_callbacks(self.trainer, IterationCheckpoint):
             leave_signals()  # which it would listen to
+            if subcommand == "fit" and self.config.fit.ckpt_path == "last":
+                continue_newest_run(self.trainer)  # as it would do, too
         try:
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:  # Lightning's own: what it cannot do

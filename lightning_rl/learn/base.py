@@ -72,6 +72,8 @@ class FiniteStepsModule(LightningModule):
     NaN in the gradient.
     """
 
+    prefix: ClassVar[str] = "policy"
+    """First part of the names of metrics of learning."""
     nonfinite_steps = 0
     """Number of skipped steps since the module was built, or since this was set to 0."""
     _warned = False
@@ -97,8 +99,9 @@ class FiniteStepsModule(LightningModule):
             self._warned = True
             _log.warning(
                 "the gradient is NaN or infinite; this optimizer step is skipped, as are all such "
-                "steps (the metric nonfinite_skipped counts them); look for extreme logprobs, "
-                "advantages or rows, or lower lr",
+                "steps (%s/nonfinite_skipped counts them); look for extreme logprobs or "
+                "advantages, or lower lr",
+                self.prefix,
             )
 
 

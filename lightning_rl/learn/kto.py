@@ -196,7 +196,9 @@ class KTODataModule(SFTDataModule):
     def batch(self, rows: Sequence[Any], order: Sequence[int], places: Sequence[int]) -> TensorDict:
         """Return a packed batch: each example, and its prompt with the completion before it."""
         pairs = ((rows[order[place]], rows[order[place - 1]]) for place in places)
-        return pack_rollouts([one for row, before in pairs for one in (row, _exchanged(row, before))])
+        return pack_rollouts(
+            [one for row, before in pairs for one in (row, _exchanged(row, before))]
+        )
 
 
 def _exchanged(rollout: Rollout, other: Rollout) -> Rollout:

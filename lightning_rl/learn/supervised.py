@@ -3,9 +3,8 @@
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from lightning.pytorch import Callback
 from tensordict import TensorDict
 from torch import Tensor
@@ -35,8 +34,6 @@ class SupervisedModule(RecordingModule, LearningModule):
     """
 
     default_save_every = 500
-    prefix: ClassVar[str]
-    """First part of the names of metrics."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -100,7 +100,9 @@ class Sums:
         """Return the means over everything added on every rank, and forget it."""
         pairs, self._pairs = self._pairs, {}
         totals = all_sum(torch.stack(list(pairs.values()))).tolist()
-        return {name: total / (count or 1.0) for name, (total, count) in zip(pairs, totals, strict=True)}
+        return {
+            name: total / (count or 1.0) for name, (total, count) in zip(pairs, totals, strict=True)
+        }
 
 
 def summarize(values: list[float]) -> tuple[float, float]:
