@@ -1,7 +1,7 @@
 """Direct preference optimisation, with pairs from a file or from graded rollouts."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -172,7 +172,7 @@ class PairDataModule(SFTDataModule):
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """
 
-    works_with = DPOModule
+    works_with: ClassVar[type[SupervisedModule]] = DPOModule
 
     def __init__(
         self,

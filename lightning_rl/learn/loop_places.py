@@ -31,7 +31,7 @@ def place_of(trainer: Trainer, loader: Windows, validated: bool) -> Place:
     - ``ending``: the epoch is over, but for schedules by epoch;
     - ``metrics``: the latest of each, for callbacks and schedules that monitor one.
     """
-    progress = trainer.fit_loop.epoch_progress.current
+    progress: Any = trainer.fit_loop.epoch_progress.current
     batches = trainer.fit_loop.epoch_loop.batch_progress
     within = progress.started > progress.processed
     over = loader.ended and not within
@@ -67,7 +67,8 @@ def continue_at(trainer: Trainer, loader: Windows, place: Place) -> None:
 
     Call it at the end of ``on_train_start``.
     """
-    fit, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit: Any = trainer.fit_loop
+    steps = fit.epoch_loop
     for loop in (fit, steps, steps.val_loop):
         loop._restarting = False
         loop.reset_restart_stage()

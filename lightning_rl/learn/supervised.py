@@ -125,7 +125,7 @@ class SupervisedModule(RecordingModule, LearningModule):
             self.nonfinite_steps - self._skipped_before,
             self.nonfinite_steps,
         )
-        row = {**self._step.means(), "lr": self.optimizers().param_groups[0]["lr"]}
+        row = {**self._step.means(), "lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
         if math.isfinite(self.grad_norm):
             row["grad_norm"] = self.grad_norm
         row["nonfinite_skipped"] = float(skipped)

@@ -96,12 +96,11 @@ def fit_apart(name):
     return subprocess.run(command, env=environment, capture_output=True, timeout=300).returncode
 
 
-def result(name, saver="ours"):
+def result(name):
     """The last weights, optimizer and random states, and the rows of metrics but for times."""
     run = Path("runs", name, "version_0")
     assert not run.with_name("version_1").exists(), "another run began"
-    last = "last.ckpt"
-    state = torch.load(run / "checkpoints" / last, weights_only=True)
+    state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     rows = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -47,11 +47,13 @@ def trained(
     torch.manual_seed(0)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     module, data = LEARNERS[kind](model, ROWS, batch_size)
+    module.allow_changes = ["data.batch_size"]  # which the number of processes makes up for
     saver = SaveAt(save_at, where / "saved.ckpt")
     # Lightning's threads of the backward pass compute outside of the mode.
     trainer = trainer_of(
         where, [seen, doubling(), saver], logger=False, max_epochs=EPOCHS, devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto", accumulate_grad_batches=accumulate, num_sanity_val_steps=0,
+        strategy="ddp" if ranks > 1 else "auto", accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=0,
     )  # fmt: skip
     with Doubled():
         trainer.fit(module, data, ckpt_path=ckpt_path)

@@ -266,7 +266,7 @@ def configuration_of(module: Any) -> Table:
     if module.configuration is None:
         told = configured_as.get(trainer)
         module.configuration = described(module, data, trainer) if told is None else told
-    content = {}
+    content: Table = {}
     for rows in ("train_prompts", "train"):
         known = getattr(getattr(data, rows, None), "fingerprint", None)
         content |= {} if known is None else {f"data.{rows}.content": known}
