@@ -101,9 +101,8 @@ def result(name):
     run = Path("runs", name, "version_0")
     assert not run.with_name("version_1").exists(), "another run began"
     state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    rows = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    rows, lines = {}, (run / "metrics.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
         kept = {key: value for key, value in row.items() if not is_time(key)}
         rows[row["iteration"]] = rows.get(row["iteration"], {}) | kept
     names = ("state_dict", "optimizer_states", "global_step", "epoch")
@@ -114,14 +113,16 @@ def result(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "saver"),
-    [("sft", "ours"), slow("sft", "lightning's"), slow("dpo", "ours"), slow("kto", "ours"),
-     slow("rm", "ours"), slow("dpo", "lightning's")],
+    ("kind", "saver", "step"),
+    [("sft", "ours", 4), ("sft", "ours", 1), slow("sft", "lightning's", 4), slow("dpo", "ours", 4),
+     slow("kto", "ours", 4), slow("rm", "ours", 4), slow("dpo", "lightning's", 4)],
 )  # fmt: skip
-def test_a_killed_run_resumes_with_last_and_ends_as_one_that_was_not(place, kind, saver):
+def test_a_killed_run_resumes_with_last_and_ends_as_one_that_was_not(place, kind, saver, step):
     write(kind, "whole", SAVER[saver])
     assert fit("whole") == 0
-    write(kind, "killed", {"class_path": "killer.KillAt", "init_args": {"step": 4}}, SAVER[saver])
+    write(
+        kind, "killed", {"class_path": "killer.KillAt", "init_args": {"step": step}}, SAVER[saver]
+    )
     assert fit_apart("killed") == -signal.SIGKILL
     write(kind, "killed", SAVER[saver])
     assert fit("killed") == 0

@@ -157,6 +157,9 @@ class MetricsLog:
             self.rows = read_rows(text)
         elif state["end"] > state["begin"]:
             self._save_what_is_left(file, state)
+        elif Path(state["file"]) == file.absolute() and self._end > state["end"]:
+            os.truncate(file, state["end"])  # saved before the first row
+            self._begin = self._end = state["end"]
         self._pending = state["pending"]
         self.rows += read_rows(self._pending)
         self._flush()
