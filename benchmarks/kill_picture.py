@@ -1,13 +1,16 @@
-"""The run of sort_digits, killed three times, beside the same run that nothing stopped.
+"""The quickstart's run, killed ten times, beside the same run that nothing stopped; and SFT's.
 
-    python -m recipes.sort_digits.quickstart
+    lightning-rl quickstart                  makes the model and its questions
     python -m benchmarks.kill_picture [--out docs/images/killed.png]
 
-Both are `lightning-rl fit --config recipes/sort_digits/grpo.yaml --ckpt_path last`, with a
-checkpoint every iteration. One gets a SIGKILL while it collects, in a backward pass, and while it
-saves a checkpoint; each time the same command is given again. The picture shows the reward by
-iteration. The last line is JSON: `equal` is true where weights, optimizer, random states, metrics
-(but times) and rollouts are the same to the last bit.
+GRPO and SFT of the same model, each twice, as `lightning-rl fit ... --ckpt_path last` with a
+checkpoint every iteration. One of the two gets a SIGKILL again and again: while it collects, in a
+backward pass, between the accumulated batches of a step, and while it saves; each time the same
+command is given again. The picture shows reward and loss by iteration. The last line is JSON:
+`equal` is true where weights, optimizer, random states, metrics (but times) and rollouts of both
+are the same to the last bit.
+
+`--recipe sort_digits` does the same with the small model of `recipes/sort_digits`, in minutes.
 """
 
 import argparse
@@ -15,6 +18,8 @@ import json
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,99 +33,156 @@ from benchmarks.kill.runs import run_command
 from benchmarks.support.colours import INK
 
 ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "runs" / "sort_digits" / "sft" / "hf"
-KILLS = {
-    "while it collects": Point("collect", 6, 0.5),
-    "in a backward pass": Point("backward", 13, 0.0),
-    "while it saves": Point("save", 20, 0.0),
-}
+MODELS = {"smollm2": "runs/smollm2/model", "sort_digits": "runs/sort_digits/sft/hf"}
+MADE_BY = {"smollm2": "lightning-rl quickstart",
+           "sort_digits": "python -m recipes.sort_digits.quickstart"}  # fmt: skip
 COLLECTING_S = 0.3
 """Of which a share passes before the SIGKILL: an iteration collects for longer."""
-PROCESSES = ("#174a7e", "#d9822b", "#3a9474", "#b03a5b")
+COLOURS = ("#174a7e", "#d9822b", "#3a9474", "#b03a5b")
+ROWS = 96
+"""Rows that SFT learns from: two epochs of 8 rows a step are 24 steps."""
 
 
-def configuration(out: Path) -> dict[str, Any]:
-    """The quickstart's, with a checkpoint every iteration and its logs in ``out``."""
-    config: dict[str, Any] = yaml.safe_load(
-        (ROOT / "recipes" / "sort_digits" / "grpo.yaml").read_text()
-    )
+@dataclass
+class Run:
+    """What is run, and what of it is drawn."""
+
+    name: str
+    config: dict[str, Any]
+    metric: str
+    label: str
+    stages: Sequence[str]
+    iterations: int
+
+    def points(self, kills: int) -> list[Point]:
+        """Where it is killed: each stage in turn, spread over its iterations."""
+        places = [1 + number * (self.iterations - 1) // kills for number in range(kills)]
+        stages = [self.stages[number % len(self.stages)] for number in range(kills)]
+        return [Point(stage, place, 0.5) for stage, place in zip(stages, places, strict=True)]
+
+    def configured(self, out: Path) -> dict[str, Any]:
+        """The configuration, with a checkpoint every iteration and its logs in ``out``."""
+        config: dict[str, Any] = json.loads(json.dumps(self.config))
+        every = {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 1}}
+        config["trainer"]["callbacks"].append(every)
+        place = {"save_dir": str(out), "name": "run"}
+        config["trainer"]["logger"] = {"class_path": "TensorBoardLogger", "init_args": place}
+        return config
+
+    def values(self, out: Path) -> list[float]:
+        """The metric of every iteration so far; an evaluation before the first has none."""
+        lines = (run_directory(out) / "metrics.jsonl").read_text().splitlines()
+        rows = {row["iteration"]: row for row in map(json.loads, lines) if self.metric in row}
+        return [row[self.metric] for _, row in sorted(rows.items())]
+
+    def to_the_end(self, out: Path) -> None:
+        status = run_command(self.configured(out), out)
+        if status != 0:
+            raise SystemExit(f"{self.name} ended with {status}: {out}/output.txt")
+
+    def killed(self, out: Path, kills: int) -> list[int]:
+        """Run it through all kills; how many iterations were done when each process ended."""
+        ends = []
+        for point in self.points(kills):
+            status = run_command(armed(self.configured(out), point, COLLECTING_S), out)
+            if status != -signal.SIGKILL:
+                raise SystemExit(f"to be killed at {point}, it ended with {status}: {out}")
+            ends.append(len(self.values(out)))
+            print(f"{self.name}: killed at {point.stage}, after {ends[-1]}", flush=True)
+        self.to_the_end(out)
+        return [*ends, len(self.values(out))]
+
+
+def grpo(recipe: str) -> Run:
+    """The recipe's own run."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / recipe / "grpo.yaml").read_text())
+    unseen = ("RLProgressBar", "HFExport", "IterationCheckpoint")
     trainer = config["trainer"]
-    trainer["logger"]["init_args"] = {"save_dir": str(out), "name": "run"}
-    every = {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 1}}
-    unseen = ("RLProgressBar", "HFExport")
     kept = [c for c in trainer["callbacks"] if c["class_path"] not in unseen]
-    trainer |= {"enable_progress_bar": False, "callbacks": [*kept, every]}
-    return config
+    trainer |= {"enable_progress_bar": False, "callbacks": kept}
+    per_epoch = config["data"]["init_args"]["iterations_per_epoch"]
+    stages = ("collect", "backward", "save")
+    iterations = per_epoch * trainer["max_epochs"]
+    return Run("GRPO", config, "reward/mean", "mean reward", stages, iterations)
 
 
-def rewards(out: Path) -> list[float]:
-    """The mean reward of every iteration so far; an evaluation before the first has none."""
-    lines = (run_directory(out) / "metrics.jsonl").read_text().splitlines()
-    rows = (json.loads(line) for line in lines)
-    return [row["reward/mean"] for row in rows if "reward/mean" in row]
+def sft(recipe: str, rows: Path) -> Run:
+    """SFT of the same model on answers to the recipe's questions."""
+    lines = (ROOT / "runs" / recipe / "train.jsonl").read_text().splitlines()[:ROWS]
+    asked = map(json.loads, lines)
+    answered = [
+        {"prompt": row["prompt"], "completion": str(row.get("answer", row.get("solution")))}
+        for row in asked
+    ]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in answered))
+    read = {"class_path": "JSONLPrompts", "init_args": {"path": str(rows)}}
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-5}}
+    config = {
+        "seed_everything": 0,
+        "model": {"class_path": "SFTModule",
+                  "init_args": {"model": MODELS[recipe], "optimizer": optimizer}},
+        "data": {"class_path": "SFTDataModule", "init_args": {"train": read, "batch_size": 4}},
+        "trainer": {
+            "accelerator": "cpu", "devices": 1, "max_epochs": 2, "accumulate_grad_batches": 2,
+            "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [],
+        },
+    }  # fmt: skip
+    stages = ("backward", "within_a_step", "save")
+    return Run("SFT", config, "sft/loss", "loss", stages, 2 * len(answered) // 8)
 
 
-def killed_run(out: Path) -> list[int]:
-    """A run through all of KILLS; how many iterations were done when each process ended."""
-    ends = []
-    for place, point in KILLS.items():
-        status = run_command(armed(configuration(out), point, COLLECTING_S), out)
-        if status != -signal.SIGKILL:
-            raise SystemExit(f"killed {place}, it ended with {status}: {out}/output.txt")
-        ends.append(len(rewards(out)))
-        print(f"killed {place}, after {ends[-1]} iterations", flush=True)
-    whole_run(out)
-    return [*ends, len(rewards(out))]
-
-
-def whole_run(out: Path) -> None:
-    """To its end."""
-    status = run_command(configuration(out), out)
-    if status != 0:
-        raise SystemExit(f"it ended with {status}: {out}/output.txt")
-
-
-def draw(whole: list[float], resumed: list[float], ends: list[int], path: Path) -> None:
-    """The uninterrupted run as a line, the killed one as dots, a colour for each process."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
+def draw(runs: Sequence[tuple[Run, list[float], list[float], list[int]]], path: Path) -> None:
+    """The uninterrupted runs as lines, the killed ones as dots, in a new colour after each kill."""
+    figure = Figure(figsize=(9, 3.4 * len(runs)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    iterations = range(1, len(whole) + 1)
-    axes.plot(iterations, whole, color="#c3ccd5", linewidth=7, label="never stopped")
-    begin = 0
-    for number, (end, color) in enumerate(zip(ends, PROCESSES, strict=True), 1):
-        label = f"process {number}"
-        axes.plot(iterations[begin:end], resumed[begin:end], "o", color=color, label=label)
-        begin = end
-    for end, place in zip(ends, KILLS, strict=False):
-        axes.axvline(end + 0.5, color=INK, linewidth=1, linestyle=":")
-        axes.text(end + 0.6, 0.02, f"kill -9\n{place}", color=INK, fontsize=9,
-                  transform=axes.get_xaxis_transform())  # fmt: skip
-    axes.set_xlabel("iteration", color=INK)
-    axes.set_ylabel("mean reward", color=INK)
-    axes.set_title("Killed three times, gone on: the same run, bit for bit",
-                   loc="left", fontsize=12, fontweight="bold", color=INK)  # fmt: skip
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(length=0, colors=INK)
-    axes.legend(frameon=False, loc="upper left")
+    panels = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
+    for axes, (run, whole, resumed, ends) in zip(panels, runs, strict=True):
+        iterations = range(1, len(whole) + 1)
+        axes.plot(iterations, whole, color="#c3ccd5", linewidth=7, label="never stopped")
+        begin = 0
+        for number, end in enumerate(ends):
+            style = {"color": COLOURS[number % len(COLOURS)]}
+            axes.plot(iterations[begin:end], resumed[begin:end], "o", **style)
+            begin = end
+        for number, end in enumerate(ends[:-1]):
+            label = "kill -9" if number == 0 else None
+            axes.axvline(end + 0.5, color=INK, linewidth=1, linestyle=":", label=label)
+        axes.set_ylabel(run.label, color=INK)
+        axes.set_title(f"{run.name}, killed {len(ends) - 1} times: the same run, bit for bit",
+                       loc="left", fontsize=12, fontweight="bold", color=INK)  # fmt: skip
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=0, colors=INK)
+        axes.legend(frameon=False)
+    panels[-1].set_xlabel("iteration", color=INK)
     figure.savefig(path, dpi=130)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Draw a run that was killed three times.")
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Draw runs that were killed again and again.")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "killed.png")
-    path = parser.parse_args().out
-    if not MODEL.is_dir():
-        make = "python -m recipes.sort_digits.quickstart"
-        raise SystemExit(f"there is no warm-started model in {MODEL}; make it by `{make}`")
+    parser.add_argument("--recipe", choices=list(MODELS), default="smollm2")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--only", choices=["grpo", "sft"], help="one of the two runs")
+    given = parser.parse_args(arguments)
+    if not (ROOT / MODELS[given.recipe]).is_dir():
+        made = MADE_BY[given.recipe]
+        raise SystemExit(f"there is no model in {MODELS[given.recipe]}; make it by `{made}`")
+    drawn: list[tuple[Run, list[float], list[float], list[int]]] = []
+    found: list[str] = []
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="killed_") as folder:
-        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
-        whole_run(whole)
-        ends = killed_run(killed)
-        found = compare(killed, whole, iterations=ends[-1])
+        both = {"grpo": lambda: grpo(given.recipe),
+                "sft": lambda: sft(given.recipe, Path(folder, "rows.jsonl"))}  # fmt: skip
+        for name in [given.only] if given.only else both:
+            run, whole, killed = both[name](), Path(folder, name), Path(folder, f"{name}_killed")
+            run.to_the_end(whole)
+            ends = run.killed(killed, given.kills)
+            found += compare(killed, whole, iterations=ends[-1])
+            drawn.append((run, run.values(whole), run.values(killed), ends))
+            result[f"{name}_iterations"] = ends[-1]
         if not found:
-            draw(rewards(whole), rewards(killed), ends, path)
-    result = {"kills": len(KILLS), "iterations": ends[-1], "equal": not found, "differences": found}
+            draw(drawn, given.out)
+    result |= {"kills": given.kills * len(drawn), "equal": not found, "differences": found}
     print(json.dumps(result))
     return 1 if found else 0
 

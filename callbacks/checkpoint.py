@@ -173,6 +173,8 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module = self.module_of(pl_module)
+        if not module.iteration_ended:
+            return
         is_best = self._rank(module)
         every = self.every_n_iterations
         if is_best or (every and module.iteration % every == 0):

@@ -103,6 +103,19 @@ def rl_callbacks(trainer: Trainer) -> list[Callback]:
     return default_callbacks(trainer)
 
 
+def supervised_callbacks(trainer: Trainer) -> list[Callback]:
+    """Return the callbacks of a run that learns from fixed rows: the basic ones and ``RunReport``.
+
+    Its epochs and validations are Lightning's, at whose ends Lightning's callbacks look.
+    """
+    judge_last(trainer)
+    added = basic_callbacks(trainer)
+    fits = trainer.state.fn == "fit" and datamodule_of(trainer) is not None
+    if fits and not is_fast_dev_run(trainer) and not find_callbacks(trainer, RunReport):
+        added.append(RunReport())
+    return added
+
+
 def env_callbacks(trainer: Trainer) -> list[Callback]:
     """Return the callbacks of a run whose policy is not a language model, and so has no engine.
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.agents.base import Agent, SingleTurn
@@ -161,6 +160,7 @@ class EvaluateRollouts(RLCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step != self._evaluated:  # what stopped the run could not be foreseen
             self.evaluate(trainer, pl_module)
+            self.module_of(pl_module).flush_metrics()
 
     def should_evaluate(self, trainer: Trainer) -> bool:
         """Return True to evaluate after this optimizer step; override it to change the schedule."""
@@ -181,11 +181,7 @@ class EvaluateRollouts(RLCallback):
         if drives_engine(self.engine):
             self.engine.sleep()
         metrics = self.evaluation.all_metrics(rollouts)
-        # Lightning's own `log` is not available before the first step, nor after the last.
-        told = {name: torch.tensor(value, device="cpu") for name, value in metrics.items()}
-        trainer.callback_metrics.update(told)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        pl_module.record(metrics)
         self._evaluated = step
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

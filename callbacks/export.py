@@ -119,7 +119,7 @@ class HFExport(RLCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not isinstance(pl_module, RecordingModule):
+        if not isinstance(pl_module, RecordingModule) or not pl_module.iteration_ended:
             return
         name, every = f"iteration_{pl_module.iteration}", self.every_n_iterations
         value = None if self.monitor is None else pl_module.recorded.get(self.monitor)

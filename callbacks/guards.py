@@ -269,6 +269,8 @@ class MetricGuard(Guard):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module = self.module_of(pl_module)
+        if not module.iteration_ended:
+            return
         values = [v for n, v in module.recorded.items() if n in module.names_of(self.metric)]
         # Of several policies the first that is bad.
         value = next(filter(self.breaks, values), values[0] if values else None)

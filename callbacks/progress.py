@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.report import headline
 from lightning_rl.config.arguments import configurable
-from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.hooks import last_iteration
 
 LABELS = {
@@ -34,15 +33,15 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
 
     Args:
         refresh_rate: iterations between two redraws, or lines; 0 switches the bar off. In
-            supervised training, which has no iterations, it counts batches, and lines are printed
-            at most every ``log_every_n_steps``.
+            supervised training the bar counts batches, and lines optimizer steps: at most one in
+            50 of a long run, or one in ``log_every_n_steps`` if that is less.
     """
 
     def __init__(self, refresh_rate: int = 1) -> None:
         super().__init__(refresh_rate=refresh_rate)
         self._metrics: dict[str, Any] = {}
         self._held_out: dict[str, float] = {}
-        self._steps = math.inf
+        self._least = 1
         self._since = 0.0
 
     @property
@@ -54,10 +53,12 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if isinstance(pl_module, RecordingModule):
-            pl_module.clock.listeners.append(self._show_stage)
-        else:
-            self._steps = trainer.estimated_stepping_batches
+        module = self.module_of(pl_module)
+        module.clock.listeners.append(self._show_stage)
+        if module.automatic_optimization:  # its iterations are steps, of which there are many
+            steps = last_iteration(trainer, module.iteration)
+            interval = trainer.log_every_n_steps  # type: ignore[attr-defined]
+            self._least = int(min(interval, max(1, steps // 50))) or 1
 
     def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
         super().on_train_epoch_start(trainer, *arguments)
@@ -70,22 +71,10 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
         last = last_iteration(trainer, iteration)
         held_out = {name: value for name, value in metrics.items() if name in HELD_OUT}
         self._held_out = held_out or self._held_out  # they stand until the next evaluation
-        if _figures(metrics) and (iteration % max(self.refresh_rate, 1) == 0 or iteration == last):
+        due = iteration % max(self.refresh_rate, self._least) == 0 or iteration == last
+        if _figures(metrics) and (due or any("/val_" in name for name in metrics)):
             of = f"/{last}" if last < math.inf else ""
             self._write_line(f"iteration {iteration}{of}", _figures(self._held_out | metrics))
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if isinstance(pl_module, RecordingModule):
-            return
-        batch, last = batch_idx + 1, trainer.num_training_batches
-        if batch % max(self.refresh_rate, trainer.log_every_n_steps, 1) == 0 or batch == last:  # type: ignore[attr-defined]
-            of = f" of {self._steps}" if self._steps < math.inf else ""
-            figures = self.get_metrics(trainer, pl_module)
-            said = {name: _in_four_digits(value) for name, value in figures.items()}
-            self._write_line(f"epoch {trainer.current_epoch}, step {trainer.global_step}{of}", said)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the few figures that show the run's progress."""
@@ -118,10 +107,6 @@ def _figures(metrics: Mapping[str, Any]) -> dict[str, str]:
     return {LABELS[n]: f"{v:.3g}" if abs(v) < 1000 else f"{v:,.0f}" for n, v in known.items()}
 
 
-def _in_four_digits(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 class StepTimer(RLCallback):
     """Records ``time/generate``, ``reward``, ``logprob``, ``train``, ``sync``, ``eval``, ``other``.
 
@@ -138,6 +123,8 @@ class StepTimer(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module = self.module_of(pl_module)
+        if not module.iteration_ended:
+            return
         parts = module.clock.take()
         now = time.perf_counter()
         wall, self._since = now - self._since, now

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ LABELS = {
     "eval/reward_mean": "held-out reward",
     "reward/mean": "reward of the rollouts",
 }
+LEARNED = ("sft", "dpo", "kto", "rm")
+"""First parts of the names of metrics of supervised training."""
+for _kind in LEARNED:
+    LABELS |= {f"{_kind}/loss": "loss", f"{_kind}/val_loss": "held-out loss"}
+    LABELS |= {f"{_kind}/accuracy": "accuracy", f"{_kind}/val_accuracy": "held-out accuracy"}
 
 
 def headline(rows: Sequence[Mapping[str, float]]) -> list[str]:
@@ -34,7 +40,7 @@ def headline(rows: Sequence[Mapping[str, float]]) -> list[str]:
     With held-out rollouts, these are their accuracy, their mean reward, or both. If success is all
     that is rewarded, the two are equal; if no reward or every reward reaches ``success_reward``,
     accuracy is not informative. Without an evaluation, it is the mean reward of the rollouts
-    trained on.
+    trained on; in supervised training, loss and accuracy of both kinds of rows.
     """
     held_out = [name for name in ("eval/accuracy", "eval/reward_mean") if _any(rows, name)]
     if len(held_out) == 1:  # environments report rewards only
@@ -45,7 +51,8 @@ def headline(rows: Sequence[Mapping[str, float]]) -> list[str]:
         if "eval/accuracy" in row and "eval/reward_mean" in row
     ]
     if not pairs:
-        return ["reward/mean"] if any("reward/mean" in row for row in rows) else []
+        shown = [n for n in LABELS if n.split("/")[0] in LEARNED and _any(rows, n)]
+        return ["reward/mean"] if _any(rows, "reward/mean") else shown
     if all(accuracy == reward for accuracy, reward in pairs):
         return ["eval/accuracy"]
     accuracies = {accuracy for accuracy, _ in pairs}
@@ -65,7 +72,8 @@ def plot_curves(history: Sequence[Row], path: str, title: str = "") -> None:
 
 
 def draw_curves(history: Sequence[Row], title: str = "") -> Any:
-    """Return reward, accuracy and step-time parts by iteration as a matplotlib ``Figure``, or None.
+    """Return reward or loss, accuracy and step-time parts by iteration as a matplotlib ``Figure``,
+    or None.
 
     Panels without data are left out. See ``headline`` for whether accuracy, mean reward or both of
     held-out rollouts are drawn.
@@ -76,11 +84,14 @@ def draw_curves(history: Sequence[Row], title: str = "") -> Any:
     from matplotlib.ticker import MaxNLocator
 
     shown = headline(history)
+    learned = [name for name in shown if name.split("/")[0] in LEARNED]
     panels = [
         panel
         for panel, wanted in (
             (_draw_rewards, _any(history, "reward/mean") or "eval/reward_mean" in shown),
             (_draw_accuracy, "eval/accuracy" in shown),
+            (partial(_draw_both, "loss"), any(name.endswith("loss") for name in shown)),
+            (partial(_draw_both, "accuracy"), any(n.endswith("/accuracy") for n in learned)),
             (_draw_times, _any(history, "time/iteration")),
         )
         if wanted
@@ -123,6 +134,16 @@ def _draw_accuracy(axes: Any, history: Sequence[Row], shown: Sequence[str]) -> N
     # At least a tenth high: the noise of a good run shall not look like mountains.
     room = max(0.1 - (max(values) - min(values)), 0.08 * (max(values) - min(values)))
     axes.set_ylim(max(-0.03, min(values) - room), min(1.03, max(values) + room))
+
+
+def _draw_both(what: str, axes: Any, history: Sequence[Row], shown: Sequence[str]) -> None:
+    """Draw a metric of supervised training, of the rows trained on and those held out."""
+    for part, style, label in ((what, "-", "trained on"), (f"val_{what}", "o-", "held-out")):
+        for name in shown:
+            if name.endswith(f"/{part}"):
+                _line(axes, history, name, style, label=label)
+    axes.legend(fontsize="small")
+    axes.set_ylabel(what)
 
 
 def _draw_times(axes: Any, history: Sequence[Row], shown: Sequence[str]) -> None:

@@ -18,6 +18,10 @@ With ``--quantization NF4`` a LoRA is trained, whose frozen base is packed in fe
 With ``--pictures`` a tiny model that sees is trained, its tower too, on questions about pictures,
 and a reward looks at them.
 
+With ``--learner sft``, ``dpo``, ``kto`` or ``reward_model`` the run is supervised: six optimizer
+steps of two batches in two epochs, with a validation after each; it is also killed between the two
+batches of a step, and in a validation.
+
 With ``--collector AsyncCollector`` runs are not repeatable, so other things are checked: that every
 prompt that was drawn was trained on exactly once or is still waiting in the last checkpoint, and
 that no token was staler than allowed.
@@ -33,12 +37,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kill.compare import check_async, compare, run_directory
-from benchmarks.kill.killer import draw_points, killed_and_resumed
+from benchmarks.kill.killer import STAGES, SUPERVISED, draw_points, killed_and_resumed
 from benchmarks.kill.runs import (
+    LEARNERS,
     configuration,
     folder_of,
     prepare_pictures,
+    prepare_rows,
     run_command,
+    supervised_configuration,
     with_killed_programs,
     with_pictures,
 )
@@ -62,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--quantization", choices=["NF4", "Int8"], help="train a LoRA whose base is in few bits"
     )
     parser.add_argument("--pictures", action="store_true", help="train a model that sees")
+    parser.add_argument("--learner", choices=list(LEARNERS), help="a supervised run")
     parser.add_argument("--keep", type=Path, help="a folder for the runs (default: deleted)")
     options = parser.parse_args(arguments)
     with folder_of(options.keep, "kill_") as out:
@@ -71,8 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace, out: Path) -> int:
     """Run everything, print the table; 0 if all points are equal."""
     (prepare_pictures if options.pictures else prepare)(out / "data")
+    prepare_rows(out / "data")
 
     def config(name: str) -> dict[str, Any]:
+        if options.learner is not None:
+            return supervised_configuration(out / "data", out / name, options.learner)
         made = configuration(
             out / "data",
             out / name,
@@ -93,7 +104,8 @@ def measure(options: argparse.Namespace, out: Path) -> int:
     seconds = {"any": summary["wall_s"], "collect": summary["wall_s"] / len(rows) / 4}
     print(f"{'point':>5}  {'stage':<14}{'iteration':>9}  {'starts':>6}  equal", flush=True)
     equal = 0
-    for number, point in enumerate(draw_points(options.points, options.seed), 1):
+    stages = STAGES if options.learner is None else SUPERVISED
+    for number, point in enumerate(draw_points(options.points, options.seed, stages), 1):
         name = f"point_{number}"
         share = seconds.get(point.stage, 0.0)
         starts = killed_and_resumed(config(name), out / name, point, share)
@@ -109,6 +121,7 @@ def measure(options: argparse.Namespace, out: Path) -> int:
             shutil.rmtree(out / name)
     result = {"points": options.points, "equal": equal, "collector": options.collector,
               "engine": options.engine, "program": options.program, "pictures": options.pictures,
+              "learner": options.learner,
               "seed": options.seed}  # fmt: skip
     print(json.dumps(result))
     return 0 if equal == options.points else 1

@@ -27,8 +27,10 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def final_state(directory: Path, iterations: int = ITERATIONS) -> dict[str, Any]:
     state = torch.load(directory / "checkpoints" / f"iteration_{iterations}.ckpt")
     kept = ("state_dict", "optimizer_states", "lr_schedulers", "RLDataModule")
-    own = {name: state["lightning_rl"][name] for name in ("iteration", "parts", "random")}
-    return {name: state[name] for name in kept} | own
+    own = ("iteration", "parts", "random", "place")  # a place of supervised runs, which have no
+    return {name: state[name] for name in kept if name in state} | {  # state of a data module
+        name: state["lightning_rl"][name] for name in own if name in state["lightning_rl"]
+    }
 
 
 def differences(ours: Any, theirs: Any, where: str) -> list[str]:
@@ -54,6 +56,8 @@ def compare(out: Path, whole: Path, iterations: int = ITERATIONS) -> list[str]:
     ended, expected = final_state(ours, iterations), final_state(theirs, iterations)
     found = differences(ended, expected, "state")
     for file in ("metrics.jsonl", "rollouts.jsonl"):
+        if not (theirs / file).exists():  # supervised
+            continue
         found += differences(lines_of(ours / file), lines_of(theirs / file), file)
     return found
 

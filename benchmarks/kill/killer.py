@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from benchmarks.kill.runs import ITERATIONS, PER_EPOCH, run_command
 from lightning_rl.callbacks import RLCallback
 
 STAGES = ("collect", "backward", "between_steps", "save", "epoch_end", "any")
+SUPERVISED = ("backward", "within_a_step", "save", "validation", "epoch_end", "any")
+"""The stages of supervised training, whose iterations are optimizer steps of several batches."""
+AT_EPOCH_ENDS = ("epoch_end", "validation")
 
 
 class KillSelf(RLCallback):
@@ -35,6 +39,19 @@ class KillSelf(RLCallback):
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.stage == "collect" and self._now(pl_module):
             self._later(self.after * self.seconds)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        later = batch_idx % trainer.accumulate_grad_batches > 0  # gradients were accumulated
+        if self.stage == "within_a_step" and later and self._now(pl_module):
+            kill()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, *_: int
+    ) -> None:
+        if self.stage == "validation" and pl_module.iteration == self.iteration + 1:
+            kill()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.stage == "backward" and self._now(pl_module):
@@ -88,14 +105,14 @@ class Point:
     after: float
 
 
-def draw_points(count: int, seed: int) -> list[Point]:
+def draw_points(count: int, seed: int, stages: Sequence[str] = STAGES) -> list[Point]:
     """All stages in turn; iteration and moment at random."""
     rng = random.Random(seed)
     points = []
     for number in range(count):
-        stage = STAGES[number % len(STAGES)]
+        stage = stages[number % len(stages)]
         epoch_ends = range(PER_EPOCH - 1, ITERATIONS, PER_EPOCH)
-        iterations = epoch_ends if stage == "epoch_end" else range(ITERATIONS)
+        iterations = epoch_ends if stage in AT_EPOCH_ENDS else range(ITERATIONS)
         points.append(Point(stage, rng.choice(list(iterations)), rng.random()))
     return points
 

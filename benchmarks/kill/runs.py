@@ -86,6 +86,55 @@ def configuration(
     }  # fmt: skip
 
 
+LEARNERS = {
+    "sft": ("SFTModule", "SFTDataModule"),
+    "dpo": ("DPOModule", "PairDataModule"),
+    "kto": ("KTOModule", "KTODataModule"),
+    "reward_model": ("RewardModelModule", "RewardPairDataModule"),
+}
+"""Module and data module of supervised training, by the value of ``--learner``."""
+
+
+def prepare_rows(folder: Path) -> None:
+    """Rows from which each supervised learner can learn: three steps an epoch."""
+    for name, numbers in (("rows", range(20)), ("heldout_rows", range(20, 26))):
+        rows = (
+            {"prompt": f"{n}=", "completion": "7" * (1 + n % 4), "chosen": "7" * (1 + n % 3),
+             "rejected": "12"[n % 2], "label": n % 2 == 0}
+            for n in numbers
+        )  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def supervised_configuration(data: Path, out: Path, learner: str) -> dict[str, Any]:
+    """A supervised run of two epochs, in steps of two batches, with a validation after each."""
+    module, data_module = LEARNERS[learner]
+    rows = {
+        key: {"class_path": "JSONLPrompts", "init_args": {"path": str(data / f"{name}.jsonl")}}
+        for key, name in (("train", "rows"), ("val", "heldout_rows"))
+    }
+    model = {
+        "model": str(data / "model"),
+        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
+        "lr_scheduler": {"class_path": "WarmupCosine",
+                         "init_args": {"warmup_steps": 2, "total_steps": ITERATIONS}},
+    }  # fmt: skip
+    every = {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 1}}
+    return {
+        "seed_everything": 0,
+        "model": {"class_path": module, "init_args": model},
+        "data": {"class_path": data_module, "init_args": {**rows, "batch_size": 4}},
+        "trainer": {
+            "accelerator": "cpu", "devices": 1, "max_epochs": ITERATIONS // PER_EPOCH,
+            "accumulate_grad_batches": 2, "gradient_clip_val": 1.0,
+            "enable_model_summary": False, "enable_progress_bar": False,
+            "logger": {"class_path": "TensorBoardLogger",
+                       "init_args": {"save_dir": str(out), "name": "run"}},
+            "callbacks": [every],
+        },
+    }  # fmt: skip
+
+
 def distinct_digits(completions: list[str | list[Message]], **columns: Any) -> list[float]:
     """A reward that an untrained model earns too, so that advantages are not all zero."""
     return [len(set(as_text(completion))) / 10 for completion in completions]

@@ -43,8 +43,9 @@ from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.recorded import OfflineDataModule
-from lightning_rl.learn.sft import SupervisedModule
+from lightning_rl.learn.supervised import SupervisedModule
 from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
+from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
 from lightning_rl.run.files.rundir import require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
@@ -150,7 +151,7 @@ class RLCLI(LightningCLI):
         off = config["enable_checkpointing"] is False or config["barebones"]
         off = off or config["fast_dev_run"]
         if isinstance(self.model, RecordingModule) and lacks(Checkpoint) and not off:
-            callbacks = [*callbacks, IterationCheckpoint()]
+            callbacks = [*callbacks, IterationCheckpoint(self.model.default_save_every)]
         if isinstance(self.datamodule, CollectingDataModule) and lacks(Watchdog):
             callbacks = [*callbacks, Watchdog()]
         has_rollouts = isinstance(self.datamodule, RLDataModule | OfflineDataModule)
@@ -211,7 +212,7 @@ class RLCLI(LightningCLI):
         if isinstance(self.model, RolloutModule):
             for name, policy in self.model.policies.items():
                 _check_steps(policy, f"model.init_args.policies.{name}." if name else "model.")
-        elif isinstance(self.model, RecordingModule | SupervisedModule):
+        elif isinstance(self.model, RecordingModule):
             _check_steps(self.model, "model.")
         if isinstance(self.datamodule, RLDataModule):
             syncs = [sync.schedule for sync in find_callbacks(self.trainer, WeightSync)]
@@ -232,6 +233,9 @@ class RLCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         _start_loggers(self.trainer)
+        saves = find_callbacks(self.trainer, IterationCheckpoint)
+        if subcommand == "fit" and self.config.fit.ckpt_path == "last" and not saves:
+            continue_newest_run(self.trainer)  # as it would do
         try:
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:  # Lightning's own: what it cannot do

@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -72,9 +72,13 @@ class FiniteStepsModule(LightningModule):
     NaN in the gradient.
     """
 
+    prefix: ClassVar[str] = "policy"
+    """First part of the names of metrics of learning."""
     nonfinite_steps = 0
     """Number of skipped steps since the module was built, or since this was set to 0."""
     _warned = False
+    grad_norm = math.nan
+    """Global norm of the gradient of the latest optimizer step, before it was clipped."""
 
     @cached_property
     def day(self) -> RunDay:
@@ -83,8 +87,8 @@ class FiniteStepsModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = norm_of([p.grad for p in parameters if p.grad is not None])
-        if any_rank(not math.isfinite(float(norm))):
+        self.grad_norm = float(norm_of([p.grad for p in parameters if p.grad is not None]))
+        if any_rank(not math.isfinite(self.grad_norm)):
             self.leave_out(optimizer)
 
     def leave_out(self, optimizer: Optimizer) -> None:
@@ -95,8 +99,9 @@ class FiniteStepsModule(LightningModule):
             self._warned = True
             _log.warning(
                 "the gradient is NaN or infinite; this optimizer step is skipped, as are all such "
-                "steps (policy/nonfinite_skipped counts them); look for extreme logprobs or "
+                "steps (%s/nonfinite_skipped counts them); look for extreme logprobs or "
                 "advantages, or lower lr",
+                self.prefix,
             )
 
 
@@ -192,6 +197,8 @@ class RecordingModule(FiniteStepsModule):
 
     name = ""
     """The module's name among several that learn; empty if it learns alone."""
+    default_save_every: ClassVar[int] = 10
+    """Iterations between two checkpoints, where the configuration does not say."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
@@ -221,6 +228,11 @@ class RecordingModule(FiniteStepsModule):
         equals ``iteration``. Row 0 of the metrics was recorded before the first iteration.
         """
         return self.iteration + 1
+
+    @property
+    def iteration_ended(self) -> bool:
+        """True if an iteration ends with the Lightning batch that ends now."""
+        return True
 
     @property
     def described_as(self) -> str:
@@ -293,6 +305,10 @@ class RecordingModule(FiniteStepsModule):
             if name in states:  # else it is new in this configuration, and starts afresh
                 part.load_state_dict(states[name])
 
+    def random_states(self) -> list[dict[str, Any]]:
+        """Return the random states of every rank from which a resumed run goes on."""
+        return gather_random_states()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         # Most checkpoints are taken before the iteration's row is written.
@@ -302,7 +318,7 @@ class RecordingModule(FiniteStepsModule):
             "written": self._written,
             "parts": self.state_of_parts(),
             "stages": list(self.clock.seconds),
-            "random": gather_random_states(),
+            "random": self.random_states(),
             "run": {
                 "id": self.run_id,
                 "configuration": configuration_of(self),
@@ -340,4 +356,5 @@ class RecordingModule(FiniteStepsModule):
             restore_random_states(state["random"])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.flush_metrics()
+        if self.iteration_ended:
+            self.flush_metrics()

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor
@@ -18,7 +17,8 @@ from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
-from lightning_rl.learn.sft import SFTDataModule, SupervisedModule
+from lightning_rl.learn.sft import SFTDataModule
+from lightning_rl.learn.supervised import Pairs, SupervisedModule
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.pretrained import model_of
@@ -75,12 +75,12 @@ class ComparedModule(SupervisedModule):
         vision: Vision | None = None,
     ) -> None:
         super().__init__(
-            model,
-            optimizer,
-            lr_scheduler,
-            gradient_checkpointing,
-            trust_remote_code,
-            model_kwargs,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            gradient_checkpointing=gradient_checkpointing,
+            trust_remote_code=trust_remote_code,
+            model_kwargs=model_kwargs,
             lora=lora,
             vision=vision,
         )
@@ -126,6 +126,8 @@ class DPOModule(ComparedModule):
         ConfigError: for values out of range.
     """
 
+    prefix = "dpo"
+
     def __init__(
         self, model: str, beta: float = 0.1, smoothing: float = 0.0, **options: Any
     ) -> None:
@@ -135,27 +137,18 @@ class DPOModule(ComparedModule):
             raise ConfigError(f"DPOModule(smoothing={smoothing}) must be in [0, 0.5)")
         self.smoothing = smoothing
 
-    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch of pairs: rows 2i are chosen, 2i + 1 rejected."""
-        loss, margin = self._loss(batch)
-        pairs = len(margin)
-        self.log("dpo/loss", loss, prog_bar=True, batch_size=pairs)
-        self.log("dpo/accuracy", (margin > 0).float().mean(), prog_bar=True, batch_size=pairs)
-        self.log("dpo/margin", margin.mean(), batch_size=pairs)
-        return loss
+    def weight(self, batch: TensorDict) -> Tensor:
+        self.require_packed(batch)
+        return torch.tensor(len(batch["rollouts"]) / 2)
 
-    def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """Log loss and accuracy on held-out pairs."""
-        loss, margin = self._loss(batch)
-        metrics = {"dpo/val_loss": loss, "dpo/val_accuracy": (margin > 0).float().mean()}
-        self.log_dict(metrics, batch_size=len(margin))
-
-    def _loss(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """Return the mean loss, and the policy's margins minus the reference's (P,)."""
+    def sums(self, batch: TensorDict) -> Pairs:
+        """Return the sums over a batch of pairs: rows 2i are chosen, 2i + 1 rejected."""
         self.require_packed(batch)
         ref_margin = _margins(self.reference_logprobs(batch))
         margin = _margins(completion_logprobs(self.loaded_policy(batch), batch))
-        return dpo(margin, ref_margin, self.beta, self.smoothing).mean(), margin - ref_margin
+        losses, gap = dpo(margin, ref_margin, self.beta, self.smoothing), margin - ref_margin
+        summed = {"loss": losses, "accuracy": (gap > 0).to(gap.dtype), "margin": gap}
+        return {name: (values.sum(), len(margin)) for name, values in summed.items()}
 
 
 def _margins(logprobs: Tensor) -> Tensor:
@@ -173,12 +166,13 @@ class PairDataModule(SFTDataModule):
         val: held-out pairs; None: no validation.
         chosen_column: name of the column with the better completion.
         rejected_column: name of the column with the worse completion.
-        batch_size: pairs per step.
+        batch_size: pairs per batch and process; an optimizer step takes
+            ``accumulate_grad_batches`` of them.
         seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """
 
-    works_with: ClassVar[type[LightningModule]] = DPOModule
+    works_with: ClassVar[type[SupervisedModule]] = DPOModule
 
     def __init__(
         self,

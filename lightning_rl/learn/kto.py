@@ -1,5 +1,6 @@
 """Kahneman-Tversky optimisation: from completions that are each labelled good or bad."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,15 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.learn.dpo import ComparedModule, completion_logprobs
 from lightning_rl.learn.sft import SFTDataModule
+from lightning_rl.learn.supervised import Pairs
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.rollout import Prompt, Rollout, Row
-from lightning_rl.run.processes.dist import all_sum
+from lightning_rl.run.files.metrics import Sums
 
 
 def kto(log_ratios: Tensor, desirable: Tensor, kl: Tensor, beta: float) -> Tensor:
@@ -36,9 +39,11 @@ class KTOModule(ComparedModule):
     """Makes desirable completions likelier and undesirable ones less likely, by KTO.
 
     Unlike DPO it needs no pairs. The reference point is max(0, mean of log p - log p_ref) over
-    mismatched examples, in which each prompt of the batch has the completion of the one before it;
-    it has no gradient. It uses automatic optimisation, so gradient clipping and accumulation are
-    the Trainer's.
+    mismatched examples, in which each prompt has the completion of the row before it in the epoch's
+    order; it has no gradient. The paper takes the mean over a microbatch; here it is over all
+    examples of an optimizer step (of the held-out set in validation), so that it does not depend on
+    how they are cut into batches and ranks. It uses automatic optimisation, so gradient clipping
+    and accumulation are the Trainer's.
 
     Args:
         desirable_weight: weight of desirable completions. The paper advises weights by which both
@@ -49,6 +54,8 @@ class KTOModule(ComparedModule):
     Raises:
         ConfigError: for values out of range.
     """
+
+    prefix = "kto"
 
     def __init__(
         self,
@@ -67,44 +74,70 @@ class KTOModule(ComparedModule):
             )
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight
+        self._read_apart = Sums()  # log ratios of mismatched examples
+        self._kl = 0.0
+        self._read: list[tuple[Tensor, Tensor, Tensor]] = []  # of held-out batches
 
-    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch: rows 2i are examples, 2i + 1 mismatched ones."""
-        loss, metrics = self._loss(batch)
-        count = len(batch["rollouts"]) // 2
-        self.log("kto/loss", loss, prog_bar=True, batch_size=count)
-        self.log_dict({f"kto/{name}": x for name, x in metrics.items()}, batch_size=count)
-        return loss
+    def weight(self, batch: TensorDict) -> Tensor:
+        self.require_packed(batch)
+        return torch.tensor(len(batch["rollouts"]) / 2)
+
+    def begin_step(self, window: Sequence[TensorDict]) -> None:
+        """Measure the reference point on all of a step's mismatched examples, of all ranks."""
+        self._read_apart = Sums()
+        for batch in window:
+            self._add_apart(*self._scaled(batch.to(self.device)))
+        self._kl = self._reference_point()
+
+    def sums(self, batch: TensorDict) -> Pairs:
+        """Return the sums over a batch: rows 2i are examples, 2i + 1 mismatched ones."""
+        return self._summed(*self._examples(batch), self._kl)
 
     def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """Log loss and accuracy on held-out examples."""
-        loss, metrics = self._loss(batch)
-        found = {"kto/val_loss": loss, "kto/val_accuracy": metrics["accuracy"]}
-        self.log_dict(found, batch_size=len(batch["rollouts"]) // 2)
+        """Read a batch; its loss waits for the reference point of all held-out rows."""
+        batch, scale = self._scaled(batch)
+        self._add_apart(batch, scale)
+        self._read.append((*self._examples(batch), scale))
 
-    def _loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss and metrics: the KL, and the share on the right side of it."""
-        self.require_packed(batch)
-        rows = torch.arange(len(batch["rollouts"]))
-        examples, mismatched = (select(batch, rows[first::2]) for first in (0, 1))
+    def on_validation_epoch_end(self) -> None:
+        read, self._read = self._read, []
+        if read:
+            kl = self._reference_point()
+            for log_ratios, desirable, scale in read:
+                self._held_out.add(self._summed(log_ratios, desirable, kl), scale)
+        super().on_validation_epoch_end()
+
+    def _add_apart(self, batch: TensorDict, scale: Tensor) -> None:
+        """Add the log ratios of a batch's mismatched examples to the sum of all."""
+        mismatched = _every_second(batch, first=1)
         with torch.no_grad():
-            apart = completion_logprobs(self.loaded_policy(mismatched), mismatched)
-        kl = _mean(apart - self.reference_logprobs(mismatched)).clamp(min=0)
-        ref = self.reference_logprobs(examples)
-        log_ratios = completion_logprobs(self.loaded_policy(examples), examples) - ref
-        desirable = examples["rollouts", "reward"] > 0
-        losses = kto(log_ratios, desirable, kl, self.beta)
+            logprobs = completion_logprobs(self.loaded_policy(mismatched), mismatched)
+        apart = logprobs - self.reference_logprobs(mismatched)
+        self._read_apart.add({"kl": (apart.sum(), len(apart))}, scale)
+
+    def _reference_point(self) -> float:
+        return max(0.0, self._read_apart.means()["kl"])
+
+    def _examples(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """Return the log ratios of a batch's examples, and which are desirable, (N,)."""
+        self.require_packed(batch)
+        examples = _every_second(batch, first=0)
+        logprobs = completion_logprobs(self.loaded_policy(examples), examples)
+        log_ratios = logprobs - self.reference_logprobs(examples)
+        return log_ratios, examples["rollouts", "reward"] > 0
+
+    def _summed(self, log_ratios: Tensor, desirable: Tensor, kl: float) -> Pairs:
+        losses = kto(log_ratios, desirable, log_ratios.new_tensor(kl), self.beta)
         losses = torch.where(
             desirable, self.desirable_weight * losses, self.undesirable_weight * losses
         )
-        right = (log_ratios.detach() > kl) == desirable
-        return losses.mean(), {"kl": kl, "accuracy": right.float().mean()}
+        right = ((log_ratios.detach() > kl) == desirable).to(losses.dtype)
+        summed = {"loss": losses, "accuracy": right, "kl": losses.new_full((len(losses),), kl)}
+        return {name: (values.sum(), len(losses)) for name, values in summed.items()}
 
 
-def _mean(values: Tensor) -> Tensor:
-    """Return the mean over all ranks."""
-    total, count = all_sum(torch.stack([values.double().sum(), torch.ones_like(values).sum()]))
-    return (total / count).to(values.dtype)
+def _every_second(batch: TensorDict, first: int) -> TensorDict:
+    return select(batch, torch.arange(first, len(batch["rollouts"]), 2))
 
 
 @configurable(train=prompts_of, val=prompts_of)
@@ -116,13 +149,13 @@ class KTODataModule(SFTDataModule):
         val: held-out rows; None: no validation.
         completion_column: name of the column with the completion.
         label_column: name of the column that says whether it is desirable: true or false.
-        batch_size: rows per step and process, at least 2: the completions of a batch are also given
-            to one another's prompts.
+        batch_size: rows per batch and process; an optimizer step takes ``accumulate_grad_batches``
+            of them.
         seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
 
     Raises:
-        ConfigError: for a ``batch_size`` below 2.
+        DataError: if there are fewer than two rows: a completion is also given to another prompt.
     """
 
     works_with = KTOModule
@@ -138,11 +171,6 @@ class KTODataModule(SFTDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(train, val, completion_column, batch_size, seed, chat_template_kwargs)
-        if batch_size < 2:
-            raise ConfigError(
-                f"KTODataModule(batch_size={batch_size}) must be >= 2: the KL is measured on "
-                "completions that are given to other prompts of the batch"
-            )
         self.label_column = label_column
 
     def row(self, prompt: Prompt) -> Any:
@@ -156,11 +184,21 @@ class KTODataModule(SFTDataModule):
         rollout = supervised_rollout(prompt, self.completion_column, self._tokenizer)
         return replace(rollout, reward=float(label))
 
-    @staticmethod
-    def collate(rows: list[Any]) -> TensorDict:
+    def rows(self, prompts: PromptDataset) -> Sequence[Any]:
+        rows = super().rows(prompts)
+        if len(rows) < 2:
+            raise DataError(
+                f"{prompts!r} holds {len(rows)} rows; KTO needs at least 2, since it measures the "
+                "KL on completions that are given to other prompts"
+            )
+        return rows
+
+    def batch(self, rows: Sequence[Any], order: Sequence[int], places: Sequence[int]) -> TensorDict:
         """Return a packed batch: each example, and its prompt with the completion before it."""
-        mismatched = map(_exchanged, rows, [rows[-1], *rows[:-1]])
-        return pack_rollouts([one for pair in zip(rows, mismatched, strict=True) for one in pair])
+        pairs = ((rows[order[place]], rows[order[place - 1]]) for place in places)
+        return pack_rollouts(
+            [one for row, before in pairs for one in (row, _exchanged(row, before))]
+        )
 
 
 def _exchanged(rollout: Rollout, other: Rollout) -> Rollout:

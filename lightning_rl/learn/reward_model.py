@@ -13,7 +13,7 @@ from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.dpo import PairDataModule
-from lightning_rl.learn.sft import SupervisedModule
+from lightning_rl.learn.supervised import Pairs, SupervisedModule
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.parallel.sharding import refuse_mesh
 from lightning_rl.models.pretrained import model_of
@@ -63,6 +63,8 @@ class RewardModelModule(SupervisedModule):
         ConfigError: for values out of range.
     """
 
+    prefix = "rm"
+
     def __init__(
         self,
         model: str,
@@ -75,12 +77,12 @@ class RewardModelModule(SupervisedModule):
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            model,
-            optimizer,
-            lr_scheduler,
-            gradient_checkpointing,
-            trust_remote_code,
-            model_kwargs,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            gradient_checkpointing=gradient_checkpointing,
+            trust_remote_code=trust_remote_code,
+            model_kwargs=model_kwargs,
             lora=lora,
         )
         require_finite(centering=centering)
@@ -99,37 +101,33 @@ class RewardModelModule(SupervisedModule):
                 model.lm.gradient_checkpointing_enable({"use_reentrant": False})
             self.policy = model.train()  # or nothing is recomputed
 
-    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch of pairs: chosen texts first, then rejected ones."""
-        loss, metrics = self._loss(batch)
-        pairs = len(batch["margin"])
-        self.log("rm/loss", loss, prog_bar=True, batch_size=pairs)
-        self.log("rm/accuracy", metrics.pop("accuracy"), prog_bar=True, batch_size=pairs)
-        self.log_dict({f"rm/{name}": v for name, v in metrics.items()}, batch_size=pairs)
-        return loss
+    def weight(self, batch: TensorDict) -> Tensor:
+        return torch.tensor(float(len(self._margins(batch))))
 
-    def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """Log the same on held-out pairs, as ``rm/val_...``."""
-        loss, metrics = self._loss(batch)
-        told = {f"rm/val_{name}": value for name, value in ({"loss": loss} | metrics).items()}
-        self.log_dict(told, batch_size=len(batch["margin"]))
+    def sums(self, batch: TensorDict) -> Pairs:
+        """Return the sums over a batch of pairs: chosen texts first, then rejected ones."""
+        margins = self._margins(batch)
+        chosen, rejected = self.loaded_policy(batch).chunk(2)
+        longer, shorter = batch["attention_mask"].sum(1).chunk(2)
+        length_gap, gap = (longer - shorter).sign(), (chosen - rejected).detach()
+        summed = {
+            "loss": bradley_terry(chosen, rejected, margins, self.centering),
+            "accuracy": (gap > 0).to(gap.dtype),
+            "gap": gap,
+            "reward": (chosen + rejected) / 2,
+            "length_bias": length_gap * (gap.sign() - 1) / 2,
+        }
+        return {name: (values.sum(), len(margins)) for name, values in summed.items()}
 
-    def _loss(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+    @staticmethod
+    def _margins(batch: TensorDict) -> Tensor:
         if not isinstance(batch, TensorDict) or batch.get("margin", None) is None:
             raise ConfigError(
                 f"RewardModelModule trains on pairs, but got a batch of type "
                 f"{type(batch).__name__}; use RewardPairDataModule"
             )
-        chosen, rejected = self.loaded_policy(batch).chunk(2)
-        longer, shorter = batch["attention_mask"].sum(1).chunk(2)
-        length_gap, gap = (longer - shorter).sign(), (chosen - rejected).detach()
-        loss = bradley_terry(chosen, rejected, batch["margin"], self.centering).mean()
-        return loss, {
-            "accuracy": (gap > 0).float().mean(),
-            "gap": gap.mean(),
-            "reward": ((chosen + rejected) / 2).detach().mean(),
-            "length_bias": (length_gap * (gap.sign() - 1)).float().mean() / 2,
-        }
+        margins: Tensor = batch["margin"]
+        return margins
 
 
 @configurable(train=prompts_of, val=prompts_of)
@@ -145,7 +143,8 @@ class RewardPairDataModule(PairDataModule):
         chosen_column: name of the column with the better completion.
         rejected_column: name of the column with the worse completion.
         margin_column: name of the column with the number by which it is better; None: 0.
-        batch_size: pairs per step.
+        batch_size: pairs per batch and process; an optimizer step takes
+            ``accumulate_grad_batches`` of them.
         seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """

@@ -1,84 +1,42 @@
 """Supervised fine-tuning: the warm start before RL, with the same model, packing and head."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_rl.algos.objective import Aggregation, TokenMean
+from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
-from lightning_rl.config.lightning_flags import refuse_precision
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.base import LearningModule, save_primitive_hparams
+from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.offline_rows import OfflineRows
-from lightning_rl.learn.precision import make_optimizer, use_our_precision
-from lightning_rl.models.parallel.sharding import refuse_mesh
-from lightning_rl.models.policy import Policy
+from lightning_rl.learn.supervised import Pairs, SupervisedModule
+from lightning_rl.learn.windows import HeldOut, Windows
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
-from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.hooks import named_callbacks
+from lightning_rl.rollout import Prompt
+from lightning_rl.run.files.resume import enter_directory, leave_directory
 from lightning_rl.run.processes.cores import share_cores
-from lightning_rl.run.seeding import derived_generator, run_seed
+from lightning_rl.run.seeding import run_seed
 from lightning_rl.vision.training import Vision
-
-
-class SupervisedModule(LearningModule):
-    """Learns from fixed completions: the common part of SFT, DPO, KTO and reward models."""
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Reject an unsupported precision, and return the callbacks that every run has.
-
-        This is the first hook that Lightning calls.
-        """
-        refuse_precision(self.trainer, "16-mixed")
-        use_our_precision(self.trainer)
-        return named_callbacks("basic_callbacks", self.trainer)
-
-    def configure_model(self) -> None:
-        """Load the model, once."""
-        refuse_mesh(self)
-        if self.policy is None:
-            self.policy = Policy(
-                self.model,
-                random_init=self.random_init,
-                gradient_checkpointing=self.gradient_checkpointing,
-                lora=self.lora,
-                loading=self.loading,
-                vision=self.vision,
-            )
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["day"] = self.day.date
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self.day.date = checkpoint.get("day", self.day.date)
-
-    def configure_optimizers(self) -> Any:
-        groups = self.loaded_policy.parameter_groups(None)
-        optimizer = make_optimizer(self, self.optimizer, groups)
-        if self.lr_scheduler is None:
-            return optimizer
-        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 @configurable(model=model_of)
 class SFTModule(SupervisedModule):
     """Maximises the likelihood of given completions, with Lightning's automatic optimisation.
 
-    Gradient clipping and accumulation are the Trainer's (``gradient_clip_val``, ...).
+    Gradient clipping and accumulation are the Trainer's (``gradient_clip_val``, ...). The average
+    is over all tokens of an optimizer step, however it is cut into batches and ranks.
 
     Args:
         model: directory or hub name of the causal LM.
@@ -93,6 +51,8 @@ class SFTModule(SupervisedModule):
         vision: which parts of an image-text model's vision are trained; None: none.
     """
 
+    prefix = "sft"
+
     def __init__(
         self,
         model: str,
@@ -106,32 +66,29 @@ class SFTModule(SupervisedModule):
         vision: Vision | None = None,
     ) -> None:
         super().__init__(
-            model,
-            optimizer,
-            lr_scheduler,
-            gradient_checkpointing,
-            trust_remote_code,
-            model_kwargs,
-            random_init,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            gradient_checkpointing=gradient_checkpointing,
+            trust_remote_code=trust_remote_code,
+            model_kwargs=model_kwargs,
+            random_init=random_init,
             vision=vision,
         )
         save_primitive_hparams(self)
         self.aggregation = aggregation
 
-    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
-        """Return the cross-entropy of the completion tokens of a packed batch."""
-        loss = self._loss(batch)
-        self.log("sft/loss", loss, prog_bar=True, batch_size=len(batch["rollouts"]))
-        return loss
-
-    def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """Log the same loss on held-out rows."""
-        self.log("sft/val_loss", self._loss(batch), batch_size=len(batch["rollouts"]))
-
-    def _loss(self, batch: TensorDict) -> Tensor:
+    def weight(self, batch: TensorDict) -> Tensor:
         self.require_packed(batch)
+        return self.aggregation.total(batch, self.aggregation.weights(batch))
+
+    def sums(self, batch: TensorDict) -> Pairs:
+        """Return the summed cross-entropy of the completion tokens of a packed batch."""
+        self.require_packed(batch)
+        weights = self.aggregation.weights(batch)
         scores = self.loaded_policy(batch)
-        return -(scores.logprobs * self.aggregation(batch)[scores.live]).sum()
+        loss = -(scores.logprobs * weights[scores.live]).sum()
+        return {"loss": (loss, self.aggregation.total(batch, weights))}
 
 
 @configurable(train=prompts_of, val=prompts_of)
@@ -143,12 +100,13 @@ class SFTDataModule(LightningDataModule):
         val: held-out rows; None: no validation.
         completion_column: name of the column with the completion, a string; the end token is
             appended.
-        batch_size: rows per step.
+        batch_size: rows per batch and process; an optimizer step takes ``accumulate_grad_batches``
+            of them.
         seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """
 
-    works_with: ClassVar[type[LightningModule]] = SFTModule
+    works_with: ClassVar[type[SupervisedModule]] = SFTModule
 
     def __init__(
         self,
@@ -172,40 +130,56 @@ class SFTDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
         share_cores(self.trainer)
-        module: Any = self.trainer.lightning_module
-        if not isinstance(module, self.works_with):
-            raise ConfigError(
-                f"{type(self).__name__} works with {self.works_with.__name__}, not "
-                f"{type(module).__name__}"
-            )
-        loading: Any = module.loading
-        day: Any = module.day
+        module = self._module()
+        enter_directory(self.trainer)
+        loading, day = module.loading, module.day
         tokenizer = load_tokenizer(str(module.model), loading)
         self._tokenizer = with_chat_variables(tokenizer, self.chat_template_kwargs, day)
         for dataset in (self.train, self.val):
             if dataset is not None:
                 dataset.load(self._tokenizer)
 
-    def train_dataloader(self) -> DataLoader[Rollout]:
-        order, places = derived_generator(self.seed), range(len(self.train))
-        orders: Any = DataLoader(places, self.batch_size, shuffle=True, generator=order)  # type: ignore[arg-type]
-        # A resumed run draws the orders of the epochs before it once more, to go on with the next.
-        # Saved at an epoch's end, the epoch is processed and not yet completed.
-        progress: Any = self.trainer.fit_loop.epoch_progress.current if self.trainer else None
-        for _ in range(progress.processed if progress else 0):
-            for _ in zip(range(len(orders)), orders, strict=False):  # Lightning asks for no more
-                pass
-        return self._loader(self.train, shuffle=True, generator=order)
+    def _module(self) -> SupervisedModule:
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if not isinstance(module, self.works_with):
+            raise ConfigError(
+                f"{type(self).__name__} works with {self.works_with.__name__}, not "
+                f"{type(module).__name__}"
+            )
+        return module
+
+    def teardown(self, stage: str) -> None:
+        if self.trainer is not None:
+            leave_directory(self.trainer)
+
+    def train_dataloader(self) -> Windows:
+        trainer, module = self.trainer, self._module()
+        assert trainer is not None
+        repeats = bool(trainer.overfit_batches)  # type: ignore[attr-defined]
+        rows = self.rows(self.train)
+        return Windows(
+            len(rows),
+            self.batch_size,
+            partial(self.batch, rows),
+            None if repeats else self.seed,
+            module.weight,
+            lambda: module.iteration,
+            lambda: trainer.accumulate_grad_batches,
+            partial(limited_epoch, trainer),
+        )
 
     def val_dataloader(self) -> Any:
-        return [] if self.val is None else self._loader(self.val)
+        if self.val is None:
+            return []
+        rows = self.rows(self.val)
+        return HeldOut(len(rows), self.batch_size, partial(self.batch, rows))
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device)
 
-    def _loader(self, prompts: PromptDataset, **options: Any) -> DataLoader[Rollout]:
-        rows = self.rows(prompts)
-        return DataLoader(rows, self.batch_size, collate_fn=self.collate, **options)  # type: ignore[arg-type]
+    def batch(self, rows: Sequence[Any], order: Sequence[int], places: Sequence[int]) -> TensorDict:
+        """Return a batch of the rows at some places of an order of all ``rows``."""
+        return self.collate([rows[order[place]] for place in places])
 
     def rows(self, prompts: PromptDataset) -> Sequence[Any]:
         """Return the items of batches: the result of :meth:`row` for each row of ``prompts``."""

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_rl.errors import ConfigError
@@ -166,7 +167,15 @@ def last_iteration(trainer: Trainer, iteration: int) -> float:
     Trainer, whose iterations are not part of this run.
     """
     epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    if trainer.lightning_module.automatic_optimization:  # iterations are optimizer steps
+        if any(s.going_to_accumulate_grad_batches() for s in _schedules(trainer)):
+            return math.inf
+        return iteration - trainer.global_step + trainer.estimated_stepping_batches
     if epochs is None or epochs <= 0:
         return math.inf
     before = iteration - trainer.fit_loop.epoch_loop.batch_progress.total.ready
     return before + epochs * batches
+
+
+def _schedules(trainer: Trainer) -> list[GradientAccumulationScheduler]:
+    return find_callbacks(trainer, GradientAccumulationScheduler)

@@ -11,6 +11,8 @@ IGNORED_WARNINGS = (
     r"The number of training batches \(\d+\) is smaller than the logging interval",
     # We do pass sync_dist; Lightning drops it on one device, then sees vLLM's process group.
     r"It is recommended to use `self.log\('eval/",
+    # Supervised modules count optimizer steps there, which is what they want.
+    r"When using `Trainer\(accumulate_grad_batches != 1\)` and overriding",
     # SFT's rows are in memory: worker processes would only cost.
     r"The '\w+_dataloader' does not have many workers",
 )
@@ -19,4 +21,4 @@ IGNORED_WARNINGS = (
 def ignore_known_warnings() -> None:
     """Ignore these warnings from Lightning until filters are reset; others stay."""
     for message in IGNORED_WARNINGS:
-        warnings.filterwarnings("ignore", message, module=r"lightning\.pytorch\.")
+        warnings.filterwarnings("ignore", message, module=r"lightning\.(pytorch|fabric)\.")

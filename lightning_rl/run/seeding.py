@@ -63,22 +63,26 @@ def permutation(count: int, seed: int, *places: int) -> torch.Tensor:
     return torch.randperm(count, generator=derived_generator(seed, *places))
 
 
-def gather_random_states() -> list[dict[str, Any]]:
-    """Return the states of every rank's torch, numpy, Python and CUDA generators, as primitives and
-    tensors.
+def random_state() -> dict[str, Any]:
+    """Return the states of this process's torch, numpy, Python and CUDA generators, as primitives
+    and tensors.
     """
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-    mine: dict[str, Any] = {
+    return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "python": random.getstate(),
         "numpy": numpy_state | {"state": _plain(numpy_state["state"])},
     }
-    return gather(mine)
+
+
+def gather_random_states() -> list[dict[str, Any]]:
+    """Return the :func:`random_state` of every rank."""
+    return gather(random_state())
 
 
 def restore_random_states(states: list[dict[str, Any]]) -> None:
-    """Restore the states of :func:`gather_random_states`; additional ranks keep theirs."""
+    """Restore the :func:`random_state` of every rank; additional ranks keep theirs."""
     if rank() >= len(states):
         return
     state = states[rank()]

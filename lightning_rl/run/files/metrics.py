@@ -8,6 +8,7 @@ import json
 import math
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,35 @@ class TokenMetrics:
         return result
 
 
+class Sums:
+    """Sums and counts by name; means do not depend on how items were cut into batches or ranks."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def add(self, sums: Mapping[str, tuple[Tensor, Tensor | float]], share: Tensor) -> None:
+        """Add a sum and the count that it is divided by for each name; all ranks know the names.
+
+        Both are multiplied by ``share``: 0 for what stands in for nothing, else 1.
+        """
+        for name, (total, count) in sums.items():
+            pair = torch.stack([total.detach().double(), torch.as_tensor(count).to(total).double()])
+            pair = torch.where(share > 0, pair, 0.0)
+            known = self._pairs.get(name)
+            self._pairs[name] = pair if known is None else known + pair
+
+    def means(self) -> dict[str, float]:
+        """Return the means over everything added on every rank, and forget it."""
+        pairs, self._pairs = self._pairs, {}
+        totals = all_sum(torch.stack(list(pairs.values()))).tolist()
+        return {
+            name: total / (count or 1.0) for name, (total, count) in zip(pairs, totals, strict=True)
+        }
+
+
 def summarize(values: list[float]) -> tuple[float, float]:
     """Return mean and (biased) standard deviation; nan for an empty list."""
     if not values:
@@ -127,6 +157,9 @@ class MetricsLog:
             self.rows = read_rows(text)
         elif state["end"] > state["begin"]:
             self._save_what_is_left(file, state)
+        elif Path(state["file"]) == file.absolute() and self._end > state["end"]:
+            os.truncate(file, state["end"])  # saved before the first row
+            self._begin = self._end = state["end"]
         self._pending = state["pending"]
         self.rows += read_rows(self._pending)
         self._flush()

@@ -36,6 +36,9 @@ ALTERING = (
     "trainer.precision",
     "trainer.overfit_batches",
     "trainer.limit_train_batches",
+    "trainer.accumulate_grad_batches",
+    "trainer.gradient_clip_val",
+    "trainer.gradient_clip_algorithm",
     "trainer.callbacks.WeightSync.schedule",
     "data.engine.dtype",
     "data.engine.max_model_len",
@@ -56,6 +59,8 @@ HARMLESS = (
     "data.max_failed_share",
     "data.max_rounds",
     "data.train_prompts.path",  # what is in the file counts
+    "data.train.path",
+    "data.val",
     "data.path",
 )
 OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.critic.lr")
@@ -261,11 +266,11 @@ def configuration_of(module: Any) -> Table:
     if module.configuration is None:
         told = configured_as.get(trainer)
         module.configuration = described(module, data, trainer) if told is None else told
-    prompts = getattr(data, "train_prompts", None)
-    content = getattr(prompts, "fingerprint", None)
-    return module.configuration | (
-        {} if content is None else {"data.train_prompts.content": content}
-    )
+    content: Table = {}
+    for rows in ("train_prompts", "train"):
+        known = getattr(getattr(data, rows, None), "fingerprint", None)
+        content |= {} if known is None else {f"data.{rows}.content": known}
+    return module.configuration | content
 
 
 def kind_of(change: Change, then: Table, now: Table) -> str:
@@ -401,7 +406,9 @@ def _in_lists(made: Any) -> tuple[list[Any], list[Any]]:
     if isinstance(made, tuple):
         return made
     if isinstance(made, dict):
-        return [made["optimizer"]], [made["lr_scheduler"]]
+        schedule = made["lr_scheduler"]
+        schedule = schedule["scheduler"] if isinstance(schedule, dict) else schedule
+        return [made["optimizer"]], [schedule]
     return [made], []
 
 

@@ -64,7 +64,9 @@ def test_it_finds_what_an_evaluation_during_rl_finds_and_changes_nothing(tiny_mo
     [wanted] = trainer_of(tmp_path / "rl").validate(grpo(tiny_model), data_module(), verbose=False)
     assert found[0] == pytest.approx({n: v for n, v in wanted.items() if n.startswith("eval/")})
     assert found[3]["eval/reward_mean"] > found[0]["eval/reward_mean"] + 0.3  # it writes sevens now
-    assert float(best.best_model_score) == pytest.approx(found[3]["eval/reward_mean"])
+    assert float(best.best_model_score) == pytest.approx(
+        max(found[step]["eval/reward_mean"] for step in (2, 3))
+    )
     weights = plain.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in module.state_dict().items())
 

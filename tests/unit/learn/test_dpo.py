@@ -75,7 +75,8 @@ def test_margins_equal_plain_transformers(tiny_model, in_double):
     with torch.no_grad():
         for parameter in module.policy.lm.parameters():
             nn.init.normal_(parameter, std=0.2)  # away from the reference
-    loss, _ = module._loss(doubled(data.collate(data.rows(data.train))))
+    loss, pairs = module.sums(doubled(data.collate(data.rows(data.train))))["loss"]
+    assert pairs == 5
 
     def total(lm, prompt, completion):
         ids = torch.tensor([tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]])
@@ -93,7 +94,7 @@ def test_margins_equal_plain_transformers(tiny_model, in_double):
             for lm in (policy, reference)
         ]
         expected.append(-nn.functional.logsigmoid(0.7 * (margins[0] - margins[1])))
-    assert float(loss) == pytest.approx(float(torch.stack(expected).mean()), rel=EXACT)
+    assert float(loss) == pytest.approx(float(torch.stack(expected).sum()), rel=EXACT)
 
 
 def record(make_rollout, group, reward, tokens):

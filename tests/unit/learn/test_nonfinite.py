@@ -195,8 +195,9 @@ def test_nor_does_a_loop_without_a_trainer_step_on_nan(tiny_model, random_batch)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_supervised_training_leaves_such_steps_out_too(tiny_model, train_on, random_batch, bad):
     class Poisoned(rl.SFTModule):
-        def _loss(self, batch):
-            return super()._loss(batch) * (bad if batch["rollouts", "reward"][0] < 0 else 1.0)
+        def sums(self, batch):
+            loss, weight = super().sums(batch)["loss"]
+            return {"loss": (loss * (bad if batch["rollouts", "reward"][0] < 0 else 1.0), weight)}
 
     poison = random_batch(43)
     poison["rollouts", "reward"][0] = -1.0

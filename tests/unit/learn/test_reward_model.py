@@ -54,7 +54,8 @@ def test_loss_and_gradient_are_those_of_trl(tiny_model, batch):
     module = RewardModelModule(str(tiny_model), centering=0.01)
     module.configure_model()
     module.double()
-    loss, metrics = module._loss(batch)
+    sums = module.sums(batch)
+    loss = sums["loss"][0] / sums["loss"][1]
     loss.backward()
     ours = {name: p.grad.clone() for name, p in module.policy.lm.named_parameters()}
 
@@ -69,7 +70,7 @@ def test_loss_and_gradient_are_those_of_trl(tiny_model, batch):
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-12)
     for name, parameter in lm.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=0, atol=1e-10)
-    assert float(metrics["accuracy"]) == float((chosen > rejected).float().mean())
+    assert float(sums["accuracy"][0]) == float((chosen > rejected).sum())
 
 
 def test_the_score_is_read_at_the_last_token_whatever_stands_beside(tiny_model):
@@ -89,13 +90,13 @@ def test_length_bias_counts_pairs_in_which_length_misleads(tiny_model):
     mask = (torch.arange(3) < lengths[:, None]).long()
     scores = double(1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)  # pairs 2 and 3 are misjudged
     parts = {"attention_mask": mask, "margin": double(0, 0, 0, 0), "scores": scores}
-    _, metrics = module._loss(TensorDict(parts, []))
-    assert float(metrics["accuracy"]) == 0.5
+    sums = module.sums(TensorDict(parts, []))
+    assert float(sums["accuracy"][0]) == 0.5 * 4
     # The longer has the higher reward in pairs 1 and 2, and was chosen in 1 and 3: no bias.
-    assert float(metrics["length_bias"]) == 0.0
+    assert float(sums["length_bias"][0]) == 0.0
     parts["scores"] = double(1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0 - 1)
-    _, metrics = module._loss(TensorDict(parts, []))
-    assert float(metrics["length_bias"]) == pytest.approx(0.25)  # pair 2 alone
+    bias, pairs = module.sums(TensorDict(parts, []))["length_bias"]
+    assert float(bias) / pairs == pytest.approx(0.25)  # pair 2 alone
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["whole", "lora"])
