@@ -310,7 +310,9 @@ class Learner:
         """Add a pack's gradient; with the ``last`` pack, gradients are averaged over ranks."""
         scores = self.loaded_policy(pack)
         if scores.heard is not None:
-            self.expert_load.add(scores.heard, counts=len(scores.live) > 0)
+            # Ranks that compute packs together have tokens of the others', too.
+            counts = len(scores.live) > 0 or self.loaded_policy.sequence is not None
+            self.expert_load.add(scores.heard, counts)
         tokens = loss_tokens(pack, scores)
         tokens["advantages"] = self.advantage.at_present(scores.logprobs.detach(), tokens)
         all_sampled = not bool(host_of(pack)["rollouts", "expert"].any())

@@ -84,7 +84,7 @@ def exact_pass(
     )
 
 
-@torch.enable_grad()  # type: ignore[untyped-decorator]
+@torch.enable_grad()
 def _leaking(lm: PreTrainedModel, score: Callable[[TensorDict], Tensor], pack: TensorDict) -> bool:
     """Return True if scores of a rollout depend on another one's tokens.
 

@@ -269,7 +269,7 @@ class Policy(nn.Module):
             if self.value_head.body is not None:
                 hidden = self._states(pack, layout, self.value_head.body, self.critic_pass)
             values = self.value_head(hidden, layout)
-        heard = None if self.routing is None else self.routing.heard()
+        heard = None if self.routing is None else self.routing.heard(layout.own)
         likeliest = None
         if teacher_ids is not None:
             logprobs, likeliest = logprobs[:, 0], logprobs[:, 1:].masked_fill(lacking, -math.inf)
@@ -380,7 +380,7 @@ class Policy(nn.Module):
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
                 outputs["values"][live] = scores.values
-            if record_routing and scores.heard is not None:
+            if record_routing and scores.heard is not None and self.sequence is None:
                 spread = of_all_tokens(select(hosted, members), scores.heard.experts)
                 if "routed_experts" not in outputs:
                     shape = len(tokens), *spread.shape[1:]
