@@ -1,6 +1,5 @@
 """RunReport: a run's results, for scripts (JSON) and for people (curves.png)."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from lightning_rl.data.rollouts.jsonl import as_lines
 from lightning_rl.data.rollouts.pictures import PictureFolder
 from lightning_rl.errors import ConfigError, DiskError, RewardError, RunInterrupted
 from lightning_rl.rollout import RolloutStatus
-from lightning_rl.run.files.metrics import MetricsLog
+from lightning_rl.run.files.metrics import MetricsLog, strict_json
 from lightning_rl.run.files.rundir import run_dir, write_whole
 from lightning_rl.run.hooks import STAGES, call_hook
 from lightning_rl.run.processes.machine import installed_version
@@ -280,7 +279,7 @@ class RunReport(RLCallback):
             "metrics": self.history[-1] if self.history else {},
         }
         file = run_dir(trainer) / "summary.json"
-        write_whole(file, json.dumps(summary, indent=2) + "\n")
+        write_whole(file, strict_json(summary, indent=2) + "\n")
         if self.history:
             title = f"{'/'.join(file.parent.parts[-2:])}: {self._outcome()}"
             plot_curves(self.history, str(file.with_name("curves.png")), title)

@@ -9,9 +9,13 @@ from itertools import cycle, islice
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from tensordict import TensorDict
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.checks import check_sleep, check_sync
+from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.engines.base import Engine, drives_engine
@@ -27,6 +31,9 @@ from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from lightning_rl.sync.sent import SentWeights
 
+STALE_AFTER = 16
+"""Iterations without a push after which rollouts are called stale."""
+
 
 @dataclass
 class _Link:
@@ -34,7 +41,8 @@ class _Link:
 
     ``probe`` are prompts to verify with; ``sent``, digests of what was pushed, None without any;
     ``pushed``, the version that the engine was given last, -1 before; ``kl``, from those weights to
-    the policy's, as measured after the last iteration, nan if it was not.
+    the policy's, as measured after the last iteration, nan if it was not. ``measured`` is the batch
+    on which it was, or will be if the next ones have no tokens of ``pushed``.
     """
 
     name: str
@@ -45,6 +53,7 @@ class _Link:
     sent: SentWeights | None
     pushed: int = -1
     kl: float = math.nan
+    measured: TensorDict | None = None
 
     @property
     def behind(self) -> bool:
@@ -109,7 +118,9 @@ class WeightSync(RLCallback):
         self.digests = digests
         self._links: dict[str, _Link] = {}  # by the policy's name
         self._asked = -1  # the iteration after which the schedule was asked last
+        self._measures = False  # the schedule has asked for the KL
         self._records = True
+        self._warned = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The engine may be another, and so may weights of the same version.
@@ -137,10 +148,11 @@ class WeightSync(RLCallback):
             link.transport.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"asked": self._asked}
+        return {"asked": self._asked, "measures": self._measures}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._asked = state_dict["asked"]
+        self._measures = state_dict.get("measures", False)
 
     # Not on_fit_start: sharded strategies restore checkpoints after it.
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -168,16 +180,33 @@ class WeightSync(RLCallback):
         # The batch is collected; the push at its end wakes the engine.
         self.rl_data_of(trainer).engine.sleep()
 
+    def on_update_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    ) -> None:
+        # A collector that works ahead has written it with earlier weights than the engine has.
+        for link in self._links.values():
+            if self._measures and link.policy is pl_module and not link.behind:
+                link.measured = batch.copy()
+                link.measured["tokens"] = batch["tokens"].copy()
+                with trainer.precision_plugin.forward_context():
+                    link.policy.note_engine(link.measured)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
 
         def measure(link: _Link) -> float:
+            self._measures = True
+            own = module.written_by(link.name, batch)
             with trainer.precision_plugin.forward_context():
-                own = module.written_by(link.name, batch)
                 link.kl = link.policy.kl_from_engine(own, link.pushed)
-            self._record(link.policy, {"sync/kl": link.kl})
+                if not math.isnan(link.kl):
+                    link.measured = own
+                elif link.measured is not None:
+                    link.kl = link.policy.kl_from_engine(link.measured, link.pushed)
+            if not math.isnan(link.kl):
+                self._record(link.policy, {"sync/kl": link.kl})
             return link.kl
 
         for link in self._links.values():
@@ -190,11 +219,27 @@ class WeightSync(RLCallback):
             if datamodule.engine.sleep_level is not None:
                 self._compare_awake()
             self._tell(datamodule.engine, self._asked)
+            self._warn_if_stale(datamodule.collector)
 
     def on_collect_wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # No weights have changed since the iteration's end, and so neither has the KL.
         if due := self._due(trainer, lambda link: link.kl):
             self._sync(trainer, pl_module, due)
+
+    def _warn_if_stale(self, collector: Collector) -> None:
+        """Warn once if nothing but the schedule bounds how old the engine's weights are."""
+        if self._warned or isinstance(collector, WorkingAhead):
+            return
+        behind = max(link.policy.iteration - link.pushed for link in self._links.values())
+        if behind >= max(STALE_AFTER, 2 * self.schedule.least_updates):
+            self._warned = True
+            rank_zero_warn(
+                f"WeightSync: schedule={self.schedule} has not asked for a push for {behind} "
+                f"iterations, so rollouts are written with weights that are as much older, and "
+                f"{type(collector).__name__} does not bound that; push more often, such as with "
+                "`or state.updates >= 8` in should_sync, or use AsyncCollector, whose "
+                "max_staleness bounds it"
+            )
 
     def _due(self, trainer: Trainer, measure_kl: Callable[[_Link], float]) -> list[_Link]:
         """The links whose policies the schedule wants to be pushed now."""
@@ -253,7 +298,7 @@ class WeightSync(RLCallback):
         require_finite_weights(policy.loaded_policy, f"pushed to the engine as version {version}")
         with every_rank():
             count = push(link.transport, link.engine, policy.loaded_policy, version, link.sent)
-        link.pushed = version
+        link.pushed, link.measured = version, None
         row = {"sync/seconds": time.perf_counter() - begin, "sync/version": version}
         if link.sent is not None:
             # A rank that drives no engine compares nothing, and all ranks monitor the same.

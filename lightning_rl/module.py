@@ -191,7 +191,8 @@ class PolicyModule(OwnLoop, RolloutModule):
             truncated=mask_truncated,
             zero_advantage=loss.zero_at_zero_advantage
             and (kl, kl_reward, entropy, balance) == (None, None, None, None)
-            and not advantage.needs_values,
+            and not advantage.needs_values
+            and not advantage.needs_teacher,
         )
         self.routing_replay = routing_replay
         self.expert_load = ExpertLoad()

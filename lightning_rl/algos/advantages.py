@@ -144,6 +144,15 @@ class Advantage(ABC):
     def __call__(self, batch: TensorDict) -> TensorDict:
         """Return the batch with advantages (and ``returns``, if there is a critic)."""
 
+    def at_present(self, logprobs: Tensor, tokens: TensorDict) -> Tensor:
+        """Return the advantages (M,) of a pass, in which the policy has these logprobs (M,).
+
+        ``tokens`` are what losses see (:mod:`lightning_rl.algos.losses`). By default they do not
+        depend on the pass.
+        """
+        advantages: Tensor = tokens["advantages"]
+        return advantages
+
 
 def on_tokens(batch: TensorDict, calls: CallTable, values_M: Tensor) -> Tensor:
     """Scatter values (M,) of the calls' tokens to all tokens of the batch, (T,); 0 elsewhere."""

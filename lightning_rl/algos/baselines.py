@@ -221,6 +221,8 @@ class ReMax(Advantage):
         return True
 
     def __call__(self, batch: TensorDict) -> TensorDict:
+        if not len(batch["rollouts"]):  # of a process whose groups all failed
+            batch["rollouts", "baseline"] = batch["rollouts", "reward"]
         if "baseline" not in batch["rollouts"]:
             raise ConfigError(
                 "advantage=ReMax needs a greedy rollout in each group, which this batch has not; "

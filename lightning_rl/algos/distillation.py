@@ -1,5 +1,6 @@
 """Learning from a teacher's distribution over the tokens that the student has written."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,11 +13,8 @@ from lightning_rl.algos.kl import LARGEST_LOG_RATIO
 from lightning_rl.algos.losses import Metrics, PolicyLoss, divergence
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import token_rows
-from lightning_rl.data.teacher_logprobs import UNKNOWN
 from lightning_rl.errors import ConfigError, require_finite
 
-LEAST_SHARE = 1e-6
-"""Least probability of all tokens together that are not among the teacher's likeliest."""
 NEVER = -50.0
 """The logprob of a place among the likeliest that is not filled: e^-50 adds nothing."""
 
@@ -24,13 +22,17 @@ NEVER = -50.0
 @configurable
 @dataclass(frozen=True)
 class Distillation(Advantage):
-    """A[t] = coef (log q[t] - log p[t]): a teacher's logprob of token t less that of its writer.
+    """A[t] = coef (log q[t] - log p[t]): a teacher's logprob of token t less the policy's.
 
-    The policy gradient with it is that of minus the reverse KL from student to teacher, on the
-    student's own tokens (Agarwal et al. 2024, GKD, arXiv 2306.13649, section 3; "On-policy
-    distillation", Thinking Machines 2025). A token gets credit for itself alone. The difference is
-    clamped to ±20 nats. One of the rewards has to be a ``ModelTeacher`` or ``ServedTeacher``; where
-    it has not looked, the term is 0, as for a given expert's tokens.
+    The policy gradient with it is that of minus the reverse KL of each next-token distribution,
+    from student to teacher, on texts that the student has written (Agarwal et al. 2024, GKD, arXiv
+    2306.13649, section 3; "On-policy distillation", Thinking Machines 2025). A token gets credit
+    for itself alone, not for those that follow it, so it is not the gradient of the KL of whole
+    texts. p is the policy in the pass that is trained, without gradient, as in prime-rl and verl:
+    in later passes over a batch, or on older rollouts, the difference from its writer would be
+    that of another KL. The difference is clamped to ±20 nats. One of the rewards has to be a
+    ``ModelTeacher`` or ``ServedTeacher``; where it has not looked, the term is 0, as for a given
+    expert's tokens.
 
     Args:
         coef: weight of the teacher's term.
@@ -66,13 +68,22 @@ class Distillation(Advantage):
         advantages = torch.zeros_like(written)
         if self.beside is not None:
             advantages = self.beside(batch)["tokens", "advantages"]
-        if "teacher_logprobs" in tokens:
-            gap = tokens["teacher_logprobs"].to(written.dtype) - written
-            sampled = tokens["loss_mask"] & ~batch["rollouts", "expert"][token_rows(batch)]
-            term = self.coef * gap.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-            advantages = advantages + term.where(sampled & ~gap.isnan(), 0.0)
-        tokens["advantages"] = advantages
+        sampled = tokens["loss_mask"] & ~batch["rollouts", "expert"][token_rows(batch)]
+        tokens["advantages"] = advantages + self._term(written, tokens, sampled)
         return batch
+
+    def at_present(self, logprobs: Tensor, tokens: TensorDict) -> Tensor:
+        sampled = ~tokens["expert"]
+        writers = self._term(tokens["rollout_logprobs"], tokens, sampled)
+        return tokens["advantages"] - writers + self._term(logprobs, tokens, sampled)
+
+    def _term(self, logprobs: Tensor, tokens: TensorDict, sampled: Tensor) -> Tensor:
+        """Return the teacher's term, 0 except for ``sampled`` tokens that it has read."""
+        if "teacher_logprobs" not in tokens:
+            return torch.zeros_like(logprobs)
+        gap = tokens["teacher_logprobs"].to(logprobs.dtype) - logprobs
+        term = self.coef * gap.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        return term.where(sampled & ~gap.isnan(), 0.0)
 
 
 def generalized_jsd(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
@@ -97,9 +108,22 @@ def _kl(of: Tensor, to: Tensor) -> Tensor:
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Append to logprobs (M, K) of some tokens that of all others together: (M, K + 1)."""
-    rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=LEAST_SHARE)
-    return torch.cat([logprobs, rest.log()], -1)
+    """Append to logprobs (M, K) of some tokens that of all others together: (M, K + 1).
+
+    With the logprob s of the K tokens together it is log(1 - exp s), as Maechler computes it (2012,
+    "Accurately computing log(1 - exp(-|a|))"); and s is exact near 0, where one token has nearly
+    all of the probability. The share of the others is at least 8 epsilon, about what rounding
+    leaves of it: 1e-6 in float32.
+    """
+    first = logprobs.argmax(-1, keepdim=True)
+    largest = logprobs.gather(-1, first)
+    further = (logprobs - largest).exp().scatter(-1, first, 0.0).sum(-1, keepdim=True)
+    together = (largest + further.log1p()).clamp(max=-8 * torch.finfo(logprobs.dtype).eps)
+    small = together > -math.log(2)
+    # The branch that is not taken must not make its gradient infinite.
+    near, far = together.where(small, -1.0), together.where(~small, -1.0)
+    rest = torch.where(small, (-near.expm1()).log(), (-far.exp()).log1p())
+    return torch.cat([logprobs, rest], -1)
 
 
 @configurable
@@ -112,7 +136,7 @@ class TeacherDivergence(PolicyLoss):
     likeliest tokens, and all others as one. So it is 0 only where they agree on these, and never
     more than the divergence over the whole vocabulary. One of the rewards has to be a teacher with
     ``top_k``; where it has not looked, the loss is 0. The policy has to sample from its whole
-    distribution.
+    distribution: no top-k, top-p or min-p, no ``min_tokens`` and no penalties.
 
     Args:
         beta: 0: forward KL, which covers what the teacher would write; 1: reverse KL, which seeks
@@ -145,7 +169,8 @@ class TeacherDivergence(PolicyLoss):
                 "TeacherDivergence has to be model.loss itself, or the policy does not score the "
                 "teacher's likeliest tokens; give it the other loss as beside"
             )
-        filled = tokens["teacher_ids"] != UNKNOWN
+        # A token that the policy lacks, of a larger vocabulary, is one of the others.
+        filled = ~tokens["likeliest_logprobs"].isneginf()
         teacher, student = (
             with_rest(tokens[name].to(logprobs.dtype).where(filled, NEVER))
             for name in ("teacher_top", "likeliest_logprobs")

@@ -73,12 +73,13 @@ def beyond_target(target_kl: float, of_pass: Mapping[str, float]) -> bool:
     """Return True if a pass over a batch moved a policy by more than ``target_kl`` nats per token.
 
     Further passes are then skipped, as in OpenAI's Spinning Up and CleanRL. The mean of
-    ``policy/kl_old`` over the pass is compared; for several policies, the largest.
+    ``policy/kl_old`` over the pass is compared; for several policies, the largest. A pass that no
+    policy learned from, as where no reward differs from others or a critic warms up, moved none.
 
     Raises:
         ConfigError: if the loss does not measure it.
     """
-    if not of_pass:  # nothing was left to train on
+    if not any(name.startswith("policy/") and name.endswith("/loss") for name in of_pass):
         return False
     moved = [value for name, value in of_pass.items() if name.endswith("/kl_old")]
     if not moved:

@@ -1,6 +1,5 @@
 """Tests several checkpoints on the same held-out tasks and seeds, with one engine for all."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from os import PathLike
@@ -15,6 +14,7 @@ from lightning_rl.collect.estimates import Comparison
 from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.files.checkpoint_io import about, checkpoints_in, require_good
+from lightning_rl.run.files.metrics import strict_json
 from lightning_rl.run.files.rundir import run_dir, write_whole
 from lightning_rl.run.hooks import find_callbacks
 
@@ -152,7 +152,7 @@ class CheckpointSeries:
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=iteration)
         if self.trainer.is_global_zero:
-            text = json.dumps(self.rows, indent=2) + "\n"
+            text = strict_json(self.rows, indent=2) + "\n"
             write_whole(run_dir(self.trainer) / self.NAME, text)
 
     def _compare(self, scores: dict[str, dict[str, float]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.correction import add_effective_share
 from lightning_rl.algos.experts import ExpertLoad, RoutingReplay
-from lightning_rl.algos.kl import KLPenalty, beyond_target, k3
+from lightning_rl.algos.kl import KLPenalty, beyond_target, k3, ratios
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
 from lightning_rl.data.batch import empty_like, host_of, select, token_rows, with_host
@@ -191,15 +191,27 @@ class Learner:
         """Return the KL, in nats per token, from the weights of ``version`` to the current ones.
 
         It is the mean of k3, which is never negative, over the tokens that an engine wrote with
-        that version, and takes one forward pass; nan if there are none. Call it on all ranks; all
-        get the same value.
+        that version, and takes one forward pass. After :meth:`note_engine`, it is over the tokens
+        of other versions, too, each weighted by how much likelier the version makes it than its
+        writer did. nan if there are no such tokens. Call it on all ranks; all get the same value.
         """
-        self.loaded_policy.score(batch, "present_logprobs", self.max_tokens_per_pack)
         tokens = batch["tokens"]
-        written = tokens["loss_mask"] & (tokens["versions"] == version)
-        kl = k3(tokens["rollout_logprobs"][written], tokens["present_logprobs"][written])
-        total, count = all_sum(torch.stack([kl.double().sum(), written.sum().double()])).tolist()
-        return total / count if count else math.nan
+        noted = "engine_logprobs" in tokens
+        written = tokens["loss_mask"] & (noted | (tokens["versions"] == version))
+        if not all_sum(written.sum()):
+            return math.nan
+        self.loaded_policy.score(batch, "present_logprobs", self.max_tokens_per_pack)
+        now, rollout = (
+            tokens[n][written].double() for n in ("present_logprobs", "rollout_logprobs")
+        )
+        then = tokens["engine_logprobs"][written].double() if noted else rollout
+        weights = ratios(then - rollout)
+        total, count = all_sum(torch.stack([(weights * k3(then, now)).sum(), weights.sum()]))
+        return float(total / count)
+
+    def note_engine(self, batch: TensorDict) -> None:
+        """Add ``engine_logprobs`` (T,), those of the present weights, which the engine has, too."""
+        self.loaded_policy.score(batch, "engine_logprobs", self.max_tokens_per_pack)
 
     # ---------------------------------------------------------------- the update
 
@@ -298,8 +310,11 @@ class Learner:
         """Add a pack's gradient; with the ``last`` pack, gradients are averaged over ranks."""
         scores = self.loaded_policy(pack)
         if scores.heard is not None:
-            self.expert_load.add(scores.heard, counts=len(scores.live) > 0)
+            # Ranks that compute packs together have tokens of the others', too.
+            counts = len(scores.live) > 0 or self.loaded_policy.sequence is not None
+            self.expert_load.add(scores.heard, counts)
         tokens = loss_tokens(pack, scores)
+        tokens["advantages"] = self.advantage.at_present(scores.logprobs.detach(), tokens)
         all_sampled = not bool(host_of(pack)["rollouts", "expert"].any())
         loss, metrics = objective(scores, tokens, self.iteration, all_sampled)
         coef = 0.0 if self.kl_reward is None else self.kl_reward.coef.at(self.iteration)

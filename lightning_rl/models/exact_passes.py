@@ -1,6 +1,7 @@
 """Finds, when a model is loaded, the pass over packs that is exact for its architecture."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -9,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_rl.data.batch import token_rows
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.packed import ATTENTION, build_layout
@@ -37,8 +39,10 @@ def exact_pass(
 
     The scores (M, ...) of a small pack are compared with the model's ``own`` forward, rollout by
     rollout: some architectures mix tokens outside of attention (state spaces, convolutions), or
-    compute something between body and output head that the policy does not. With a ``reader`` the
-    pack has pictures, which only packed passes support.
+    compute something between body and output head that the policy does not. Small weights make
+    such a gap small, too, so packed passes must not let scores depend on another rollout's tokens
+    at all (:func:`_leaking`). With a ``reader`` the pack has pictures, which only packed passes
+    support.
 
     Raises:
         ConfigError: if no pass is exact.
@@ -60,21 +64,63 @@ def exact_pass(
     bound, faults = MAX_GAP * max(1.0, float(alone.std())), []
     for tried in passes:
         tried.prepare(lm)
+        pack = pack_rollouts(rollouts).to(lm.device)
         try:
-            found = score(tried, pack_rollouts(rollouts).to(lm.device))
+            found = score(tried, pack)
+            leaks = tried.packed and _leaking(lm, partial(score, tried), pack)
         except (AttributeError, KeyError, TypeError, ConfigError) as error:
             faults.append(str(error))
             continue
         gap = float((found - alone).abs().nan_to_num(torch.inf).max())
-        if gap <= bound:
+        if gap <= bound and not leaks:
             if not tried.packed:
                 _warn(lm)
             return tried
-        faults.append(f"its scores are {gap:.3g} away, bound {bound:g}")
+        depend = "depend on other rollouts' tokens, and " if leaks else ""
+        faults.append(f"its scores {depend}are {gap:.3g} away, bound {bound:g}")
     raise ConfigError(
         f"{type(lm).__name__} scores rollouts of a pack differently from single ones, packed or "
         f"not ({'; '.join(dict.fromkeys(faults))}); {OTHER_MODEL}"
     )
+
+
+@torch.enable_grad()
+def _leaking(lm: PreTrainedModel, score: Callable[[TensorDict], Tensor], pack: TensorDict) -> bool:
+    """Return True if scores of a rollout depend on another one's tokens.
+
+    They do where their gradient by the other's embeddings is not exactly 0, however small the
+    weights are: what attention masks has a gradient of 0, which no rounding changes.
+    """
+    layout, embedded = build_layout(pack), []
+
+    def note(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = lm.get_input_embeddings().register_forward_hook(note)
+    try:
+        scores = score(pack)
+    finally:
+        hook.remove()
+    rows = token_rows(pack)
+    # Rollouts with one prompt share its tokens in the pack.
+    prompt = pack["rollouts", "prefix"][rows].where(_of_prompts(pack), -1)
+    for row in layout.rows.unique().tolist():
+        own = scores[layout.rows == row]
+        weights = torch.arange(own.numel(), device=own.device).sin().view_as(own)  # not all alike
+        [slopes] = torch.autograd.grad((own * weights).sum(), embedded[:1], retain_graph=True)
+        foreign = (rows != row) & (prompt != pack["rollouts", "prefix"][row])
+        if slopes.flatten(0, -2)[foreign[layout.tokens]].any():
+            return True
+    return False
+
+
+def _of_prompts(pack: TensorDict) -> Tensor:
+    """Return flags (T,) of the tokens of prompts."""
+    length, prompts = pack["rollouts", "length"], pack["rollouts", "prompt_length"]
+    begin = (length.cumsum(0) - length)[token_rows(pack)]
+    places = torch.arange(len(begin), device=begin.device)
+    return places - begin < prompts[token_rows(pack)]
 
 
 def own_logprobs(lm: PreTrainedModel, ids: Tensor, start: int, shown: dict[str, Tensor]) -> Tensor:

@@ -271,12 +271,16 @@ def likeliest_tokens(
     temperature: Tensor,
     count: int,
     logit_map: LogitMap | None = None,
+    rows: int | None = None,
 ) -> TeacherLogprobs:
     """Return the logprobs of ``targets``, and the ``count`` likeliest tokens of each with theirs.
 
     ``hidden`` (M, D) are the states that predict the targets (M,), which were sampled with
-    ``temperature`` (M,). The likeliest token comes first.
+    ``temperature`` (M,). The likeliest token comes first. Tokens beyond the first ``rows`` of the
+    vocabulary, which whoever wrote the targets does not have, are left out.
     """
+    weight = output.weight[:rows]
+    bias = None if output.bias is None else output.bias[:rows]
     by = sampled_by(targets, temperature, None, None, None, (), logit_map=logit_map)
     wide, shape = torch.promote_types(hidden.dtype, torch.float32), (len(hidden), count)
     found = TeacherLogprobs(
@@ -284,10 +288,8 @@ def likeliest_tokens(
         targets.new_empty(shape),
         hidden.new_empty(shape, dtype=wide),
     )
-    for part in _chunks(hidden, output.weight.shape[0], compiled=False):
-        logits, _ = sampled_logits(
-            hidden[part], output.weight, output.bias, targets[part], by.rows(part)
-        )
+    for part in _chunks(hidden, weight.shape[0], compiled=False):
+        logits, _ = sampled_logits(hidden[part], weight, bias, targets[part], by.rows(part))
         logprobs = logits.log_softmax(-1)
         found.logprobs[part] = logprobs.gather(-1, targets[part, None]).squeeze(-1)
         found.top_logprobs[part], found.ids[part] = logprobs.topk(count)

@@ -1,5 +1,6 @@
 """The policy: a Hugging Face causal LM that scores packed rollouts."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from lightning_rl.models.sampling import penalties_of, settings_in_use
 from lightning_rl.models.soundness import require_embedded
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.models.tensor_limits import require_splittable
-from lightning_rl.models.tokenizer import load_tokenizer
+from lightning_rl.models.tokenizer import load_tokenizer, require_rows
 from lightning_rl.run.processes.dist import rank, world_size
 from lightning_rl.vision.batch import NAME as PICTURES, with_sight
 from lightning_rl.vision.embedding import scored_states
@@ -111,7 +112,7 @@ class Policy(nn.Module):
         self.compiled = False
         self.body_pass: BodyPass = PACKED
         self.tokenizer = load_tokenizer(model, loading)
-        require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
+        require_embedded(model, self.tokenizer, self.rows)
         self.ends = ends_of(self.tokenizer).token_ids
         self.stored = StoredDtypes.of(model, loading, weights=not random_init)
         if self.lm.can_generate():  # so that who generates with an export stops there, too
@@ -128,6 +129,9 @@ class Policy(nn.Module):
         self.value_head = value_head
         if value_head is not None:
             value_head.configure(self.lm.base_model)
+            if (body := value_head.body) is not None:
+                rows = body.get_input_embeddings().weight.shape[0]
+                require_rows(body.name_or_path, rows, self.tokenizer)
             if self.vision is not None and value_head.body is not None:
                 assert self.reader is not None
                 self.reader.require_alike(value_head.body, "value_head")
@@ -197,6 +201,11 @@ class Policy(nn.Module):
             self.critic_pass.prepare(critic)
 
     @property
+    def rows(self) -> int:
+        """Number of tokens in the model's vocabulary, unused ones included."""
+        return int(self.lm.get_input_embeddings().weight.shape[0])
+
+    @property
     def filling(self) -> Filling:
         """Counts the tokens of a pack, for the model and a critic's own body."""
         return self.body_pass.filling if self.critic_pass.packed else self.critic_pass.filling
@@ -235,8 +244,10 @@ class Policy(nn.Module):
         if self.follows_teacher and torch.is_grad_enabled():
             teacher_ids = pack["tokens"].get("teacher_ids", None)
         if teacher_ids is not None:
-            _require_whole(cuts or min_p)
-            targets = torch.cat([targets[:, None], teacher_ids[layout.live].clamp(min=0)], 1)
+            _require_whole(cuts or min_p, pack["tokens"])
+            teacher_ids = teacher_ids[layout.live]
+            lacking = (teacher_ids < 0) | (teacher_ids >= self.rows)
+            targets = torch.cat([targets[:, None], teacher_ids.masked_fill(lacking, 0)], 1)
         logprobs, entropy = token_logprobs(
             hidden[layout.predictors],
             self.lm.get_output_embeddings(),
@@ -258,18 +269,20 @@ class Policy(nn.Module):
             if self.value_head.body is not None:
                 hidden = self._states(pack, layout, self.value_head.body, self.critic_pass)
             values = self.value_head(hidden, layout)
-        heard = None if self.routing is None else self.routing.heard()
+        heard = None if self.routing is None else self.routing.heard(layout.own)
         likeliest = None
         if teacher_ids is not None:
-            logprobs, likeliest = logprobs[:, 0], logprobs[:, 1:]
+            logprobs, likeliest = logprobs[:, 0], logprobs[:, 1:].masked_fill(lacking, -math.inf)
         return Scores(layout.live, logprobs, entropy, values, heard, likeliest)
 
     @torch.no_grad()
-    def likeliest(self, pack: TensorDict, count: int) -> tuple[Tensor, TeacherLogprobs]:
+    def likeliest(
+        self, pack: TensorDict, count: int, rows: int | None = None
+    ) -> tuple[Tensor, TeacherLogprobs]:
         """Return the indices (M,) of a pack's loss tokens, and their logprobs, as a teacher.
 
         With them come the ``count`` likeliest tokens in each one's place, all at the temperature of
-        its rollout.
+        its rollout, and among the first ``rows`` tokens of the vocabulary; None: among all.
         """
         pack = with_host(self.with_sight(pack))
         layout = build_layout(pack)
@@ -281,6 +294,7 @@ class Policy(nn.Module):
             pack["rollouts", "temperature"][layout.rows],
             count,
             self.logit_map,
+            rows,
         )
 
     def _own_states(self, pack: TensorDict, layout: PackLayout) -> Tensor:
@@ -366,7 +380,7 @@ class Policy(nn.Module):
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
                 outputs["values"][live] = scores.values
-            if record_routing and scores.heard is not None:
+            if record_routing and scores.heard is not None and self.sequence is None:
                 spread = of_all_tokens(select(hosted, members), scores.heard.experts)
                 if "routed_experts" not in outputs:
                     shape = len(tokens), *spread.shape[1:]
@@ -458,14 +472,16 @@ class Policy(nn.Module):
             export.write(directory)
 
 
-def _require_whole(cut: bool) -> None:
-    """Refuse to compare a teacher's likeliest tokens with a distribution that leaves some out.
+def _require_whole(cut: bool, tokens: TensorDict) -> None:
+    """Refuse to compare a teacher's likeliest tokens with a distribution that is not the model's.
 
     Raises:
-        ConfigError: if it does.
+        ConfigError: if it leaves tokens out, or depends on those before by more than the model.
     """
-    if cut:
+    if cut or "no_end" in tokens or "turn_start" in tokens:
         raise ConfigError(
             "loss=TeacherDivergence compares whole distributions, but rollouts were sampled with "
-            "top_k, top_p or min_p; set sampling.top_k: 0, top_p: 1, min_p: 0"
+            "top_k, top_p, min_p, min_tokens or penalties; set sampling.top_k: 0, top_p: 1, "
+            "min_p: 0, min_tokens: 0, repetition_penalty: 1, presence_penalty: 0 and "
+            "frequency_penalty: 0"
         )

@@ -12,7 +12,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.lora import switch_adapters
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, model_of
-from lightning_rl.models.tokenizer import require_same_tokens
+from lightning_rl.models.tokenizer import require_rows, require_same_tokens
 
 
 class Reference(nn.Module, ABC):
@@ -50,6 +50,7 @@ class FrozenReference(Reference):
             self.policy = Policy(
                 self.model, cast_lm_head_to_fp32=policy.cast_lm_head_to_fp32, loading=loading
             )
+            require_rows(self.model, self.policy.rows, policy.tokenizer)
             if policy.reader is not None and not policy.reader.reads_as(self.policy.reader):
                 raise ConfigError(
                     f"reference model={self.model!r} does not read pictures as the policy's "

@@ -1,6 +1,6 @@
 """Routing: records which experts the routers of a mixture choose, or replays given choices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -41,6 +41,28 @@ class Heard(NamedTuple):
     entropy: Tensor
     otherwise: Tensor
     experts: Tensor
+
+
+def joined(parts: Sequence[Heard], counts: bool) -> Heard:
+    """Return the statistics of several passes' tokens together; without ``counts``, of none."""
+    some = [heard for heard in parts if len(heard.experts)] if counts else []
+    if not some:
+        first = parts[0]
+        return Heard(
+            torch.zeros_like(first.probs), torch.zeros_like(first.load),
+            torch.zeros_like(first.entropy), torch.zeros_like(first.otherwise), first.experts[:0],
+        )  # fmt: skip
+    sizes = torch.tensor([len(heard.experts) for heard in some], device=some[0].load.device)
+    shares = (sizes / sizes.sum()).to(some[0].load.dtype)
+
+    def mean(values: Sequence[Tensor]) -> Tensor:
+        return torch.tensordot(shares, torch.stack(list(values)), 1)
+
+    return Heard(
+        mean([heard.probs for heard in some]), mean([heard.load for heard in some]),
+        mean([heard.entropy for heard in some]), mean([heard.otherwise for heard in some]),
+        torch.cat([heard.experts for heard in some]),
+    )  # fmt: skip
 
 
 class Routing:
@@ -87,9 +109,13 @@ class Routing:
         """Return the experts (S, L, K), int16, chosen in the finished pass."""
         return torch.stack([chosen for _, chosen, _ in self._end()], 1).short()
 
-    def heard(self) -> Heard:
-        """Return the routers' statistics of the finished pass."""
+    def heard(self, own: Tensor | None = None) -> Heard:
+        """Return the routers' statistics of the finished pass, over the tokens that ``own`` (S,)
+        flags; None: over all.
+        """
         passed = self._end()
+        if own is not None:
+            passed = [(logits[own], chosen[own], other[own]) for logits, chosen, other in passed]
         experts = torch.stack([chosen for _, chosen, _ in passed], 1)
         with torch.set_grad_enabled(self.balanced and torch.is_grad_enabled()):
             of_layers = [self._weighing.probs(logits) for logits, _, _ in passed]

@@ -131,6 +131,11 @@ def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
+def of_other_modality(token: str) -> bool:
+    """Return True for a token that stands for a picture, a sound or a video."""
+    return _OTHER_MODALITY.search(token) is not None
+
+
 def require_embedded(model: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     """Check that every token has a row in the embedding.
 
@@ -139,7 +144,7 @@ def require_embedded(model: str, tokenizer: PreTrainedTokenizerBase, rows: int) 
     """
     vocabulary = tokenizer.get_vocab()
     beyond = [token for token, index in vocabulary.items() if index >= rows]
-    beyond = [token for token in beyond if not _OTHER_MODALITY.search(token)]
+    beyond = [token for token in beyond if not of_other_modality(token)]
     if beyond:
         shown = ", ".join(repr(token) for token in beyond[:_SHOWN])
         local = Path(model).is_dir()

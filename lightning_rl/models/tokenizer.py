@@ -25,6 +25,7 @@ from lightning_rl.models.pretrained import (
     not_found,
     require_local,
 )
+from lightning_rl.models.soundness import of_other_modality
 from lightning_rl.vision.reader import load_reader, reader_of
 
 
@@ -77,6 +78,33 @@ def require_same_tokens(other: str, model: str, loading: Loading = PLAIN) -> Non
         raise ConfigError(
             f"model={other!r} has another tokenizer than the policy's {model!r}: token {number} is "
             f"{names[number]!r} there and {token!r} here; use a model with the same tokenizer"
+        )
+
+
+def vocabulary_rows(model: str) -> int | None:
+    """Return how many rows a model's vocabulary has, unused ones included; None if unknown."""
+    config = _read_config(model, PLAIN)
+    rows = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+    return rows
+
+
+def require_rows(model: str, rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model whose vocabulary ends before a token that a policy may write.
+
+    Raises:
+        ConfigError: names the first such token.
+    """
+    beyond = [
+        (number, token)
+        for token, number in tokenizer.get_vocab().items()
+        if number >= rows and token != tokenizer.pad_token and not of_other_modality(token)
+    ]
+    if beyond:
+        number, token = min(beyond)
+        raise ConfigError(
+            f"model={model!r} has {rows} tokens, but the policy's {tokenizer.name_or_path!r} also "
+            f"writes {token!r}, its token {number}; resize the model's embedding "
+            "(resize_token_embeddings) and train the new rows, or use a model that has that token"
         )
 
 

@@ -16,7 +16,7 @@ from lightning_rl.data.encoding import PromptEncoder
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.splitting import split_packs
 from lightning_rl.data.teacher_logprobs import UNKNOWN, TeacherLogprobs, of_text, to_text
-from lightning_rl.errors import DataError, require_at_least
+from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import (
     Loading,
@@ -25,7 +25,7 @@ from lightning_rl.models.pretrained import (
     require_local,
     weight_bytes,
 )
-from lightning_rl.models.tokenizer import require_same_tokens
+from lightning_rl.models.tokenizer import require_rows, require_same_tokens, vocabulary_rows
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rollout import Message, Prompt, Rollout, Row, SamplingDistribution
 
@@ -73,16 +73,32 @@ class Teacher:
         self.model, self.tokenizer = model, tokenizer
         self.top_k, self.hint = top_k, hint
         self._encoder: PromptEncoder | None = None
+        self._own_rows: int | None = None
         self._known: dict[bytes, str] = {}
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Receive the policy's tokenizer, whose tokens the teacher has to share.
 
+        Rows of a vocabulary that are no token's, which fill it up, may be more or fewer.
+
         Raises:
-            ConfigError: names a token that means another one to the teacher.
+            ConfigError: names a token that means another one to the teacher, or that it lacks; or
+                if ``top_k`` is more than a vocabulary has.
         """
         self._encoder = PromptEncoder(tokenizer)
         require_same_tokens(self.tokenizer, tokenizer.name_or_path)
+        theirs, self._own_rows = (
+            vocabulary_rows(self.tokenizer),
+            vocabulary_rows(tokenizer.name_or_path),
+        )
+        if theirs is not None:
+            require_rows(self.model, theirs, tokenizer)
+        fewest = min(filter(None, (theirs, self._own_rows)), default=self.top_k)
+        if self.top_k > fewest:
+            raise ConfigError(
+                f"{type(self).__name__}(top_k={self.top_k}) must be <= {fewest}, the number of "
+                "tokens of the teacher and the policy; 16 is usual"
+            )
 
     def texts(self, rollout: Rollout) -> list[Text]:
         """Return a rollout's rows that have tokens, as the teacher reads them.
@@ -203,25 +219,29 @@ class ModelTeacher(Teacher):
 
     def __call__(self, rollouts: list[Rollout]) -> list[Score]:
         texts = [self.texts(rollout) for rollout in rollouts]
+        policy = self._policy = self._policy or self._loaded()
+        failed = {place: why for place, t in enumerate(texts) if (why := _unreadable(policy, t))}
+        texts = [[] if place in failed else t for place, t in enumerate(texts)]
         keys = [[text.key for text in of_one] for of_one in texts]
         asked = dict(zip(chain(*keys), chain(*texts), strict=True))
         found = {key: self._known[key] for key in asked if key in self._known}
         found |= self._read({key: text for key, text in asked.items() if key not in found})
         return [
-            scored(of_one, [found[key] for key in of_keys])
-            for of_one, of_keys in zip(texts, keys, strict=True)
+            failed.get(place) or scored(of_one, [found[key] for key in of_keys])
+            for place, (of_one, of_keys) in enumerate(zip(texts, keys, strict=True))
         ]
 
     def _read(self, asked: Mapping[bytes, Text]) -> dict[bytes, str]:
         """Read texts in packs, and return and remember their logprobs."""
-        policy = self._policy = self._policy or self._loaded()
+        policy = self._policy
+        assert policy is not None
         keys, texts, found = list(asked), list(asked.values()), {}
         if not texts:
             return {}
         batch = pack_rollouts([_as_rollout(text, place) for place, text in enumerate(texts)])
         for places in split_packs(batch, self.max_tokens_per_pack, filling=policy.filling):
             pack = select(batch, places)
-            live, of_live = policy.likeliest(pack.to(policy.lm.device), self.top_k)
+            live, of_live = policy.likeliest(pack.to(policy.lm.device), self.top_k, self._own_rows)
             whole = unknown(len(pack["tokens"]), self.top_k)
             for column, values in zip(whole, of_live, strict=True):
                 column[live.cpu()] = values.to("cpu", column.dtype)
@@ -246,6 +266,18 @@ class ModelTeacher(Teacher):
     def close(self) -> None:
         """Free the model."""
         self._policy = None
+
+
+def _unreadable(policy: Policy, texts: Sequence[Text]) -> RewardFailure | None:
+    """Return why a teacher cannot read a rollout's texts; None if it can."""
+    rows = policy.rows
+    beyond = [t for text in texts for t in (*text.prompt_ids, *text.row.token_ids) if t >= rows]
+    if not beyond:
+        return None
+    return RewardFailure(
+        f"the rollout has token {beyond[0]}, but the teacher has {rows} tokens; it is no text's "
+        "token: train the policy to write text first, or lower sampling.temperature"
+    )
 
 
 def _as_rollout(text: Text, place: int) -> Rollout:

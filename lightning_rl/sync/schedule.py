@@ -64,8 +64,11 @@ class SyncState:
         """Measure the mean KL per token, in nats, from the engine's weights to the policy's.
 
         It takes one forward pass over the tokens of the last trained batch that the engine
-        generated with its present weights; nan if there are none. With several processes, all must
-        call it, and get the same value.
+        generated with its present weights. Where a collector works ahead, the batches after a push
+        have none: then it is over the first of them, which takes another pass, before it is
+        trained; each token is weighted by how much likelier the engine's weights make it than those
+        that wrote it. nan only if this is the first time that a schedule asks. With several
+        processes, all must call it, and get the same value.
 
         Raises:
             ConfigError: if there is no such batch, i.e. outside a call by ``WeightSync``.

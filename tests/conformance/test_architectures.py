@@ -5,6 +5,7 @@ Slow: sixty models, each loaded, trained, exported, resumed and sampled from.
 
 import asyncio
 import copy
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
@@ -201,6 +202,16 @@ def test_adapters_are_trained_alone_and_merged(model, tmp_path, random_rollouts,
         ours = double(policy)(pack_rollouts(rollouts)).logprobs
         assert distance(ours, own_scores(own_model(tmp_path), rollouts)) < SINGLE
         assert distance(ours, own_scores(own_model(model), rollouts)) > 1e-2
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.001])
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_pack_that_leaks_is_found_however_small_the_weights(name, scale, tmp_path):
+    """0.02 is what transformers initialises most models by."""
+    one = ARCHITECTURES[name]
+    small = replace(one, sizes=one.sizes | {"initializer_range": scale})
+    policy = Policy(str(small.save(tmp_path / "model")))
+    assert policy.body_pass.packed == (one.layout == "packed")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -272,3 +272,33 @@ def test_a_schedule_sees_who_is_doing_what(tiny_model, tmp_path):
     after = datamodule.sync_state(4)
     assert (after.trainer, after.collector.state) == (RunState.STOPPED, RunState.STOPPED)
     assert [replica.state for replica in after.replicas] == [RunState.STOPPED]
+
+
+class ByKL(SyncSchedule):
+    """Pushes at once as soon as the policy has moved at all; notes how far."""
+
+    least_updates = 1
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def should_sync(self, state):
+        if state.trainer is RunState.RUNNING:
+            self.seen.append(state.kl())
+        return state.kl() > 1e-9
+
+
+@pytest.mark.parametrize("make", [lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector])
+def test_a_schedule_by_kl_knows_it_after_each_iteration(tiny_model, tmp_path, make):
+    """Also after a push, while batches come that were written before it; and so do the files."""
+    schedule, report = ByKL(), RunReport()
+    trainer = trainer_of(tmp_path, [WeightSync(schedule=schedule), report])
+    trainer.fit(make_module(tiny_model), data_module(make(), iterations_per_epoch=5))
+    assert len(schedule.seen) == 5
+    # Where no reward differs from the others, nothing moves.
+    assert all(0.0 <= kl < 1.0 for kl in schedule.seen), schedule.seen
+    assert sum(kl > 1e-9 for kl in schedule.seen) >= 3
+    text = (tmp_path / "csv" / "version_0" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["sync/kl"] for row in rows[1:]] == schedule.seen
+    assert None not in {value for row in rows for value in row.values()}

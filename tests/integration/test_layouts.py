@@ -120,6 +120,20 @@ def test_balance_and_replay_are_those_of_processes_with_all_experts(run):
         assert all(row["experts/load_entropy"] > 0 for row in ours["rows"][1:])
 
 
+def test_processes_that_share_packs_measure_their_experts(run):
+    """Of the same packs, whose tokens one process computes, or two."""
+    for ours, theirs in zip(
+        *(run("some", "", 2, layout) for layout in (SEQUENCE, {})), strict=True
+    ):
+        for row, expected in zip(ours["rows"], theirs["rows"], strict=True):
+            found, wanted = (
+                {name: value for name, value in each.items() if name.startswith("experts/")}
+                for each in (row, expected)
+            )
+            assert found == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE)
+        assert all(row["experts/overload"] > 0 for row in ours["rows"][1:])
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "layout", "ranks_after", "layout_after"),
     [

@@ -131,6 +131,7 @@ def _merge_rows(path: Path) -> list[Record]:
                 f"{where}: iteration is {shortened(iteration)}, but must be a number; restore the "
                 "file, or remove the line"
             )
+        row = {name: math.nan if value is None else value for name, value in row.items()}
         rows[iteration] = rows.get(iteration, {}) | row
     return [rows[iteration] for iteration in sorted(rows)]
 

@@ -1,19 +1,17 @@
 """StagedReport: the metrics and results of a staged run, in files like those of other runs."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.callbacks.report import installed_versions, plot_curves
-from lightning_rl.data.rollouts.jsonl import as_lines
 from lightning_rl.errors import ConfigError
 from lightning_rl.games.protocols.metrics import protocol_metrics
 from lightning_rl.games.staged.sampler import cut_answers
 from lightning_rl.games.staged.state import StagedState
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.files.metrics import read_rows, summarize
+from lightning_rl.run.files.metrics import read_rows, strict_json, summarize
 from lightning_rl.run.files.rundir import write_whole
 
 Row = dict[str, Any]
@@ -55,7 +53,8 @@ class StagedReport:
         rows = {row["iteration"]: row for row in self.rows()}
         rows[iteration] = rows.get(iteration, {"iteration": iteration}) | metrics
         ordered = [rows[number] for number in sorted(rows)]
-        write_whole(self.run_dir / "metrics.jsonl", as_lines(ordered))
+        lines = "".join(strict_json(row) + "\n" for row in ordered)
+        write_whole(self.run_dir / "metrics.jsonl", lines)
 
     def write_summary(self, state: StagedState) -> None:
         """Write ``summary.json``, the curves and the links to the last models."""
@@ -72,7 +71,7 @@ class StagedReport:
             "versions": installed_versions(),
             "metrics": rows[-1] if rows else {},
         }
-        write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_whole(self.run_dir / "summary.json", strict_json(summary, indent=2) + "\n")
         title = f"{self.run_dir.name}: {state.iteration} iterations"
         plot_curves(rows, str(self.run_dir / "curves.png"), title)
 

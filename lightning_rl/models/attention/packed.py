@@ -77,7 +77,8 @@ class PackLayout:
     :meth:`prepare` before a model's layers run; SDPA over ``batches`` computes the rest.
     With ``exchange``, the tokens, ``live``, ``rows`` and ``predictors`` are those of one rank of
     several (:mod:`lightning_rl.models.parallel.sequence`), and only ``segments`` those of the whole
-    pack; ``seen`` is what the rank's queries see, None: all are its queries.
+    pack; ``seen`` is what the rank's queries see, None: all are its queries. ``own`` (S,) flags the
+    rank's tokens, the rest fills its share up; None: all are.
     """
 
     input_ids: Tensor
@@ -90,6 +91,7 @@ class PackLayout:
     longest: int
     exchange: TokenExchange | None = None
     seen: Attending | None = None
+    own: Tensor | None = None
     fused: Fused | None = None
     _windowed: dict[int, AttentionBatches] = field(default_factory=dict)
 

@@ -35,7 +35,7 @@ from lightning_rl.models.parallel.sharing import (
     head_ranks,
 )
 from lightning_rl.models.parallel.tensor import TensorRanks
-from lightning_rl.models.routing import Heard
+from lightning_rl.models.routing import Heard, joined
 from lightning_rl.run.processes.dist import all_reduce_max
 from lightning_rl.vision.batch import NAME as PICTURES, as_column, sight_in
 
@@ -45,9 +45,9 @@ T = TypeVar("T")
 class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
     """Scores of a pack's M loss tokens; ``live`` are their indices in the pack.
 
-    ``heard`` is of all tokens of the forward pass, where a mixture's routers are known, unless
-    several ranks have computed it together. ``likeliest`` (M, K) are the logprobs of the tokens
-    that a teacher finds likeliest, if the policy follows one.
+    ``heard`` is of all tokens of the forward pass, where a mixture's routers are known; of several
+    ranks that compute packs together, of those tokens that this one computed. ``likeliest`` (M, K)
+    are the logprobs of the tokens that a teacher finds likeliest, if the policy follows one.
     """
 
     live: Tensor
@@ -139,11 +139,11 @@ class PackRanks:
             self._together(_on(tokens["loss_mask"].device, theirs), owner, score)
             for owner, theirs in packs
         ]
-        logprobs, entropy, values = (
-            None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
-        )
-        assert logprobs is not None and entropy is not None
-        return Scores(live, logprobs, entropy, values)
+        columns, heard = zip(*parts, strict=True)
+        logprobs, entropy, *values = map(torch.cat, zip(*columns, strict=True))
+        counts = bool(packs[0][1]["tokens", "loss_mask"].any())  # else it is computed for its sake
+        together = None if heard[0] is None else joined(heard, counts)
+        return Scores(live, logprobs, entropy, values[0] if values else None, together)
 
     def _packs(self, pack: TensorDict, has_loss: bool) -> list[tuple[int, TensorDict]]:
         """Return packs with loss tokens, on the CPU, and their owners; else the first."""
@@ -159,8 +159,11 @@ class PackRanks:
 
     def _together(
         self, pack: TensorDict, owner: int, score: Scorer
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Score one pack: return logprobs, entropies and values (M,) for its owner, else (0,)."""
+    ) -> tuple[tuple[Tensor, ...], Heard | None]:
+        """Score one pack: return logprobs, entropies and values (M,) for its owner, else (0,).
+
+        With them comes what the routers did with this rank's tokens.
+        """
         layout = build_layout(pack)
         dealt = self.sharing.deal(layout.segments)
         device, share = layout.tokens.device, len(dealt.order) // self.shares
@@ -168,7 +171,8 @@ class PackRanks:
         predictors = places_of(dealt.order, len(layout.tokens)).to(device)[layout.predictors]
         holder = predictors // share
         own = (holder == self.share).nonzero().squeeze(1)
-        tokens = dealt.order[begin : begin + share].clamp(min=0).to(device)  # lacking: the first
+        order = dealt.order[begin : begin + share]
+        tokens = order.clamp(min=0).to(device)  # lacking: the first
         found = score(
             pack,
             PackLayout(
@@ -182,15 +186,14 @@ class PackRanks:
                 longest=layout.longest,
                 exchange=dealt.exchange,
                 seen=dealt.seen,
+                own=(order >= 0).to(device),
             ),
         )
         columns = [found.logprobs, found.entropy]
         columns += [] if found.values is None else [found.values]
         wide = torch.promote_types(found.logprobs.dtype, columns[-1].dtype)
-        logprobs, entropy, *values = _ToOwner.apply(
-            self, owner, holder, own, *(column.to(wide) for column in columns)
-        )
-        return logprobs, entropy, values[0] if values else None
+        sent = _ToOwner.apply(self, owner, holder, own, *(column.to(wide) for column in columns))
+        return sent, found.heard
 
 
 _SCORED = ("input_ids", "loss_mask", "no_end", "turn_start", "routed_experts")

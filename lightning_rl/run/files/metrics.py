@@ -8,7 +8,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_rl.run.files.rundir import append, run_dir, write_whole
-from lightning_rl.run.processes.dist import all_max, all_sum
+from lightning_rl.run.processes.dist import all_sum, gather
 
 
 class TokenMetrics:
     """Sums of per-token tensors; means do not depend on how tokens were cut into packs.
 
     For names that end in ``_max`` it is the maximum instead. Names without a value on any rank are
-    left out.
+    left out. Ranks may know different names, since their rollouts differ.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,7 @@ class TokenMetrics:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, metrics: dict[str, Tensor]) -> None:
-        """Add tensors of shape (M,) each; an empty one registers its name, which all ranks must
-        know.
-        """
+        """Add tensors of shape (M,) each, which may be empty."""
         for name, values in metrics.items():
             values = values.detach().float()
             if name.endswith("_max"):
@@ -59,20 +57,21 @@ class TokenMetrics:
             self._maxima[name] = peak if known is None else torch.maximum(known, peak)
 
     def compute(self) -> dict[str, float]:
-        """Return means and maxima over everything added on every rank."""
+        """Return means and maxima over everything added on every rank.
+
+        All ranks call it, and all get the same, also where only some of them know a name.
+        """
+        shares = gather((_numbers(self._sums), self._counts, _numbers(self._maxima)))
         result: dict[str, float] = {}
-        if self._sums:
-            sums = torch.stack(list(self._sums.values())).double()
-            counts = torch.tensor(list(self._counts.values()), device=sums.device).double()
-            totals = all_sum(torch.stack([sums, counts]))
-            for name, total, count in zip(self._sums, *totals.tolist(), strict=True):
-                if count:
-                    result[name] = total / count
-        if self._maxima:
-            peaks = all_max(torch.stack(list(self._maxima.values())))
-            for name, value in zip(self._maxima, peaks.tolist(), strict=True):
-                if value != -math.inf:  # nan stays: it is what one wants to see
-                    result[name] = value
+        for name in _names(sums for sums, _, _ in shares):
+            count = sum(counts.get(name, 0) for _, counts, _ in shares)
+            if count:
+                result[name] = sum(sums.get(name, 0.0) for sums, _, _ in shares) / count
+        for name in _names(maxima for _, _, maxima in shares):
+            peaks = [maxima.get(name, -math.inf) for _, _, maxima in shares]
+            peak = math.nan if any(map(math.isnan, peaks)) else max(peaks)
+            if peak != -math.inf:  # nan stays: it is what one wants to see
+                result[name] = peak
         return result
 
 
@@ -103,6 +102,17 @@ class Sums:
         return {
             name: total / (count or 1.0) for name, (total, count) in zip(pairs, totals, strict=True)
         }
+
+
+def _numbers(tensors: dict[str, Tensor]) -> dict[str, float]:
+    """Return the numbers in scalars, which a device is asked for once."""
+    if not tensors:
+        return {}
+    return dict(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
+
+
+def _names(shares: Iterable[dict[str, float]]) -> list[str]:
+    return list(dict.fromkeys(name for share in shares for name in share))
 
 
 def summarize(values: list[float]) -> tuple[float, float]:
@@ -225,12 +235,16 @@ class MetricsLog:
 
 
 def read_rows(text: str) -> list[Row]:
-    """Read rows by iteration; the later of two is kept, and invalid lines are skipped."""
+    """Read rows by iteration; the later of two is kept, and invalid lines are skipped.
+
+    What :func:`strict_json` wrote as null is NaN.
+    """
     rows: dict[float, Row] = {}
     for line in text.splitlines():
         try:
             row = json.loads(line)
             iteration = row["iteration"] + 0  # a number, or a TypeError
+            row = {name: math.nan if number is None else number for name, number in row.items()}
             rows[iteration] = rows.get(iteration, {}) | row
         except (ValueError, TypeError, KeyError):
             continue  # the end of a line that a kill cut off, or a damaged one
@@ -238,7 +252,20 @@ def read_rows(text: str) -> list[Row]:
 
 
 def _lines(rows: list[Row]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    return "".join(strict_json(row) + "\n" for row in rows)
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON as its standard has it, without NaN and infinities: they are null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _candidates(file: Path, trainer: Trainer, state: dict[str, Any]) -> list[Path]:

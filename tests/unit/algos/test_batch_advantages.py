@@ -5,7 +5,7 @@ from statistics import stdev
 import pytest
 import torch
 
-from lightning_rl.algos.advantages import GAE
+from lightning_rl.algos.advantages import GAE, Advantage
 from lightning_rl.algos.baselines import GDPO, ReinforcePlusPlus, ReMax, RunningBaseline
 from lightning_rl.algos.kl import K1Penalty
 from lightning_rl.data.packing import pack_rollouts
@@ -13,6 +13,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout, Row
+from tests.support.algorithms import parts_of
 
 
 def with_token_rewards(batch, seed: int):
@@ -31,6 +32,17 @@ def turns(batch):
         zip(batch["rollouts", "reward"].tolist(), batch["rollouts", "group"].tolist(), strict=True)
     ):
         yield reward, group, [i for i in range(starts[row], starts[row + 1]) if mask[i]]
+
+
+# ---------------------------------------------------------------- a process without rollouts
+
+
+@pytest.mark.parametrize("name", parts_of(Advantage))
+def test_a_batch_without_rows_has_no_advantages(name):
+    """Of a process all of whose groups failed, while others have some."""
+    batch = pack_rollouts([])
+    batch["tokens", "values"] = torch.zeros(0)
+    assert parts_of(Advantage)[name](batch)["tokens", "advantages"].shape == (0,)
 
 
 # ---------------------------------------------------------------- GDPO

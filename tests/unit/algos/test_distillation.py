@@ -9,12 +9,14 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM
 
 from lightning_rl import GRPO, Distillation, PolicyModule, PPOClip, SFTMix, TeacherDivergence
-from lightning_rl.algos.distillation import LEAST_SHARE, generalized_jsd, with_rest
+from lightning_rl.algos.distillation import generalized_jsd, with_rest
+from lightning_rl.algos.losses import Reinforce
 from lightning_rl.algos.objective import loss_tokens
 from lightning_rl.data import teacher_logprobs
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.teacher_logprobs import TeacherLogprobs
 from lightning_rl.errors import ConfigError, DataError
+from tests.support.updates import sgd
 
 
 def taught(make_rollout, theirs, ids=None, top=None, **fields):
@@ -100,7 +102,31 @@ def test_divergences_are_those_of_torch(beta):
     assert (less > 0).all()
     whole, order = teacher.topk(9)
     same = generalized_jsd(with_rest(whole), with_rest(student.gather(-1, order)), beta)
-    torch.testing.assert_close(same, found, rtol=0, atol=20 * LEAST_SHARE)
+    torch.testing.assert_close(same, found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.1, 1e-3, 1e-5])
+def test_the_share_of_all_others_is_exact_in_float32(share):
+    """One token has nearly all, and two have a share each: 1 - sum is off by 6e-8 / share."""
+    for weights in ([1 - 2 * share, share], [share, 1 - 2 * share], [share, share]):
+        single = torch.tensor([weights]).log().requires_grad_()
+        double = single.detach().double().requires_grad_()
+        found, expected = (with_rest(some)[:, -1] for some in (single, double))
+        # In float64, 1 - sum is exact to 1e-16.
+        torch.testing.assert_close(expected, (1 - double.exp().sum(-1)).log(), rtol=1e-9, atol=0)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+        found.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(single.grad.double(), double.grad, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("sure", [[0.0, -50.0], [1e-7, -50.0], [-1e-9, -30.0]])
+def test_a_share_that_rounds_to_nothing_is_small_and_finite(sure):
+    logprobs = torch.tensor([sure]).requires_grad_()
+    rest = with_rest(logprobs)[0, -1]
+    rest.backward()
+    assert 0.9e-6 < float(rest.exp()) < 1e-6
+    assert logprobs.grad.isfinite().all()
 
 
 def test_the_loss_by_hand():
@@ -111,7 +137,7 @@ def test_the_loss_by_hand():
             "advantages": torch.ones(2),
             "teacher_ids": torch.tensor([[5, 6], [-1, -1]]),
             "teacher_top": torch.tensor([[0.5, 0.25], [0.0, 0.0]]).log(),
-            "likeliest_logprobs": torch.tensor([[0.25, 0.25], [0.3, 0.1]]).log(),
+            "likeliest_logprobs": torch.tensor([[0.25, 0.25], [0.0, 0.0]]).log(),
         },
         batch_size=[2],
     )
@@ -128,6 +154,57 @@ def test_the_loss_by_hand():
         TeacherDivergence()(logprobs, tokens.exclude("likeliest_logprobs"))
     with pytest.raises(ConfigError, match="beta=2"):
         TeacherDivergence(beta=2)
+
+
+class Noting(Reinforce):
+    """-A log p, which notes what it saw."""
+
+    def __init__(self):
+        object.__setattr__(self, "seen", [])
+
+    def __call__(self, logprobs, tokens):
+        self.seen.append((logprobs.detach(), tokens.clone()))
+        return super().__call__(logprobs, tokens)
+
+
+@pytest.mark.parametrize("beside", [None, GRPO()])
+def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_on, beside):
+    """Whoever wrote the tokens had other weights: -2 each, far from what the policy says."""
+    rollouts = [
+        taught(
+            make_rollout, [-0.5, math.nan], reward=float(i), sample_index=i, logprobs=[-2.0, -2.0]
+        )
+        for i in range(2)
+    ]
+    given = taught(make_rollout, [-0.5], group_id="e", expert=True)
+    loss = Noting()
+    module = PolicyModule(
+        str(tiny_model), advantage=Distillation(3.0, beside), loss=loss, ppo_epochs=2,
+        optimizer=sgd, max_grad_norm=None,
+    )  # fmt: skip
+    train_on(module, [pack_rollouts([*rollouts, given])])
+    (before, tokens), (after, later) = loss.seen
+    assert (before - after).abs().max() > 1e-2
+    half = 0.0 if beside is None else 1 / math.sqrt(2)
+    for logprobs, seen in ((before, tokens), (after, later)):
+        one, other = (3 * (-0.5 - p) for p in logprobs[[0, 2]].tolist())
+        expected = [one - half, -half, other + half, half, 0.0]
+        assert seen["advantages"].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_likeliest_tokens_that_the_policy_lacks_are_among_all_others(tiny_model, make_rollout):
+    """A teacher of 20 tokens, and a policy of 16."""
+    losses = []
+    for ids in ([[6, 19]], [[6, -1]]):
+        module = PolicyModule(str(tiny_model), loss=TeacherDivergence(beta=0.3))
+        module.configure_model()
+        policy = module.policy
+        policy.follows_teacher = True
+        batch = pack_rollouts([taught(make_rollout, [-1.0], ids, [[-0.5, -1.5]])])
+        scores = policy(batch)
+        loss, _ = module.objective(scores, loss_tokens(batch, scores), iteration=0)
+        losses.append(float(loss))
+    assert losses[0] == losses[1] > 1e-3
 
 
 def test_the_gradient_is_that_of_all_logits(tiny_model, make_rollout, in_double):
@@ -157,11 +234,25 @@ def test_the_gradient_is_that_of_all_logits(tiny_model, make_rollout, in_double)
         assert gap.norm() < 1e-9 * size, name
 
 
-def test_cut_distributions_and_wrapped_losses_are_refused(tiny_model, make_rollout, train_on):
-    rollout = taught(make_rollout, [-1.0], [[6]], [[-0.5]], top_k=3)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_tokens": 1},
+        {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_distributions_that_are_not_the_models_are_refused(
+    tiny_model, make_rollout, train_on, setting
+):
+    first = next(iter(setting))
+    rollout = taught(make_rollout, [-1.0], [[6]], [[-0.5]], **setting)
     module = PolicyModule(str(tiny_model), advantage=Distillation(), loss=TeacherDivergence())
-    with pytest.raises(ConfigError, match=r"compares whole distributions.*top_k: 0"):
+    with pytest.raises(ConfigError, match=rf"compares whole distributions.*{first}: [01]"):
         train_on(module, [pack_rollouts([rollout])])
+
+
+def test_wrapped_losses_are_refused(tiny_model, make_rollout, train_on):
     rollout = taught(make_rollout, [-1.0], [[6]], [[-0.5]])
     wrapped = SFTMix(TeacherDivergence())
     module = PolicyModule(str(tiny_model), advantage=Distillation(), loss=wrapped)

@@ -1,6 +1,5 @@
 """Every advantage, loss and correction on a pretended device: the CPU's numbers, and no others."""
 
-import inspect
 from typing import Any
 
 import pytest
@@ -9,64 +8,30 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.advantages import Advantage
-from lightning_rl.algos.correction import Correction
-from lightning_rl.algos.kl import EntropyBonus, KLPenalty
-from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
-from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
-from lightning_rl.config import names
+from lightning_rl.algos.objective import Aggregation, loss_tokens
 from lightning_rl.data.batch import select
-from lightning_rl.data.episodes import call_numbers
 from lightning_rl.data.splitting import split_minibatches
 from lightning_rl.learn.left_out import has_zero_advantage, without
-from lightning_rl.models.policy import Scores
+from tests.support.algorithms import KINDS, imagined, objectives, parts_of, with_all_columns
 from tests.support.pretended import DEVICE
-
-OPTIONS: dict[str, dict[str, Any]] = {"TokenSum": {"max_tokens": 8}}
-KINDS = (Advantage, Aggregation, Correction, EntropyBonus, KLPenalty, PolicyLoss, ValueLoss)
 
 
 def parts(*kinds: type) -> list[Any]:
-    """One of every public class of these kinds, as it is by default."""
-    public = (names.public(name) for name in names.MODULE_OF)
-    classes = [
-        c
-        for c in public
-        if inspect.isclass(c) and issubclass(c, kinds) and not inspect.isabstract(c)
-    ]
-    return [pytest.param(c(**OPTIONS.get(c.__name__, {})), id=c.__name__) for c in classes]
+    return [pytest.param(part, id=name) for name, part in parts_of(*kinds).items()]
 
 
 @pytest.fixture(scope="module")
 def batch(random_batch) -> TensorDict:
-    """With all that an advantage or a loss reads."""
-    made = random_batch(5)
-    tokens, generator = made["tokens"], torch.Generator().manual_seed(0)
-    names = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "token_rewards")
-    for name in names:
-        noise = 0.3 * torch.randn(len(tokens), generator=generator)
-        tokens[name] = (noise - (1 if "logprobs" in name else 0)) * tokens["loss_mask"]
-    made["rollouts", "expert"][3] = True
-    made["rollouts", "baseline"] = torch.rand(len(made["rollouts"]), generator=generator)
-    call = tokens["call"] = call_numbers(made)
-    tokens["call_reward"] = torch.zeros(len(tokens))
-    tokens["state"] = torch.where(call < 0, -1, call % 2)
-    return made
-
-
-def scores(batch: TensorDict) -> Scores:
-    """Of an imaginary policy, as leaves."""
-    live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
-    logprobs, values = (
-        (batch["tokens", name][live] + 0.1).requires_grad_() for name in ("ref_logprobs", "values")
-    )
-    return Scores(live, logprobs, (-logprobs.detach()).requires_grad_(), values)
+    return with_all_columns(random_batch(5))
 
 
 def require_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.device == DEVICE, name
-        assert torch.equal(value.cpu(), theirs[name]), name
+        torch.testing.assert_close(
+            value.cpu(), theirs[name], rtol=0, atol=0, equal_nan=True, msg=name
+        )
 
 
 def test_no_part_is_left_out():
@@ -90,28 +55,12 @@ def test_an_aggregation(aggregation, batch):
     require_same({"": aggregation(batch.to(DEVICE))}, {"": aggregation(batch)})
 
 
-def objectives() -> list[Any]:
-    loss = PPOClip()
-    made = {
-        PolicyLoss: lambda part: Objective(part),
-        Correction: lambda part: Objective(loss, correction=part),
-        KLPenalty: lambda part: Objective(loss, kl=part),
-        EntropyBonus: lambda part: Objective(loss, entropy=part),
-        ValueLoss: lambda part: Objective(loss, value_loss=part),
-    }
-    return [
-        pytest.param(make(part.values[0]), id=part.id)
-        for kind, make in made.items()
-        for part in parts(kind)
-    ]
-
-
-@pytest.mark.parametrize("objective", objectives())
+@pytest.mark.parametrize("objective", objectives().values(), ids=objectives())
 def test_an_objective(objective, batch):
     """Loss, metrics and gradients of each loss, correction, KL, bonus and critic's loss."""
 
     def learned(pack: TensorDict) -> dict[str, Tensor]:
-        policy = scores(pack)
+        policy = imagined(pack)
         loss, metrics = objective(policy, loss_tokens(pack, policy), 0)
         leaves = [policy.logprobs, policy.entropy, policy.values]
         found = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_rl.callbacks import Evaluate, RLCallback, WeightSync
+from lightning_rl.callbacks import Evaluate, RLCallback, WeightSync, weight_sync
 from lightning_rl.callbacks.defaults import push_weights
 from lightning_rl.models.policy import Policy
-from lightning_rl.sync.schedule import FixedSchedule
+from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 
@@ -91,3 +91,23 @@ def test_a_run_without_an_engine_gets_none_nor_keeps_an_earlier_runs():
     trainer.callbacks = [other, given]
     push_weights(trainer)
     assert trainer.callbacks == [other, given]
+
+
+class Never(SyncSchedule):
+    def should_sync(self, state):
+        return False
+
+
+@pytest.mark.parametrize("schedule", [Never(), FixedSchedule(4)])
+def test_an_engine_that_nobody_pushes_to_is_told_of_once(
+    tiny_model, tmp_path, monkeypatch, schedule, recwarn
+):
+    monkeypatch.setattr(weight_sync, "STALE_AFTER", 3)
+    data = data_module(
+        eval_prompts=None, group_size=2, groups_per_iteration=2, iterations_per_epoch=6
+    )
+    trainer = trainer_of(tmp_path, [WeightSync(schedule=schedule)], logger=False)
+    trainer.fit(grpo(tiny_model, optimizer=adamw(1e-3)), data)
+    told = [str(w.message) for w in recwarn if "has not asked for a push" in str(w.message)]
+    assert len(told) == isinstance(schedule, Never)
+    assert all("for 3 iterations" in text and "SyncCollector" in text for text in told)

@@ -1,16 +1,26 @@
 """Token metrics, stage times, evaluation metrics and collection statistics."""
 
+import json
 import math
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.collect.estimates import share_interval
 from lightning_rl.collect.stats import evaluation_metrics, own_metrics, rollout_metrics
 from lightning_rl.errors import ConfigError
+from lightning_rl.games.staged.report import StagedReport
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run import hooks as stages
-from lightning_rl.run.files.metrics import TokenMetrics, summarize
+from lightning_rl.run.files.metrics import (
+    MetricsLog,
+    TokenMetrics,
+    read_rows,
+    strict_json,
+    summarize,
+)
 from lightning_rl.run.hooks import STAGES, StageClock
 
 # ---------------------------------------------------------------- token metrics
@@ -295,3 +305,30 @@ def test_what_a_collector_cut_is_counted_and_dilutes_no_mean(make_rollout):
     assert (metrics["rollout/aborted"], metrics["rollout/expired"]) == (1, 1)
     assert (metrics["rollout/tokens_mean"], metrics["rollout/truncated_share"]) == (3, 1)
     assert metrics["rollout/staleness_max"] == 0  # the expired token is not trained on
+
+
+# ---------------------------------------------------------------- files
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_files_of_metrics_are_strict_json(tmp_path, broken):
+    """Whatever is recorded: what is not finite is null, which is read as NaN."""
+    trainer = Trainer(default_root_dir=tmp_path, logger=CSVLogger(tmp_path), accelerator="cpu")
+    log = MetricsLog()
+    log.begin(trainer)
+    log.add(trainer, {"iteration": 1, "policy/loss": broken, "reward/mean": 0.5})
+    (tmp_path / "staged").mkdir()
+    StagedReport(tmp_path / "staged").note(1, {"reward/mean": broken})
+    for file in (log._path(), tmp_path / "staged/metrics.jsonl"):
+        [line] = file.read_text().splitlines()
+        assert None in json.loads(line, parse_constant=refuse).values()
+        [row] = read_rows(file.read_text())
+        assert [name for name, value in row.items() if math.isnan(value)] == [
+            name for name in row if name in ("policy/loss", "reward/mean") and row[name] != 0.5
+        ]
+    nested = json.loads(strict_json({"a": [{"b": (broken, 1)}]}), parse_constant=refuse)
+    assert nested == {"a": [{"b": [None, 1]}]}

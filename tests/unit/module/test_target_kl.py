@@ -4,11 +4,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.kl import beyond_target
 from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.module import ActorCriticModule
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.critic import Critic
+from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from tests.support.updates import Recorder, sgd
 
@@ -64,9 +67,10 @@ def test_in_environments_too(tmp_path, target, passes):
 
 
 def test_what_is_compared_is_the_farthest_of_several_policies():
-    assert beyond_target(0.1, {"policy/a/kl_old": 0.05, "policy/b/kl_old": 0.2})
-    assert not beyond_target(0.1, {"policy/a/kl_old": 0.05, "policy/loss": 7.0})
-    assert not beyond_target(0.1, {})  # nothing was left to train on
+    losses = {"policy/a/loss": 1.0, "policy/b/loss": 1.0}
+    assert beyond_target(0.1, losses | {"policy/a/kl_old": 0.05, "policy/b/kl_old": 0.2})
+    assert not beyond_target(0.1, losses | {"policy/a/kl_old": 0.05})
+    assert not beyond_target(0.1, {"policy/grad_norm": 0.0})  # nothing was left to train on
     with pytest.raises(ConfigError, match="does not measure"):
         beyond_target(0.1, {"policy/loss": 7.0})
 
@@ -75,3 +79,27 @@ def test_what_is_compared_is_the_farthest_of_several_policies():
 def test_a_target_that_could_do_nothing_is_refused(tiny_model, options):
     with pytest.raises(ConfigError, match="target_kl="):
         PolicyModule(str(tiny_model), **({"ppo_epochs": 2} | options))
+
+
+def test_a_batch_without_a_spread_of_rewards_moves_nothing(tiny_model, train_on, random_batch):
+    """All rollouts are left out, in whichever batch, and training goes on."""
+    flat = random_batch(3)
+    flat["rollouts", "reward"][:] = 1.0
+    recorder = Recorder()
+    module = PolicyModule(
+        str(tiny_model), optimizer=sgd, ppo_epochs=2, minibatches=2, target_kl=1e-12
+    )
+    train_on(module, [flat, random_batch(4), flat.clone()], callbacks=[recorder])
+    assert [row["policy/passes"] for row in recorder.rows] == [2.0, 1.0, 2.0]
+    assert "policy/loss" not in recorder.rows[0]
+
+
+def test_a_critic_that_warms_up_alone_moves_no_policy(tiny_model, train_on, random_batch):
+    recorder = Recorder()
+    critic = Critic(SharedValueHead(detach=True), warmup_iterations=1)
+    module = PolicyModule(
+        str(tiny_model), GAE(), critic=critic, optimizer=sgd, ppo_epochs=3, minibatches=2,
+        target_kl=1e-12,
+    )  # fmt: skip
+    train_on(module, [random_batch(3), random_batch(4)], callbacks=[recorder])
+    assert [row["policy/passes"] for row in recorder.rows] == [3.0, 1.0]

@@ -147,6 +147,47 @@ def test_another_tokenizer_is_refused_by_name(tiny_model, tmp_path):
         rewards.configure(load_tokenizer(str(tiny_model)))
 
 
+@pytest.fixture
+def resized(tiny_model, tmp_path):
+    """The tiny model with so many rows, of which the first are as they were."""
+
+    def save(rows: int):
+        folder = tmp_path / f"rows_{rows}"
+        lm = AutoModelForCausalLM.from_pretrained(tiny_model)
+        lm.resize_token_embeddings(rows, mean_resizing=False)
+        with torch.no_grad():
+            lm.get_input_embeddings().weight[16:] = 3.0  # far likelier than a token
+        lm.save_pretrained(folder)
+        load_tokenizer(str(tiny_model)).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def test_rows_that_the_policy_lacks_are_left_out(tiny_model, resized, make_rollout):
+    wide, plain = make_rollout([3], [4, 5]), make_rollout([3], [4, 5])
+    graded(ModelTeacher(str(resized(24)), top_k=16, device="cpu"), tiny_model, [wide])
+    graded(ModelTeacher(str(tiny_model), top_k=16, device="cpu"), tiny_model, [plain])
+    found, expected = (teacher_logprobs.of_text(r.rows[0].teacher_logprobs) for r in (wide, plain))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_rows_that_the_teacher_lacks_are_refused_where_they_are_used(
+    tiny_model, resized, make_rollout
+):
+    """Tokens 13 to 15 are no text's, so that a teacher without them reads all other rollouts."""
+    good, odd = make_rollout([3], [4]), make_rollout([3], [14])
+    graded(ModelTeacher(str(resized(13)), device="cpu"), tiny_model, [good, odd])
+    assert good.reward is not None
+    assert odd.status is RolloutStatus.FAILED
+    assert "the rollout has token 14, but the teacher has 13 tokens" in odd.error
+    with pytest.raises(ConfigError, match=r"has 12 tokens, but .* writes '9', its token 12"):
+        graded(ModelTeacher(str(resized(12)), device="cpu"), tiny_model, [good])
+    with pytest.raises(ConfigError, match=r"top_k=14\) must be <= 13"):
+        graded(ModelTeacher(str(resized(13)), top_k=14, device="cpu"), tiny_model, [good])
+
+
 def test_a_run_without_the_teacher_it_needs_is_refused(tiny_model):
     rewards = [Rewards([len])]
     with pytest.raises(ConfigError, match="advantage=Distillation learns from a teacher, but"):
