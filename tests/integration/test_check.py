@@ -182,7 +182,7 @@ def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
     assert main([*command, "80", *served]) == 0
     said = capsys.readouterr().out
     assert "planned: 2 GPUs of 80 GiB on 2 nodes with 1 each, which" in said
-    assert "; VLLMServer (1 replica) has other GPUs, which are not planned:\n" in said
+    assert "; VLLMServer has GPUs of its own, which are not planned:\n" in said
     assert "--trainer.devices 1 --trainer.num_nodes 2 --trainer.strategy " in said
     assert main([*command, "0.0001"]) == 1
     assert "none of them fits with 5% to spare; nearest is " in capsys.readouterr().out

@@ -229,7 +229,7 @@ def test_one_node_trains_while_servers_on_the_other_generate(wide_slurm, tmp_pat
     small = ["--ntasks-per-node=2", "--gres=none"]
     job = call(own, tmp_path, "sbatch", "--parsable", *small, str(TWO_NODES), *given).strip()
     output = tmp_path / OUTPUT.format(job=job)
-    ended = wait_for_the_end(own, tmp_path, job, 400)
+    ended = wait_for_the_end(own, tmp_path, job, 600)
     assert ended == "COMPLETED", output.read_text()[-5000:]
     assert len((tmp_path / "servers.txt").read_text().split()) == 2
     run = tmp_path / "runs" / "math" / "qwen3-8b" / "version_0"

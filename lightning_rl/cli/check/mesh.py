@@ -97,8 +97,7 @@ def _planned(engine: Engine, gpus: int, nodes: int, card_gb: float) -> str:
     place = f"{nodes} nodes with {gpus // nodes} each" if nodes > 1 else "1 node"
     kind = type(engine).__name__
     if engine.serves_all_ranks:
-        count = f"{engine.replica_count} replica{'s' if engine.replica_count > 1 else ''}"
-        where = f"{kind} ({count}) has other GPUs, which are not planned"
+        where = f"{kind} has GPUs of its own, which are not planned"
     elif engine.sleep_level is None:
         where = f"each also has a {kind}"
     else:
