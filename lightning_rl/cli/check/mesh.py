@@ -119,8 +119,8 @@ def choose(
     nodes = module.trainer.num_nodes
     if gpus % nodes:
         raise ConfigError(
-            f"--gpus={gpus} cannot be divided among trainer.num_nodes={nodes}; pass the GPUs of all "
-            f"nodes together, a multiple of {nodes}"
+            f"--gpus={gpus} cannot be divided among trainer.num_nodes={nodes}; pass the GPUs of "
+            f"all nodes together, a multiple of {nodes}"
         )
     with torch.device("meta"):
         module.configure_model()
@@ -139,7 +139,8 @@ def choose(
         *lines,
         f"use {best.name}: it leaves {SPARE:.0%} of each GPU free "
         "with the fewest GPUs per pack, and among equals it sends the least data per layer:",
-        f"  --trainer.devices {gpus // nodes} --trainer.num_nodes {nodes} --trainer.strategy lightning_rl.ShardedStrategy "
+        f"  --trainer.devices {gpus // nodes} --trainer.num_nodes {nodes} "
+        "--trainer.strategy lightning_rl.ShardedStrategy "
         f"--trainer.strategy.sequence {best.sequence} --trainer.strategy.tensor {best.tensor}"
         + (f" --trainer.strategy.expert {best.expert}" if best.expert > 1 else ""),
     ], True
