@@ -11,6 +11,7 @@ from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.checks import room_for_prompts
 from lightning_rl.collect.evaluation import Evaluation
+from lightning_rl.collect.lengths import follow_requests
 from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.tasks import by_name, grader_of, tasks_of
@@ -142,6 +143,7 @@ class EvaluateRollouts(RLCallback):
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
             save_skeleton(module.model, self._model_dir.name, module.loading)
             self.engine.trust_remote_code = module.loading.trust_remote_code
+            follow_requests(self.engine, self.evaluation.tasks, Path(self._model_dir.name))
             with announced(self.engine.starting):
                 self.engine.start(Path(self._model_dir.name))
         return self.engine.max_length

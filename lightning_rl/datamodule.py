@@ -25,6 +25,7 @@ from lightning_rl.collect.checks import (
 from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
 from lightning_rl.collect.evaluation import Evaluation
+from lightning_rl.collect.lengths import follow_requests
 from lightning_rl.collect.loader import LazyLoader, RolloutLoader, limited_epoch
 from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.peek import Peek
@@ -322,6 +323,7 @@ class RLDataModule(CollectingDataModule):
             module.save_skeletons(self._model_dir.name)
             trusted = (policy.loading.trust_remote_code for policy in module.policies.values())
             self.engine.trust_remote_code = any(trusted)
+            follow_requests(self.engine, self._tasks, Path(self._model_dir.name))
             with announced(self.engine.starting):
                 self.engine.start(Path(self._model_dir.name))
         return self.engine.max_length

@@ -28,6 +28,15 @@ class Agent(ABC):
     """
 
     chat_options: Mapping[str, Any] = {}
+    within_max_tokens: bool = False
+    """True if ``run`` sends no request longer than the prompt and ``sampling.max_tokens``; a
+    subclass with another ``run`` says so anew.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "run" in vars(cls) and "within_max_tokens" not in vars(cls):
+            cls.within_max_tokens = False
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Receive the tokenizer before the first rollout; agents that encode or decode keep it.
@@ -56,6 +65,8 @@ class Agent(ABC):
 
 class SingleTurn(Agent):
     """One prompt, one completion."""
+
+    within_max_tokens = True
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         prompt = rollout.prompt

@@ -126,6 +126,11 @@ class Branching(Agent):
         self.at = at
 
     @property
+    def within_max_tokens(self) -> bool:  # type: ignore[override]
+        """True if the forked agent's requests are."""
+        return self.agent.within_max_tokens
+
+    @property
     def chat_options(self) -> Mapping[str, Any]:  # type: ignore[override]
         """The options of the agent whose rollouts are forked."""
         return self.agent.chat_options

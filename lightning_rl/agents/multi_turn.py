@@ -74,6 +74,8 @@ class MultiTurn(Agent):
         ConfigError: for values out of range.
     """
 
+    within_max_tokens = True
+
     def __init__(
         self,
         environment: EnvironmentFactory,

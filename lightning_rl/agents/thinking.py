@@ -42,6 +42,8 @@ class ThinkingBudget(Agent):
             which ``<think>`` and ``</think>`` are not a token each.
     """
 
+    within_max_tokens = True
+
     def __init__(self, max_thinking_tokens: int, closing: str = f"\n{CLOSE}\n\n") -> None:
         require_at_least(1, max_thinking_tokens=max_thinking_tokens)
         if CLOSE not in closing or OPEN in closing:

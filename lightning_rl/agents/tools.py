@@ -72,6 +72,8 @@ class ToolAgent(Agent):
         ConfigError: for values out of range, or functions that cannot be tools.
     """
 
+    within_max_tokens = True
+
     def __init__(
         self,
         tools: list[Callable[..., Any]],

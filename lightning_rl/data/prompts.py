@@ -22,6 +22,7 @@ from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.vision.downloads import AT_ONCE
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
+from lightning_rl.vision.reader import reader_of
 
 _TOLD = 10
 """Number of rows without their pictures that are reported individually."""
@@ -136,9 +137,28 @@ class PromptDataset(ABC):
         key = self._encoder.key if self.max_prompt_tokens is not None else None
         self._lengths = None if key is None else self._shaped.kept(key, self._measure)
 
+    def longest(self) -> int | None:
+        """Return the most tokens that a prompt may have and is not dropped; None if not known.
+
+        It is not known if the model reads pictures, since these are read when they are drawn.
+        """
+        assert self._encoder is not None
+        if reader_of(self._encoder.tokenizer) is not None:
+            return None
+        if self._lengths is None:
+            key = self._encoder.key
+            kept = None if key is None else self._loaded().kept(key, self._measure)
+            self._lengths = self._counted() if kept is None else kept
+        limit = self.max_prompt_tokens
+        short = self._lengths if limit is None else self._lengths[self._lengths <= limit]
+        return int(short.max()) if len(short) else limit
+
     def _measure(self) -> np.ndarray:
-        """Return the number of tokens of each prompt; all were checked when they were loaded."""
         rank_zero_info(f"{self!r}: measuring {len(self)} prompts, once for this tokenizer")
+        return self._counted()
+
+    def _counted(self) -> np.ndarray:
+        """Return the number of tokens of each prompt; all were checked when they were loaded."""
         assert self._encoder is not None
         prompts = (row[self.prompt_column] for row in self._loaded().unchecked())
         return self._encoder.lengths(prompts, partial(repr, self))

@@ -79,6 +79,9 @@ class HFStreamingPrompts(PromptDataset):
         if self._stream is None:
             self._open()
 
+    def longest(self) -> int | None:
+        return self.max_prompt_tokens
+
     def _open(self) -> None:
         self._stream = open_stream(self.path, self.name, self.split, self.revision)
         self.fingerprint = f"{self!r} {self._stream.version}"

@@ -140,6 +140,14 @@ class Engine(ABC):
             ConfigError: if the engine is configured to keep it unmerged, and cannot.
         """
 
+    def follow_length(self, longest: Callable[[], int | None]) -> None:
+        """Learn, before ``start``, how long requests get, unless a length was chosen.
+
+        Args:
+            longest: returns the tokens of the longest request, prompt and completion together;
+                None: it is not known. Engines that need no length do not call it.
+        """
+
     def serve(self, roles: Mapping[str, str]) -> None:
         """Set, before ``start``, which policy plays which role; without any, there is one policy.
 

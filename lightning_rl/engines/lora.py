@@ -156,9 +156,3 @@ class LoRAEngine(Engine):
                 "send their base after them (lacks_base says when)"
             )
         return adapters, base
-
-
-def lora_hint(told: str) -> str:
-    """Return vLLM's error at start, with a hint if it does not support LoRA for the model."""
-    lacks = "does not support LoRA" in told
-    return f"{told} (set engine adapters: merged)" if lacks else told

@@ -1,7 +1,7 @@
 """PolicyEngines: one engine made of a separate engine for each policy."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +118,10 @@ class PolicyEngines(Engine):
     def follow_routing(self, wanted: bool) -> None:
         for engine in self.engines.values():
             engine.follow_routing(wanted)
+
+    def follow_length(self, longest: Callable[[], int | None]) -> None:
+        for engine in self.engines.values():
+            engine.follow_length(longest)
 
     @property
     def precision(self) -> str:

@@ -50,6 +50,16 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
     )
 
 
+def positions_in(directory: Path, trusted: bool = False) -> int | None:
+    """Return how many tokens the models below a directory have positions for, by their
+    configurations; None if none says so. The fewest count; ``trusted``: run code beside them.
+    """
+    loading = Loading(trust_remote_code=trusted)
+    configs = [load_config(str(file.parent), loading) for file in directory.rglob("config.json")]
+    named = (getattr(c.get_text_config(), "max_position_embeddings", None) for c in configs)
+    return min((positions for positions in named if positions is not None), default=None)
+
+
 def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
     """Write a model's configuration and tokenizer without weights, for an engine to push to.
 

@@ -3,7 +3,8 @@
     python -m recipes.math.make_model --like qwen3-0.6b --out runs/math
 
 For trying the recipe where there is no GPU, or no network: memory and steps are those of the real
-model, what it writes is noise. Writes `OUT/<name>`, `OUT/train.jsonl` and `OUT/heldout.jsonl`.
+model, what it writes is noise. Writes `OUT/<name>`, `OUT/train.jsonl` and `OUT/heldout.jsonl`;
+with `--no_weights` only the model's configuration and tokenizer, which `check --gpus` plans from.
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": 40_960,
     }),
+    "qwen3-8b": (Qwen3Config, {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40_960, "tie_word_embeddings": False,
+    }),
 }  # fmt: skip
 
 
@@ -98,17 +104,22 @@ def _merges(bpe: ByteLevelBPETokenizer) -> list[tuple[str, str]]:
     return [(first, second) for first, second in pairs]
 
 
-def make_model(name: str, tokenizer: Qwen2Tokenizer, **sizes: Any) -> Any:
-    """Random weights in bfloat16, as the real ones are published; `sizes` change its shape."""
+def make_config(name: str, tokenizer: Qwen2Tokenizer, **sizes: Any) -> PreTrainedConfig:
+    """The model's configuration; `sizes` change its shape."""
     kind, shape = SHAPES[name]
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = kind(**SHARED | shape | ends | sizes)
+    return kind(**SHARED | shape | ends | sizes)
+
+
+def make_model(name: str, tokenizer: Qwen2Tokenizer, **sizes: Any) -> Any:
+    """Random weights in bfloat16, as the real ones are published; `sizes` change its shape."""
+    config = make_config(name, tokenizer, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def prepare(out: Path, name: str, **sizes: Any) -> None:
+def prepare(out: Path, name: str, weights: bool = True, **sizes: Any) -> None:
     """Write to `out` what is not there yet."""
     out.mkdir(parents=True, exist_ok=True)
     train = list(problems(1000, seed=0))
@@ -118,15 +129,20 @@ def prepare(out: Path, name: str, **sizes: Any) -> None:
     thinks = name.startswith("qwen3")
     texts = [text for row in train for text in row.values()]
     tokenizer = make_tokenizer(texts, THINKING_TEMPLATE if thinks else CHAT_TEMPLATE)
-    write_model(out / name, make_model(name, tokenizer, **sizes), tokenizer)
+    if weights:
+        write_model(out / name, make_model(name, tokenizer, **sizes), tokenizer)
+        return
+    make_config(name, tokenizer, **sizes).save_pretrained(out / name)
+    tokenizer.save_pretrained(out / name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--like", choices=list(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--out", type=Path, default=Path("runs/math"))
+    parser.add_argument("--no_weights", action="store_true")
     arguments = parser.parse_args()
-    prepare(arguments.out, arguments.like)
+    prepare(arguments.out, arguments.like, weights=not arguments.no_weights)
 
 
 if __name__ == "__main__":

@@ -174,11 +174,22 @@ def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
     ]  # fmt: skip
     assert "refused: " in said[-3]  # one key-value head
     assert said[-2].startswith("use sequence 1 x tensor 1: ")
-    assert "--trainer.devices 2" in said[-1]
+    assert "--trainer.devices 2 --trainer.num_nodes 1 " in said[-1]
+    [planned] = [line for line in said if line.startswith("planned: ")]
+    assert planned.startswith("planned: 2 GPUs of 80 GiB on 1 node, which train as a Sharded")
+    assert planned.endswith("; each also has a TransformersEngine:")
+    served = ["--trainer.num_nodes", "2", "--data.engine", "VLLMServer"]
+    assert main([*command, "80", *served]) == 0
+    said = capsys.readouterr().out
+    assert "planned: 2 GPUs of 80 GiB on 2 nodes with 1 each, which" in said
+    assert "; VLLMServer has GPUs of its own, which are not planned:\n" in said
+    assert "--trainer.devices 1 --trainer.num_nodes 2 --trainer.strategy " in said
     assert main([*command, "0.0001"]) == 1
     assert "none of them fits with 5% to spare; nearest is " in capsys.readouterr().out
     assert main(["check", "--config", "good.yaml", "--gpus", "2"]) == 2
     assert "pass --gpu_memory_gb too" in capsys.readouterr().err
+    assert main([*command, "80", "--trainer.num_nodes", "4"]) == 2
+    assert "--gpus=2 cannot be divided among trainer.num_nodes=4" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Examples of the documentation build and run; that they can be read is for test_pages.py.
 
-Blocks of the README and the quickstart are tried by ``make test``, all others by ``make test-all``.
+Blocks of the README and the quickstart are built by ``make test``, all others by ``make test-all``.
+Those of the README and the pages in "Start" also run as they stand: test_printed.py.
 
 Slow: the scripts that pages show run as they stand, each in a process of its own.
 """
@@ -23,6 +24,7 @@ from tests.support.pages import (
     command_lines,
     configs_of,
     fit_arguments,
+    per_block,
     visit,
 )
 
@@ -37,17 +39,13 @@ def first_or_slow(blocks: list[Block]):
     return pytest.mark.parametrize("block", found)
 
 
-@first_or_slow([block for block in blocks_in("python") if block.runs])
+@pytest.mark.slow
+@per_block([block for block in blocks_in("python") if block.runs])
 def test_python_runs(block, tiny_model, tmp_path, monkeypatch):
     visit(block.page, tiny_model, tmp_path, monkeypatch)
-    # The same program, on the engine that starts at once, and for one iteration.
-    text = re.sub(r"VLLMLocal\(max_model_len=32\)", "TransformersEngine()", block.text)
-    text = text.replace("VLLMLocal", "TransformersEngine")
-    text = re.sub(r"iterations_per_epoch=\d\d+", "iterations_per_epoch=1", text)
+    # The same program, with the engine that it names, for one iteration.
+    text = re.sub(r"iterations_per_epoch=\d\d+", "iterations_per_epoch=1", block.text)
     exec(compile(text, block.place, "exec"), {"__name__": "__main__"})
-    if block.title == "train.py":
-        summary = json.loads((tmp_path / "lightning_logs/version_0/summary.json").read_text())
-        assert (summary["status"], summary["iterations"]) == ("completed", 1)
 
 
 @first_or_slow([b for b in blocks_in("yaml") if "run_dir" not in yaml.safe_load(b.text)])
@@ -69,18 +67,6 @@ def test_commands_build_what_they_name(block, tiny_model, tmp_path, monkeypatch)
     visit(block.page, tiny_model, tmp_path, monkeypatch)
     for arguments in commands_of(block):
         Built(arguments)
-
-
-@pytest.mark.slow
-def test_the_configuration_of_the_cli_page_runs(tiny_model, tmp_path, monkeypatch):
-    page = ROOT / "docs" / "cli.md"
-    visit(page, tiny_model, tmp_path, monkeypatch)
-    block = next(block for block in blocks_in("yaml") if block.page == page)
-    (tmp_path / "verbatim.yaml").write_text(block.text)
-    # Its precision is bf16-mixed, which the engine (vLLM) follows; one iteration is enough.
-    assert main(["fit", "--config", "verbatim.yaml", "--trainer.limit_train_batches", "1"]) == 0
-    assert "bfloat16" not in block.text
-    assert (tmp_path / "lightning_logs/version_0/checkpoints/iteration_1.ckpt").exists()
 
 
 @pytest.mark.slow

@@ -26,7 +26,12 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-PARAMETERS = {"qwen2.5-0.5b": 494_032_768, "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976}
+PARAMETERS = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-8b": 8_190_735_360,
+}
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +137,32 @@ def test_a_stand_in_has_the_true_shape(name):
     kind, shape = SHAPES[name]
     config = kind(**SHARED | shape)
     assert config.vocab_size == ROWS
-    assert config.tie_word_embeddings
+    embeddings = ROWS * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     heads = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads[0]
     hidden, layers = config.hidden_size, config.num_hidden_layers
     attention = 2 * hidden * size * sum(heads) + 2 * hidden + 3 * hidden * config.intermediate_size
     # Qwen2 has biases of queries, keys and values, Qwen3 norms of queries and keys.
     small = 2 * size if name.startswith("qwen3") else size * (heads[0] + 2 * heads[1])
-    assert ROWS * hidden + layers * (attention + small) + hidden == PARAMETERS[name]
+    assert embeddings + layers * (attention + small) + hidden == PARAMETERS[name]
+
+
+def test_the_example_for_two_nodes_is_planned_without_weights(tmp_path):
+    """As docs/launch.md shows it, with two of the 36 layers and shorter thoughts."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    prepare(tmp_path / "runs" / "math", "qwen3-8b", weights=False, num_hidden_layers=2)
+    files = ["recipes/math/grpo.yaml", f"{VARIANTS}/qwen3_8b.yaml", f"{VARIANTS}/rows.yaml"]
+    command = [sys.executable, "-m", "lightning_rl", "check"]
+    command += [word for file in files for word in ("--config", file)]
+    command += ["--model.model", "runs/math/qwen3-8b", "--model.random_init", "true"]
+    command += ["--gpus", "8", "--gpu_memory_gb", "80", "--data.sampling.max_tokens", "128"]
+    command += ["--data.agent.max_thinking_tokens", "64"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "planned: 8 GPUs of 80 GiB on 1 node, which train as a Sharded" in done.stdout
+    assert "VLLMServer has GPUs of its own" in done.stdout
+    assert "--trainer.devices 8 --trainer.num_nodes 1 " in done.stdout
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_stand_in_reads_and_writes_chats_in_qwens_form(models):

@@ -14,6 +14,7 @@ import yaml
 
 from benchmarks.support import forked
 from lightning_rl.engines.replicas.server_process import free_port
+from recipes.math.make_model import prepare
 from tests.support import slurm_cluster
 from tests.support.signalled import configure
 
@@ -27,6 +28,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = ROOT / "launch" / "slurm" / "fit.sbatch"
+TWO_NODES = SCRIPT.with_name("two_nodes.sbatch")
 OUTPUT = "lightning_rl_{job}.out"
 
 
@@ -82,14 +84,14 @@ def start_again(slurm: dict[str, str], folder: Path, job: str) -> None:
     call(slurm, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
-def wait_for_the_end(slurm: dict[str, str], folder: Path, job: str) -> str:
+def wait_for_the_end(slurm: dict[str, str], folder: Path, job: str, seconds: float = 150) -> str:
     """How the job ended, as Slurm says."""
 
     def shown() -> str:
         words = call(slurm, folder, "scontrol", "show", "job", job).split()
         return next(w.partition("=")[2] for w in words if w.startswith("JobState="))
 
-    wait_for(lambda: shown() not in ("PENDING", "RUNNING", "COMPLETING"), shown)
+    wait_for(lambda: shown() not in ("PENDING", "RUNNING", "COMPLETING"), shown, seconds)
     return shown()
 
 
@@ -173,3 +175,66 @@ def test_scancel_signals_all_tasks_while_a_run_starts(slurm, tiny_model, tmp_pat
     text = (folder / OUTPUT.format(job=job)).read_text()
     assert text.count("SIGUSR1 came while the run was starting") == 2  # each task
     assert "Traceback" not in text
+
+
+SMALL = """
+model:
+  init_args: {{model: {model}, random_init: false, gradient_checkpointing: false}}
+data:
+  init_args:
+    train_prompts: {{class_path: JSONLPrompts, init_args: {{path: {rows}/train.jsonl}}}}
+    eval_prompts: {{class_path: JSONLPrompts, init_args: {{path: {rows}/heldout.jsonl}}}}
+    rewards: [recipes.math.data.digit_share]
+    agent: {{init_args: {{max_thinking_tokens: 4}}}}
+    engine: {{init_args: {{dtype: float32}}}}
+    sampling: {{max_tokens: 16}}
+    groups_per_iteration: 4
+    group_size: 2
+    iterations_per_epoch: 2
+    eval_limit: 1
+trainer: {{accelerator: cpu, precision: 32-true, max_epochs: 1}}
+"""
+"""What makes of the example of 8B parameters one that a CPU computes."""
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
+
+
+@pytest.fixture
+def wide_slurm(tmp_path):
+    with slurm_cluster.cluster(tmp_path / "slurm", cpus=2) as environment:
+        yield environment
+
+
+def test_one_node_trains_while_servers_on_the_other_generate(wide_slurm, tmp_path):
+    """The configuration and the launch file of the example, with two processes a node."""
+    prepare(tmp_path, "qwen3-8b", **SIZES)
+    model, recipe = tmp_path / "qwen3-8b", ROOT / "recipes" / "math"
+    (tmp_path / "small.yaml").write_text(SMALL.format(model=model, rows=tmp_path))
+    files = [recipe / "grpo.yaml", recipe / "variants" / "qwen3_8b.yaml", tmp_path / "small.yaml"]
+    own = wide_slurm | {
+        "PATH": f"{Path(sys.executable).parent}:{wide_slurm['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        **dict.fromkeys(("MASTER_ADDR", "TRAINER_HOST", "ENGINE_HOST"), "127.0.0.1"),
+        "MASTER_PORT": str(free_port()),
+        "PORT": str(free_port()),
+        "MODEL": str(model),
+        "LENGTH": "512",
+        "DTYPE": "float32",
+        "SERVER_OPTIONS": "--kv-cache-memory-bytes 67108864 --enforce-eager --block-size 32 "
+        '--no-enable-chunked-prefill --hf-overrides {"tie_word_embeddings":false}',
+    }
+    given = [word for file in files for word in ("--config", str(file))]
+    small = ["--ntasks-per-node=2", "--gres=none"]
+    job = call(own, tmp_path, "sbatch", "--parsable", *small, str(TWO_NODES), *given).strip()
+    output = tmp_path / OUTPUT.format(job=job)
+    ended = wait_for_the_end(own, tmp_path, job, 600)
+    assert ended == "COMPLETED", output.read_text()[-5000:]
+    assert len((tmp_path / "servers.txt").read_text().split()) == 2
+    run = tmp_path / "runs" / "math" / "qwen3-8b" / "version_0"
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in metrics if "reward/mean" in row]
+    assert len(trained) == 2
+    assert all(row["rollout/logprob_gap_max"] < 1e-3 for row in trained)
+    assert (run / "hf" / "model.safetensors").exists()

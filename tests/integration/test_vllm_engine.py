@@ -16,8 +16,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
-from lightning_rl.engines import Sampling, VLLMLocal
+from lightning_rl.engines import RayEngine, Sampling, VLLMLocal, VLLMServer
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 from lightning_rl.run.loop.background import run_async
 from tests.support.engine_checks import (
@@ -276,6 +277,38 @@ def test_impossible_settings_are_refused(tmp_path, skeleton):
         match=r"did not start: User-specified max_model_len \(10000\) is greater [^\[]*$",
     ):
         VLLMLocal(max_model_len=10_000).start(skeleton)
+
+
+LOCAL = pytest.param(VLLMLocal, {}, id="VLLMLocal")
+REPLICATED = [
+    pytest.param(VLLMServer, {}, id="VLLMServer", marks=pytest.mark.slow),
+    pytest.param(RayEngine, {"replicas": 1}, id="RayEngine", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), [LOCAL, *REPLICATED])
+def test_without_a_length_a_request_may_fill_the_cache_and_errors_name_our_keys(
+    weights, skeleton, kind, options
+):
+    config = AutoConfig.from_pretrained(skeleton)
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    half = config.max_position_embeddings // 2
+    options = options | {"kv_cache_gb": 2 * 4 * config.num_hidden_layers * width * half / 2**30}
+    engine = kind(dtype="float32", **options)
+    engine.start(skeleton)
+    length = engine.max_length
+    assert 3 < length <= half
+    engine.load_weights(weights.items(), 0)
+    fills = Sampling(max_tokens=length - 3, min_tokens=length - 3)
+    completion = run_async(engine.generate([3, 4, 2], fills, 1))
+    engine.close()
+    assert len(completion.token_ids) == fills.max_tokens
+    hint = r"KV cache, .*set engine\.kv_cache_gb to .*, or engine\.max_model_len to at most \d"
+    engine = kind(dtype="float32", max_model_len=2 * half, **options)
+    with pytest.raises(EngineError, match=hint) as failure:
+        engine.start(skeleton)
+    engine.close()
+    assert "gpu_memory_utilization" not in str(failure.value)
 
 
 def test_it_pauses_in_one_event_loop_after_another(engine):

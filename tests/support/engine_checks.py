@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lightning_rl.agents.base import Agent
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm.local import VLLMLocal
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
+from lightning_rl.rollout import Rollout
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.tolerances import rounding
@@ -260,3 +262,11 @@ def sampled(tiny_model, make_rollout, tmp_path, sampling, count=40):
         for i, (prompt, c) in enumerate(zip(prompts, asyncio.run(run()), strict=True))
     ]  # fmt: skip
     return policy, rollouts
+
+
+def require_within_max_tokens(agent: Agent, rollout: Rollout, engine: Any, max_tokens: int) -> None:
+    """Check what ``within_max_tokens`` promises, of an engine that noted its ``requests``."""
+    assert agent.within_max_tokens
+    whole = len(rollout.prompt.token_ids) + max_tokens
+    for token_ids, sampling, _ in getattr(engine, "requests", []):
+        assert len(token_ids) + sampling.max_tokens <= whole

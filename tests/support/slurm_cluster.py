@@ -37,7 +37,7 @@ def missing() -> str | None:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[dict[str, str]]:
+def cluster(folder: Path, cpus: int = 1) -> Iterator[dict[str, str]]:
     """Start it; gives the environment in which ``sbatch`` and ``srun`` find it."""
     controller, daemon, step = (program(n) for n in ("slurmctld", "slurmd", "slurmstepd"))
     assert controller is not None
@@ -45,7 +45,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     host = socket.gethostname().partition(".")[0]
     ports = [free_port() for _ in range(3)]
     nodes = [
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1"
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}"
         for node, port in zip(NODES, ports[1:], strict=True)
     ]
     settings: dict[str, object] = {

@@ -13,6 +13,7 @@ from lightning_rl.cli.check.card import CardPlan
 from lightning_rl.cli.check.placement import placement_of
 from lightning_rl.cli.check.training import Learning, card_plan
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.parallel.expert import experts_of
@@ -91,18 +92,40 @@ def _shares_of_experts(module: RolloutModule, gpus: int) -> list[int]:
     return [n for n in range(1, gpus + 1) if gpus % n == 0 and not any(c % n for c in counts)]
 
 
+def _planned(engine: Engine, gpus: int, nodes: int, card_gb: float) -> str:
+    """Say which processes are planned, on which GPUs, and where the engine stands."""
+    place = f"{nodes} nodes with {gpus // nodes} each" if nodes > 1 else "1 node"
+    kind = type(engine).__name__
+    if engine.serves_all_ranks:
+        where = f"{kind} has GPUs of its own, which are not planned"
+    elif engine.sleep_level is None:
+        where = f"each also has a {kind}"
+    else:
+        where = f"each also has a {kind}, which sleeps during updates"
+    return (
+        f"planned: {gpus} GPUs of {card_gb:g} GiB on {place}, which train as a ShardedStrategy and "
+        f"share weights, gradients and optimizer state; {where}:"
+    )
+
+
 def choose(
     module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], gpus: int, card_gb: float
 ) -> tuple[list[str], bool]:
     """Return lines of text, and True if a way to share fits.
 
     Raises:
-        ConfigError: as ``configure_model`` does.
+        ConfigError: as ``configure_model`` does; if the nodes cannot have equally many of the GPUs.
     """
+    nodes = module.trainer.num_nodes
+    if gpus % nodes:
+        raise ConfigError(
+            f"--gpus={gpus} cannot be divided among trainer.num_nodes={nodes}; pass the GPUs of "
+            f"all nodes together, a multiple of {nodes}"
+        )
     with torch.device("meta"):
         module.configure_model()
     found = list(candidates(module, data, prompts, gpus, card_gb))
-    lines = [f"{gpus} GPUs of {card_gb:g} GiB, which share weights, gradients and optimizer state:"]
+    lines = [_planned(data.engine, gpus, nodes, card_gb)]
     lines += [f"  {candidate.line()}" for candidate in found]
     best = next((candidate for candidate in found if candidate.fits), None)
     if best is None:
@@ -116,7 +139,8 @@ def choose(
         *lines,
         f"use {best.name}: it leaves {SPARE:.0%} of each GPU free "
         "with the fewest GPUs per pack, and among equals it sends the least data per layer:",
-        f"  --trainer.devices {gpus} --trainer.strategy lightning_rl.ShardedStrategy "
+        f"  --trainer.devices {gpus // nodes} --trainer.num_nodes {nodes} "
+        "--trainer.strategy lightning_rl.ShardedStrategy "
         f"--trainer.strategy.sequence {best.sequence} --trainer.strategy.tensor {best.tensor}"
         + (f" --trainer.strategy.expert {best.expert}" if best.expert > 1 else ""),
     ], True

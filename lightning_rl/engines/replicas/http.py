@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from lightning_rl.engines.holdings import Holdings
-from lightning_rl.engines.lora import lora_hint
 from lightning_rl.engines.replicas.replica import (
     HEALTH_TIMEOUT_S,
     Replica,
@@ -24,6 +23,7 @@ from lightning_rl.engines.replicas.replica import (
 from lightning_rl.engines.replicas.server_access import CLAIM, RUN_HEADER, TAKEN
 from lightning_rl.engines.replicas.server_process import ListeningServer
 from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.engines.start_hints import with_hint
 from lightning_rl.errors import (
     EngineError,
     ReplicaError,
@@ -136,9 +136,7 @@ class HTTPReplica(Replica):
                 while (found := await self._health_problem()) is not None:
                     why = found
                     if self._process is not None and not self._process.running:
-                        raise ReplicaError(
-                            f"vLLM did not start: {_with_hint(self._process.tail())}"
-                        )
+                        raise ReplicaError(f"vLLM did not start: {_told(self._process.tail())}")
                     waited = loop.time() - begin
                     if self._launch is None and waited >= notice:
                         notice += _NEXT_NOTICE_S
@@ -371,10 +369,10 @@ class ServerRefusal(EngineError):
         return (str(self), self.status)
 
 
-def _with_hint(tail: str) -> str:
+def _told(tail: str) -> str:
     """Return the end of a server's output, with a hint at the likely cause."""
     if "unrecognized arguments" not in tail:
-        return lora_hint(tail)
+        return with_hint(tail)
     return (
         f"{tail}; unless this is caused by the engine's options, this vLLM is not the version that "
         "`lightning-rl doctor` names"

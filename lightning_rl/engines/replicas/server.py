@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,10 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
     def _lacks_adapters(self) -> str | None:
         # What vLLM there is at urls, each says when it is connected.
         return None if self.urls is not None else super()._lacks_adapters()
+
+    def follow_length(self, longest: Callable[[], int | None]) -> None:
+        if self.urls is None:  # else the servers have theirs
+            super().follow_length(longest)
 
     @property
     def max_length(self) -> int:

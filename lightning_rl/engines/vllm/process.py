@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_rl.engines.lora import lora_hint
 from lightning_rl.engines.replicas.server_process import validation_failure
+from lightning_rl.engines.start_hints import with_hint
 from lightning_rl.engines.vllm.classes import transformers_unchanged
 from lightning_rl.engines.vllm.cpu import (
     keep_global_randomness,
@@ -164,7 +164,7 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
             with transformers_unchanged():
                 llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments), context)
         except (ValueError, RuntimeError, TypeError, AssertionError) as error:
-            raise EngineError(f"vLLM did not start: {lora_hint(last_line(error))}") from error
+            raise EngineError(f"vLLM did not start: {with_hint(last_line(error))}") from error
     if on_cpu and arguments["enforce_eager"]:
         llm.apply_model(use_cpu_kernels)
     finalizer = getattr(llm.engine_core, "_finalizer", None)

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -69,7 +69,7 @@ class EngineSettings:
             "model": str(model_dir if on_cpu else lasting(model_dir)),  # CPUs compile nothing
             "dtype": self.dtype,
             "load_format": "dummy",  # weights come from the trainer, by a push
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.max_model_len or -1,  # as much as fits into the cache
             "max_num_seqs": self.max_num_seqs,
             # Also beside a given cache: this share must be free for vLLM to start at all.
             "gpu_memory_utilization": self.gpu_memory_utilization,
@@ -155,7 +155,9 @@ class VLLMEngine(LoRAEngine):
 
     Args:
         dtype: dtype of the engine's weights; None: the trainer's, but ``bfloat16`` on GPUs.
-        max_model_len: maximum tokens of prompt plus completion; None: the model's maximum.
+        max_model_len: maximum tokens of prompt plus completion; None: what the longest prompt and
+            ``max_tokens`` take, or, where requests may get longer, as much as fits into the KV
+            cache, at most the model's maximum.
         kv_cache_gb: size of the KV cache in GiB per process; None: chosen by vLLM from
             ``gpu_memory_utilization`` (on CPUs 0.25, since vLLM would take nearly all memory).
         gpu_memory_utilization: share of the GPU's memory that a vLLM process may use.
@@ -205,6 +207,7 @@ class VLLMEngine(LoRAEngine):
             batch_invariant=batch_invariant,
         )
         self.max_model_len = max_model_len
+        self._longest: int | None = None
 
     def follow_dtype(self, dtype: str) -> None:
         super().follow_dtype(self._dtype_beside(dtype) if self.chosen_dtype is None else dtype)
@@ -219,16 +222,21 @@ class VLLMEngine(LoRAEngine):
         if self._settings.cast_lm_head_to_fp32 is None and not self.running:
             self._settings = replace(self._settings, cast_lm_head_to_fp32=fp32)
 
+    def follow_length(self, longest: Callable[[], int | None]) -> None:
+        chosen = self.max_model_len or self._settings.options.get("max_model_len")
+        if chosen is None and not self.running:
+            self._longest = longest()
+
     @property
     def precision(self) -> str:
         return self._settings.quantization or self.dtype
 
     @property
     def settings(self) -> EngineSettings:
-        """The settings, including those that follow from the trainer."""
+        """The settings, including those that follow from the trainer and the prompts."""
         lora = {} if self.lora_rank is None else lora_options(1, self.lora_rank)
-        options = self._settings.options | lora
-        return replace(self._settings, dtype=self.dtype, options=options)
+        options, length = self._settings.options | lora, self.max_model_len or self._longest
+        return replace(self._settings, dtype=self.dtype, max_model_len=length, options=options)
 
     def memory_here(self, elements: int, card: int) -> tuple[int, int]:
         """Return the GPU memory that vLLM takes: its share, or weights plus a given KV cache.

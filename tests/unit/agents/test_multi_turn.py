@@ -36,7 +36,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Picture, Prompt, Rollout, RolloutStatus
 from tests.support.agents import Sums, long_game
-from tests.support.engine_checks import FakeEngine, same_draws
+from tests.support.engine_checks import FakeEngine, require_within_max_tokens, same_draws
 from tests.support.tiny_models import CHATML, chatml_tokenizer
 from tests.support.tolerances import scores_rounding
 
@@ -89,7 +89,9 @@ def play(tokenizer) -> Callable[..., Rollout]:
         agent = MultiTurn(environment, **limits)
         agent.configure(tokenizer)
         sampling = sampling or Sampling(max_tokens=40)
-        return asyncio.run(agent.run(rollout or new(), engine, sampling))
+        played = asyncio.run(agent.run(rollout or new(), engine, sampling))
+        require_within_max_tokens(agent, played, engine, sampling.max_tokens)
+        return played
 
     return run
 

@@ -17,7 +17,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from tests.support.engine_checks import FakeEngine
+from tests.support.engine_checks import FakeEngine, require_within_max_tokens
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 
@@ -63,7 +63,9 @@ SAMPLING = Sampling(max_tokens=20)
 
 
 def run(agent, rollout, engine, sampling=SAMPLING):
-    return asyncio.run(agent.run(rollout, engine, sampling))
+    asyncio.run(agent.run(rollout, engine, sampling))
+    require_within_max_tokens(agent, rollout, engine, sampling.max_tokens)
+    return rollout
 
 
 def texts_by_mask(tokenizer, rollout):

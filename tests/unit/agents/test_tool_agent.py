@@ -24,7 +24,7 @@ from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.support.agents import AlwaysCalls, ShortTurns, add
-from tests.support.engine_checks import FakeEngine, own_logprobs
+from tests.support.engine_checks import FakeEngine, own_logprobs, require_within_max_tokens
 from tests.support.tiny_models import chat_tokenizer, save_chat_model
 
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -79,6 +79,7 @@ def play(*turns, max_tokens=5000, rollout=None, engine=None, tools=(add,), **opt
     engine = engine or Script(*turns)
     rollout = rollout or new_rollout(agent)
     asyncio.run(agent.run(rollout, engine, Sampling(max_tokens=max_tokens)))
+    require_within_max_tokens(agent, rollout, engine, max_tokens)
     return rollout, engine
 
 

@@ -1,0 +1,43 @@
+"""The length of an engine: what a run's longest request takes, where that is known beforehand."""
+
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_rl.collect.tasks import Task
+from lightning_rl.engines.base import Engine
+from lightning_rl.models.model_files import positions_in
+
+
+def follow_requests(engine: Engine, tasks: Sequence[Task], model_dir: Path) -> None:
+    """Tell an engine, before it starts from ``model_dir``, how long the tasks' requests get."""
+    trusted = engine.trust_remote_code
+    engine.follow_length(cache(partial(_longest_request, tasks, model_dir, trusted)))
+
+
+def _longest_request(tasks: Sequence[Task], model_dir: Path, trusted: bool) -> int | None:
+    """Return the tokens of the longest request, None if it is not known, and report which."""
+    found = []
+    for task in tasks:
+        if not task.agent.within_max_tokens:
+            return _as_much_as_fits(f"requests of {type(task.agent).__name__} grow by turns")
+        longest = task.prompts.longest()
+        if longest is None:
+            return _as_much_as_fits(f"{task.prompts!r} is not measured without max_prompt_tokens")
+        # A push is probed with two tokens, whatever max_tokens is.
+        found.append((longest + max(2, task.sampling.max_tokens), longest))
+    tokens, longest = max(found)
+    positions = positions_in(model_dir, trusted)
+    if positions is not None and tokens > positions:
+        return _as_much_as_fits(f"the longest prompt has {longest} tokens, the model {positions}")
+    rank_zero_info(
+        f"the engine's length is {tokens} tokens: the longest prompt has {longest}, a completion "
+        f"up to {tokens - longest}"
+    )
+    return tokens
+
+
+def _as_much_as_fits(why: str) -> None:
+    rank_zero_info(f"the engine's length is as much as fits into its KV cache, since {why}")
