@@ -21,7 +21,7 @@ def parts_of(name: str, score: Any) -> dict[str, Number]:
 
     Raises:
         ValueError: for a part that is not a number, not finite, or beyond ±1e6; names the part.
-            Also for a part called ``reward`` beside others without ``score``: it may mean the total.
+            Also for a part called ``reward`` beside others without ``score``: it may be the total.
     """
     plain = plain_score(score)
     if not isinstance(plain, dict | list):
