@@ -22,8 +22,7 @@ def copy_recipes(place: Path) -> list[Path]:
     Raises:
         DiskError: if they cannot be written there.
     """
-    installed, checkout = LIBRARY / "recipes", LIBRARY.parent / "recipes"
-    shipped = installed if installed.is_dir() else checkout
+    shipped = _shipped()
     missing = []
     try:
         for source in sorted(shipped.rglob("*")):
@@ -43,9 +42,17 @@ def copy_recipes(place: Path) -> list[Path]:
     return missing
 
 
+def _shipped() -> Path:
+    installed, checkout = LIBRARY / "recipes", LIBRARY.parent / "recipes"
+    return installed if installed.is_dir() else checkout
+
+
 def main(arguments: Sequence[str]) -> int:
     """Copy the recipes if there are none, then run ``recipes/smollm2``."""
     here = Path.cwd()
+    if {"-h", "--help"} & set(arguments):
+        sys.path.append(str(_shipped().parent))  # the recipe's own help, without a copy
+        return int(import_module(_RECIPE).main(arguments))
     if copied := copy_recipes(here):
         print(f"wrote {len(copied)} files to {here / 'recipes'}: recipes to read and to change")
     sys.path.insert(0, str(here))

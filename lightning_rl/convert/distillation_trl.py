@@ -45,6 +45,11 @@ def with_teacher(values: Mapping[str, Any]) -> dict[str, Any]:
     return DEFAULTS[trainer] | dict(values)
 
 
+def names_trainer(values: Mapping[str, Any]) -> bool:
+    """Return True if a name is among the values that only a distillation's configuration has."""
+    return any(telling & values.keys() for telling in _TELLING.values())
+
+
 def distils(given: Given) -> bool:
     """Return True if the values belong to a trainer that learns from a teacher."""
     return given.says(_TEACHER)

@@ -25,6 +25,28 @@ from lightning_rl.models.pretrained import REFUSED
 from lightning_rl.rollout import SAMPLED_BY
 
 TRL = table("trl")
+OTHERS = {
+    "SFTConfig": (
+        {
+            *("dataset_text_field", "packing", "packing_strategy", "eval_packing", "padding_free"),
+            *("assistant_only_loss", "completion_only_loss", "max_seq_length", "dataset_kwargs"),
+        },
+        "SFTModule with SFTDataModule",
+    ),
+    "DPOConfig": (
+        {
+            *("rpo_alpha", "label_smoothing", "precompute_ref_log_probs", "reference_free"),
+            *("f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting"),
+        },
+        "DPOModule with PairDataModule",
+    ),
+    "KTOConfig": ({"desirable_weight", "undesirable_weight"}, "KTOModule with KTODataModule"),
+    "RewardConfig": (
+        {"center_rewards_coefficient"},
+        "RewardModelModule with RewardPairDataModule",
+    ),
+}
+"""TRL's configurations that are not converted: names that only they have, and our counterpart."""
 NEMO_RL = {"grpo", "policy", "data", "cluster"}
 """Sections of a NeMo-RL configuration."""
 
@@ -74,8 +96,17 @@ def require_grpo_config(values: Mapping[str, Any]) -> None:
     """Refuse names and values of a library other than TRL.
 
     Raises:
-        ConfigError: if most names are not parameters of a GRPOConfig.
+        ConfigError: if most names are not parameters of a GRPOConfig, or one belongs only to the
+            configuration of another trainer.
     """
+    for config, (telling, ours) in OTHERS.items():
+        # A distillation's configuration extends SFTConfig.
+        found = sorted(telling & values.keys())
+        if found and not distillation.names_trainer(values):
+            raise ConfigError(
+                f"{', '.join(found)}: it looks like TRL's {config}, which convert does not read; "
+                f"write a configuration of {ours} (lightning-rl help {ours.split()[0]})"
+            )
     known = _defaults_of_bases().keys() | TRL.keys() | {KEY}
     others = [name for name in values if name.partition(".")[0] not in known]
     if 2 * len(others) > len(values):

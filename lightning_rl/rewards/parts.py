@@ -21,12 +21,18 @@ def parts_of(name: str, score: Any) -> dict[str, Number]:
 
     Raises:
         ValueError: for a part that is not a number, not finite, or beyond ±1e6; names the part.
+            Also for a part called ``reward`` beside others without ``score``: it may be the total.
     """
     plain = plain_score(score)
     if not isinstance(plain, dict | list):
         _require_fit(plain, f"{score!r:.200}")
         return {name: plain}
     parts = plain if isinstance(plain, dict) else {str(i): part for i, part in enumerate(plain)}
+    if "reward" in parts and WHOLE not in parts and len(parts) > 1:
+        raise ValueError(
+            f"returned {score!r:.200}; a mapping is summed unless it has a {WHOLE!r}: rename "
+            f"'reward' to {WHOLE!r} if it is the total, or to another name if it is a part"
+        )
     if not parts:
         raise ValueError(f"returned {score!r}; a list or mapping must have at least one score")
     applying = [part for part in parts.values() if part is not None]

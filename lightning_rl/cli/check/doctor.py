@@ -26,6 +26,7 @@ from lightning_rl.cli.check.doctor_gpu import (
     check_sandbox,
     gpu_checks,
 )
+from lightning_rl.cli.process import CommandParser
 from lightning_rl.run.processes.machine import (
     GPU,
     IN_PROCESS,
@@ -273,10 +274,14 @@ def render(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def main(_: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Print the report; returns 1 if a problem is serious (training would crash or be wrong), else
     0.
+
+    Raises:
+        ConfigError: for an option, since it takes none.
     """
+    CommandParser("doctor", "Check versions, engine, devices and threads.").parse_args(arguments)
     checks = diagnose()
     print(render(checks))
     return int(any(check.serious for check in checks))

@@ -48,6 +48,8 @@ def checked(where: str, record: Any) -> Record:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a rollout as a JSON object, got {shortened(record)}")
     try:
+        if "rows" not in record and "token_ids" in record:
+            raise _WrongFormError("token_ids stands outside of rows, as in an earlier, flat form")
         made: Record = {"iteration": 0} | _filled("", whole(record), Rollout)
         for name, hint in (("iteration", int), ("id", str)):
             _check(name, made.get(name, hint()), hint)

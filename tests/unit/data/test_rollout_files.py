@@ -13,6 +13,7 @@ import pytest
 
 from lightning_rl.cli import main
 from lightning_rl.data.rollouts.files import open_rollouts
+from lightning_rl.data.rollouts.form import checked
 from lightning_rl.data.rollouts.store import RolloutStore
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import RolloutStatus, Row
@@ -422,3 +423,8 @@ def test_two_files_are_compared_prompt_by_prompt(make_rollout, tmp_path, capsys)
     open_rollouts(tmp_path / "other.jsonl").append([other], 0)
     assert main(["rollouts", new, "--against", str(tmp_path / "other.jsonl")]) == 2
     assert "prompt 'a' is another in" in capsys.readouterr().err
+
+
+def test_a_flat_record_is_refused_by_name():
+    with pytest.raises(DataError, match="token_ids stands outside of rows"):
+        checked("f.jsonl:1", {"prompt": "a", "token_ids": [1, 2]})

@@ -128,3 +128,10 @@ def test_what_was_graded_goes_on_from_a_checkpoint_as_it_is(rollouts):
     again = [Rollout.from_dict(json.loads(json.dumps(r.to_dict()))) for r in rollouts]
     run_async(Rewards([graded]).grade([again]))
     assert again == rollouts
+
+
+def test_a_part_called_reward_beside_others_is_refused():
+    with pytest.raises(ValueError, match="rename 'reward' to 'score'"):
+        parts_of("f", {"reward": 1, "a": 0.5})
+    assert parts_of("f", {"reward": 1}) == {"f": 1.0, "f/reward": 1.0}
+    assert parts_of("f", {"score": 1, "reward": 3, "a": 0.5})["f"] == 1.0

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from lightning_rl.cli.check import doctor
 from lightning_rl.cli.check.doctor import GIB
 from lightning_rl.cli.check.doctor_gpu import Check
+from lightning_rl.errors import ConfigError
 from lightning_rl.run.processes.machine import GPU, driver_gpus, memory_bytes, usable_cores
 
 LIGHTNING = Requirement("lightning>=2.6.6,<2.7")
@@ -210,3 +211,8 @@ def test_cores_and_memory_do_not_exceed_the_machines():
 def test_a_machine_without_an_nvidia_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     assert driver_gpus() == []
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(ConfigError, match="unrecognized arguments: --x"):
+        doctor.main(["--x"])
