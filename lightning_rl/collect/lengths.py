@@ -19,25 +19,28 @@ def follow_requests(engine: Engine, tasks: Sequence[Task], model_dir: Path) -> N
 
 def _longest_request(tasks: Sequence[Task], model_dir: Path, trusted: bool) -> int | None:
     """Return the tokens of the longest request, None if it is not known, and report which."""
+
+    def as_much_as_fits(why: str) -> None:
+        rank_zero_info(f"the engine's length is as much as fits into its KV cache, since {why}")
+
     found = []
     for task in tasks:
         if not task.agent.within_max_tokens:
-            return _as_much_as_fits(f"requests of {type(task.agent).__name__} grow by turns")
+            as_much_as_fits(f"requests of {type(task.agent).__name__} grow by turns")
+            return None
         longest = task.prompts.longest()
         if longest is None:
-            return _as_much_as_fits(f"{task.prompts!r} is not measured without max_prompt_tokens")
+            as_much_as_fits(f"{task.prompts!r} is not measured without max_prompt_tokens")
+            return None
         # A push is probed with two tokens, whatever max_tokens is.
         found.append((longest + max(2, task.sampling.max_tokens), longest))
     tokens, longest = max(found)
     positions = positions_in(model_dir, trusted)
     if positions is not None and tokens > positions:
-        return _as_much_as_fits(f"the longest prompt has {longest} tokens, the model {positions}")
+        as_much_as_fits(f"the longest prompt has {longest} tokens, the model {positions}")
+        return None
     rank_zero_info(
         f"the engine's length is {tokens} tokens: the longest prompt has {longest}, a completion "
         f"up to {tokens - longest}"
     )
     return tokens
-
-
-def _as_much_as_fits(why: str) -> None:
-    rank_zero_info(f"the engine's length is as much as fits into its KV cache, since {why}")
