@@ -29,6 +29,7 @@ from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.calling import require_free
 from lightning_rl.run.hooks import datamodule_of, is_fast_dev_run
 from lightning_rl.run.processes.dist import announced, every_rank, from_rank_zero
 from lightning_rl.run.seeding import run_seed
@@ -117,6 +118,7 @@ class EvaluateRollouts(RLCallback):
         for agent in self._agents:
             agent.configure(tokenizer)
         self.prompts.load(tokenizer, self.agent.chat_options)
+        require_free(self.prompts.row_columns(), repr(self.prompts))
         computes_in = compute_dtype(trainer)
         self.engine.serve({})
         self.engine.follow_dtype(computes_in)

@@ -50,6 +50,7 @@ from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.tokenizer import with_chat_variables
 from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.calling import require_free
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.files.resume import check_early, enter_directory, leave_directory
@@ -378,6 +379,8 @@ class RLDataModule(CollectingDataModule):
         for prompts in (self.train_prompts, self.expert_prompts, self.eval_prompts):
             if prompts is not None:
                 prompts.load(tokenizer, self.agent.chat_options)
+                if prompts is not self.expert_prompts:
+                    require_free(prompts.row_columns(), repr(prompts))
         # Where the configuration tells the engine's length, do not start it only to refuse.
         limit = getattr(self.engine, "max_model_len", None)
         if limit is not None:

@@ -98,7 +98,9 @@ class Prompt:
     ``columns`` the row's other fields, which rewards receive by name. ``set`` is the name of the
     prompt set it was drawn from, if a run has several; ids are unique within a set. ``pictures``
     are in order: each stands in ``token_ids`` as as many placeholders as the model reads for
-    it, from its index in ``places`` on.
+    it, from its index in ``places`` on. ``begun`` is the beginning of the model's turn where the
+    row's chat ends in one: ``token_ids`` end with it, ``prompt`` is the chat before it, and a
+    rollout's ``completion`` begins with it.
     """
 
     id: str
@@ -108,9 +110,17 @@ class Prompt:
     set: str = ""
     pictures: list[Picture] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+    begun: str = ""
 
     def __post_init__(self) -> None:
         self.pictures = _pictures(self.pictures)
+
+    @property
+    def asked(self) -> Any:
+        """The prompt as the row has it, with the turn that is begun."""
+        if isinstance(self.prompt, str) or not self.begun:
+            return self.prompt
+        return [*self.prompt, {"role": "assistant", "content": self.begun}]
 
     def copy(self) -> "Prompt":
         """Return an equal prompt with its own lists and dictionaries, so that it can be changed

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.rows import drop_unasked
+from lightning_rl.data.ends import ends_of
 from lightning_rl.data.routing import extended
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, request_seed, seed_of
@@ -128,6 +129,18 @@ async def generate_turn(
     )
     append_written(rollout, completion)
     return completion
+
+
+def is_over(turn: list[int], sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if a turn that a resumed rollout holds had ended: by an end token, or by a stop
+    string, which may end inside of the last token.
+    """
+    ends = ends_of(tokenizer)
+    if ends.ended(turn) or not (turn and sampling.stop):
+        return ends.ended(turn)
+    text, before = (str(tokenizer.decode(t, skip_special_tokens=True)) for t in (turn, turn[:-1]))
+    known = len(before.rstrip("\ufffd"))  # less what is no whole character yet
+    return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in sampling.stop)
 
 
 def append_written(rollout: Rollout, completion: Completion) -> None:

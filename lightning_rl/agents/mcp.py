@@ -92,7 +92,17 @@ class MCPTools:
             run_async(_end(connection))
 
     async def _listed(self) -> Sequence[Any]:
-        return list((await (await self._connected()).client.list_tools()).tools)
+        client = (await self._connected()).client
+        found, cursor, seen = [], None, set[str]()
+        while True:  # page by page
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+            if cursor in seen:
+                raise EpisodeError(f"{self!r} lists its tools without end: page {cursor!r} again")
+            seen.add(cursor)
 
     async def __call__(self, name: str, /, **arguments: Any) -> Any:
         """Call a tool; return its result: a text, or the content parts of a message with images.

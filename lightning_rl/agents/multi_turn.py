@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from lightning_rl.agents.base import (
     append_given,
     end,
     generate_turn,
+    is_over,
     record_turns,
     recorded_turns,
     require_seconds,
@@ -34,6 +35,7 @@ from lightning_rl.rollout import (
     Message,
     Picture,
     Placed,
+    Prompt,
     Rollout,
     RolloutStatus,
     as_text,
@@ -97,9 +99,10 @@ class MultiTurn(Agent):
         self.allow_rewrites = allow_rewrites
         self.picture_limits = picture_limits
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._template: TurnTemplate | None = None
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template = tokenizer, None
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         try:
@@ -119,7 +122,7 @@ class MultiTurn(Agent):
         if self._tokenizer is None:
             raise ConfigError("MultiTurn has no tokenizer yet; call configure(tokenizer) first")
         name_crashes()  # of the environment
-        chat = None if isinstance(rollout.prompt.prompt, str) else self._chat
+        chat = None if isinstance(rollout.prompt.prompt, str) else self._chat_of(rollout.prompt)
         with _blaming("environment"):
             environment = self.environment(rollout.prompt.copy())
         episode = _Episode(self, rollout, environment, self._tokenizer, chat)
@@ -130,13 +133,15 @@ class MultiTurn(Agent):
             with _blaming(f"{type(environment).__name__}.close"):
                 await resolve(environment.close())
 
-    @cached_property
-    def _chat(self) -> TurnTemplate:
-        """The template that continues chats; made for the first chat, as text needs none."""
+    def _chat_of(self, prompt: Prompt) -> TurnTemplate:
+        """Return the template that continues a row's chat."""
         assert self._tokenizer is not None
-        template = TurnTemplate(self._tokenizer)
-        template.check([_user("Reply.")], allow_rewrites=self.allow_rewrites)
-        return template
+        if self._template is None:  # text needs none
+            self._template = TurnTemplate(self._tokenizer)
+        check = partial(
+            TurnTemplate.check, reply=[_user("Reply.")], allow_rewrites=self.allow_rewrites
+        )
+        return self._template.of_row(prompt.columns, check)
 
 
 class _Episode:
@@ -175,10 +180,10 @@ class _Episode:
             if not answer and not self._is_over(turn, sampling):
                 turn, cut = await self._write(turn, engine, sampling)
             if turn:
-                self.messages.append({"role": "assistant", "content": self._text(turn)})
+                self.messages.append({"role": "assistant", "content": self._said(turn, number)})
             if cut is not None:
                 return cut
-            reply = await self._ask(turn)
+            reply = await self._ask(self._said(turn, number))
             with _blaming(f"{type(self.environment).__name__}.step"):
                 messages, pictures = pictures_of(_as_messages(reply), self.limits.picture_limits)
             self.messages += messages
@@ -214,14 +219,17 @@ class _Episode:
         """Tell whether a turn found in a rollout was complete."""
         if not turn:
             return False
-        ended = self.ends.ended(turn)
-        stopped = bool(sampling.stop) and self._text(turn).endswith(tuple(sampling.stop))
-        return ended or stopped or len(turn) == self.limits.max_turn_tokens
+        longest = self.limits.max_turn_tokens
+        return is_over(turn, sampling, self.tokenizer) or len(turn) == longest
 
-    async def _ask(self, turn: list[int]) -> Reply:
+    def _said(self, turn: list[int], number: int) -> str:
+        """Return a turn as text, with what the prompt has begun of the first."""
+        return ("" if number else self.rollout.prompt.begun) + self._text(turn)
+
+    async def _ask(self, turn: str) -> Reply:
         name = f"{type(self.environment).__name__}.step"
         with _blaming(name):
-            reply = await resolve(self.environment.step(self._text(turn)))
+            reply = await resolve(self.environment.step(turn))
             if not isinstance(reply, Reply):
                 raise TypeError(f"returned {reply!r:.80}; expected a Reply")
             if not math.isfinite(reply.reward):

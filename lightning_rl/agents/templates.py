@@ -1,9 +1,10 @@
 """Chat formats of model families: the text between two turns, and the syntax of tool calls."""
 
+import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.chats import NO_TEMPLATE, row_options
 from lightning_rl.data.ends import MARK, QUESTION, ends_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Picture, Placed, of_whole_characters
@@ -41,14 +43,11 @@ class TurnTemplate:
         self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
     ) -> None:
         if tokenizer.chat_template is None:
-            raise ConfigError(
-                "a multi-turn chat needs a tokenizer with a chat template and an end token; use "
-                "the instruct model, or set tokenizer.chat_template and tokenizer.eos_token "
-                "and save the tokenizer"
-            )
+            raise ConfigError(f"an agent that continues chats needs a chat template: {NO_TEMPLATE}")
         self.tokenizer = tokenizer
         self.chat_options = dict(chat_options or {})
         self.ends = ends_of(tokenizer)
+        self._of_rows: dict[str, TurnTemplate] = {}
         self._end_texts = list(map(str, tokenizer.convert_ids_to_tokens([*self.ends.token_ids])))
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
@@ -74,6 +73,22 @@ class TurnTemplate:
                 "template knows such messages"
             ) from error
         return str(text)
+
+    def of_row(
+        self, columns: Mapping[str, Any], check: Callable[["TurnTemplate"], None]
+    ) -> "TurnTemplate":
+        """Return the template with the variables that a row gives it, checked once for each value.
+
+        Raises:
+            ConfigError: what ``check`` raises.
+        """
+        options = row_options(columns)
+        key = json.dumps(options, sort_keys=True)
+        if key not in self._of_rows:
+            one = TurnTemplate(self.tokenizer, options | self.chat_options) if options else self
+            check(one)
+            self._of_rows[key] = one
+        return self._of_rows[key]
 
     def suffix(
         self, wrote: Sequence[int], reply: Sequence[Message], calls: Sequence[Message] = ()

@@ -98,7 +98,7 @@ class ThinkingBudget(Agent):
         }
         # Where penalties make two rows of it, it is one completion nevertheless.
         said = ends_of(tokenizer).cut(written)
-        text = str(tokenizer.decode(said, skip_special_tokens=True))
+        text = rollout.prompt.begun + str(tokenizer.decode(said, skip_special_tokens=True))
         chat = not isinstance(rollout.prompt.prompt, str)
         rollout.completion = [{"role": "assistant", "content": text}] if chat else text
         return rollout

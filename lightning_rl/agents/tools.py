@@ -19,6 +19,7 @@ from lightning_rl.agents.base import (
     append_given,
     end,
     generate_turn,
+    is_over,
     record_turns,
     require_seconds,
     room,
@@ -63,6 +64,9 @@ class ToolAgent(Agent):
             ``MCPTools``, which are all tools of a server.
         parser: reads calls in the model family's format; Hermes by default.
         max_turns: maximum number of the model's turns; calls in the last one are not run.
+        max_calls_per_turn: how many calls of one turn are run; each further one is answered by an
+            error that says so. None: all of them. Calls whose shortest answers already exceed the
+            room left are never run: the rollout ends as ``length``.
         call_timeout: time limit of one call, in seconds.
         max_seconds: maximum wall time of one rollout; None: no limit.
         allow_rewrites: accept a chat template that shows earlier turns differently from how the
@@ -82,14 +86,16 @@ class ToolAgent(Agent):
         call_timeout: float = 10.0,
         max_seconds: float | None = None,
         allow_rewrites: bool = False,
+        max_calls_per_turn: int | None = None,
     ) -> None:
-        require_at_least(1, max_turns=max_turns)
+        require_at_least(1, max_turns=max_turns, max_calls_per_turn=max_calls_per_turn)
         require_seconds(max_seconds)
         self.toolbox = Toolbox(tools, call_timeout)
         self.parser = parser or HermesParser()
         self.max_turns = max_turns
         self.max_seconds = max_seconds
         self.allow_rewrites = allow_rewrites
+        self.max_calls_per_turn = max_calls_per_turn
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._template: TurnTemplate | None = None
         self._reader: CallReader | None = None
@@ -108,7 +114,7 @@ class ToolAgent(Agent):
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         template = TurnTemplate(tokenizer, self.chat_options)
         call = call_message(self._sample_call(), 0)
-        template.check([tool_reply(call, "A result.")], [call], self.allow_rewrites)
+        self._check_rewrites(template)
         self._reader = CallReader(self.parser, tokenizer, self.toolbox.schemas)
         self._check_prompt(template)
         self._check_parser(template, call)
@@ -146,48 +152,61 @@ class ToolAgent(Agent):
         """
         if self._template is None:
             raise ConfigError("ToolAgent has no tokenizer yet; call configure(tokenizer) first")
+        template = self._template.of_row(rollout.prompt.columns, self._check_rewrites)
         while True:
             if not (messages and messages[-1].get("tool_calls")):
-                left = room(rollout, engine, sampling)
-                if left < 1:
-                    return "length"
-                begun = len(_last_turn(rollout))
-                completion = await generate_turn(rollout, engine, sampling, left, begun)
-                if completion.finish_reason == "abort":
-                    return "abort"
-                whole = completion.finish_reason == "stop"
-                messages.append(await self._read(_last_turn(rollout), messages, parse=whole))
-                if not whole:
-                    return completion.finish_reason
+                reason = await self._write(rollout, engine, sampling)
+                if reason == "abort":
+                    return reason
+                if turn := _last_turn(rollout):
+                    begun = "" if messages else rollout.prompt.begun
+                    whole = reason == "stop"
+                    messages.append(await self._read(turn, messages, whole, begun))
+                if reason != "stop":
+                    return reason
             calls = messages[-1].get("tool_calls")
             if not calls:
                 return "stop"
             if sum(message["role"] == "assistant" for message in messages) == self.max_turns:
                 return "max_turns"
-            shown = await self.toolbox.answer(calls)
+            turn, left = _last_turn(rollout), room(rollout, engine, sampling)
+            if len(template.suffix(turn, [tool_reply(call, "") for call in calls], calls)) >= left:
+                return "length"  # whatever the tools answer
+            shown = await self.toolbox.answer(calls, self.max_calls_per_turn)
             results, pictures = pictures_of(shown, self.toolbox.picture_limits)
-            suffix, placed = self._template.seen_suffix(
-                _last_turn(rollout), results, pictures, calls
-            )
-            if len(suffix) >= room(rollout, engine, sampling):
+            suffix, placed = template.seen_suffix(turn, results, pictures, calls)
+            if len(suffix) >= left:
                 return "length"
             append_given(rollout, suffix, placed)
             messages += results
 
-    async def _read(self, wrote: list[int], messages: list[Message], parse: bool) -> Message:
+    async def _write(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> str:
+        """Let the model finish its turn, and return what ended it."""
+        assert self._tokenizer is not None
+        turn = _last_turn(rollout)
+        if is_over(turn, sampling, self._tokenizer):  # of a rollout that was interrupted then
+            return "stop"
+        left = room(rollout, engine, sampling)
+        if left < 1:
+            return "length"
+        return (await generate_turn(rollout, engine, sampling, left, len(turn))).finish_reason
+
+    async def _read(
+        self, wrote: list[int], messages: list[Message], parse: bool, begun: str = ""
+    ) -> Message:
         """Return a turn of the model as a message; ``parse`` is False for one that was cut off."""
         assert self._tokenizer is not None and self._reader is not None
         reader = self._reader
         said = ends_of(self._tokenizer).cut(wrote)
         # Call formats are made of special tokens too.
-        text = str(self._tokenizer.decode(said))
+        text = begun + str(self._tokenizer.decode(said))
         calls: list[ParsedCall] = []
         if parse:
             content, calls = await _threads.call(lambda: reader.read(text))
         if self._one_call and len(calls) > 1:
             calls = [ParsedCall(calls[0].name, error="only one tool may be called per turn")]
         if not calls:
-            content = str(self._tokenizer.decode(said, skip_special_tokens=True))
+            content = begun + str(self._tokenizer.decode(said, skip_special_tokens=True))
             return {"role": "assistant", "content": content}
         before = sum(len(message.get("tool_calls", ())) for message in messages)
         numbered = [call_message(call, number) for number, call in enumerate(calls, before)]
@@ -201,6 +220,10 @@ class ToolAgent(Agent):
         return ParsedCall(
             function["name"], {name: _sample(schema.get("type")) for name, schema in properties}
         )
+
+    def _check_rewrites(self, template: TurnTemplate) -> None:
+        call = call_message(self._sample_call(), 0)
+        template.check([tool_reply(call, "A result.")], [call], self.allow_rewrites)
 
     def _check_prompt(self, template: TurnTemplate) -> None:
         opened = template.render([{"role": "user", "content": "Question?"}])
@@ -280,7 +303,7 @@ class Toolbox:
 
     An error is reported to the model: the message's content then starts with ``Error:``, and its
     ``error`` holds the kind: ``unreadable`` (not the parser's format), ``unknown_tool``,
-    ``arguments``, ``exception`` or ``timeout``.
+    ``arguments``, ``exception``, ``timeout`` or ``too_many``.
 
     Args:
         tools: functions (see :func:`tool_schema`), and servers with tools of their own, which
@@ -349,14 +372,19 @@ class Toolbox:
         for server in self._servers:
             server.close()
 
-    async def answer(self, calls: Sequence[Message]) -> list[Message]:
+    async def answer(self, calls: Sequence[Message], limit: int | None = None) -> list[Message]:
         """Run the calls of one turn concurrently; return their results in the calls' order.
+
+        Calls beyond the first ``limit`` are not run, but answered by an error.
 
         Raises:
             EpisodeError: if a server was lost, or a tool uses signals, which work in the main
                 thread only.
         """
-        return list(await asyncio.gather(*(self._answer(call) for call in calls)))
+        few = len(calls) if limit is None else limit
+        told = f"only {limit} calls of a turn are run; call again for the rest"
+        results = await asyncio.gather(*(self._answer(call) for call in calls[:few]))
+        return [*results, *(_error(call, "too_many", told) for call in calls[few:])]
 
     async def _answer(self, call: Message) -> Message:
         from pydantic import ValidationError

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.implied import ImpliedPrompts
 from lightning_rl.data.mixing import FixedWeights, Mixing
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import AnyPrompts, prompts_of
@@ -142,6 +143,13 @@ class Mixture(PromptDataset):
                 own = chat_options if one.agent is None else one.agent.chat_options
                 one.prompts.load(tokenizer, own)
         self.fingerprint = "; ".join(f"{one.name}: {one.prompts.fingerprint}" for one in self.sets)
+
+    def imply(self, prompts: ImpliedPrompts) -> None:
+        for one in self.sets:
+            one.prompts.imply(prompts)
+
+    def row_columns(self) -> set[str]:
+        return {name for one in self.sets for name in one.prompts.row_columns()}
 
     def __len__(self) -> int:
         return sum(len(one.prompts) for one in self.sets)

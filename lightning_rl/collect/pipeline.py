@@ -305,6 +305,8 @@ class RolloutPipeline:
         texts = iter(self.tokenizer.batch_decode(flat, skip_special_tokens=True))
         for rollout, own in zip(rollouts, rows, strict=True):
             parts = list(islice(texts, len(own)))
+            if rollout.rows[0].prompt_ids == rollout.prompt.token_ids:  # it continues that turn
+                parts[0] = rollout.prompt.begun + parts[0]
             # A chat prompt gets a chat completion, as in TRL.
             chat = not isinstance(rollout.prompt.prompt, str)
             messages = [{"role": "assistant", "content": text} for text in parts]

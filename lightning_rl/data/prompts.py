@@ -12,7 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.chats import begins_turn
 from lightning_rl.data.encoding import PromptEncoder
+from lightning_rl.data.implied import ImpliedPrompts
 from lightning_rl.data.pictured import PictureSource
 from lightning_rl.data.row_order import RowOrder
 from lightning_rl.data.shaping import Row, ShapedRows, Shaping
@@ -101,6 +103,14 @@ class PromptDataset(ABC):
         self._order = RowOrder()
         self._dropped_rows: set[int] = set()
 
+    def imply(self, prompts: ImpliedPrompts) -> None:
+        """Take the prompts of rows of whole conversations from them; before :meth:`load`."""
+        self._shaping.implied = prompts
+
+    def row_columns(self) -> set[str]:
+        """Return the names of the first row's columns, without that of the prompt."""
+        return {*self._loaded()[0]} - {self.prompt_column} if len(self) else set()
+
     @abstractmethod
     def read(self) -> Iterable[tuple[str, Any]]:
         """Yield ``(where, row)``: a location that error messages can name, and a mapping.
@@ -134,6 +144,7 @@ class PromptDataset(ABC):
             self._shaped = rows
             self.fingerprint = f"{len(rows)} rows {rows.digest()}"
             self._begin_order()
+        self._check_first()
         key = self._encoder.key if self.max_prompt_tokens is not None else None
         self._lengths = None if key is None else self._shaped.kept(key, self._measure)
 
@@ -153,6 +164,14 @@ class PromptDataset(ABC):
         short = self._lengths if limit is None else self._lengths[self._lengths <= limit]
         return int(short.max()) if len(short) else limit
 
+    def _check_first(self) -> None:
+        """Find what is wrong with the tokenizer before anything is started."""
+        assert self._encoder is not None
+        if not len(self):  # of a stream, whose further blocks may hold some
+            return
+        row, where = self._loaded()[0], partial(self._loaded().where, 0)
+        self._encoder.check(row.pop(self.prompt_column), row, where)
+
     def _measure(self) -> np.ndarray:
         rank_zero_info(f"{self!r}: measuring {len(self)} prompts, once for this tokenizer")
         return self._counted()
@@ -160,8 +179,8 @@ class PromptDataset(ABC):
     def _counted(self) -> np.ndarray:
         """Return the number of tokens of each prompt; all were checked when they were loaded."""
         assert self._encoder is not None
-        prompts = (row[self.prompt_column] for row in self._loaded().unchecked())
-        return self._encoder.lengths(prompts, partial(repr, self))
+        rows = ((row[self.prompt_column], row) for row in self._loaded().unchecked())
+        return self._encoder.lengths(rows, partial(repr, self))
 
     def __len__(self) -> int:
         return len(self._loaded())
@@ -179,8 +198,11 @@ class PromptDataset(ABC):
         text, pictures = self._pictures.of(columns.pop(self.prompt_column), columns, later)
         assert self._encoder is not None
         where = partial(self._loaded().where, index)
-        token_ids, places = self._encoder.encode(text, pictures, where)
-        return Prompt(prompt_id, text, token_ids, columns, pictures=pictures, places=places)
+        token_ids, places, begun = self._encoder.encode(text, pictures, where, columns)
+        asked = text[:-1] if isinstance(text, list) and begins_turn(text) else text
+        return Prompt(
+            prompt_id, asked, token_ids, columns, pictures=pictures, places=places, begun=begun
+        )
 
     @cached_property
     def _pictures(self) -> PictureSource:

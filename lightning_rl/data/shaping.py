@@ -11,6 +11,7 @@ from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightning_rl.data.chats import as_chat
+from lightning_rl.data.implied import ImpliedPrompts
 from lightning_rl.data.tables import Table
 from lightning_rl.errors import ConfigError, DataError
 
@@ -19,7 +20,7 @@ Where = Callable[[], str]
 """Returns the location of a row, for an error message."""
 KEPT_FROM = 10_000
 """Results about rows are cached beside the data from this many rows on; fewer are read quickly."""
-_FORM = 2
+_FORM = 3
 """Increased with each change of what rows become, so that results cached before are not used."""
 _JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
@@ -50,9 +51,15 @@ class Shaping:
         self.system = system
         self.chat = chat or system is not None
         self.map = map
+        self.implied: ImpliedPrompts | None = None
+        """Finds the prompts of rows of whole conversations, for supervised training."""
         self._template = None if template is None else _JINJA.from_string(_sound(template))
-        self.told = [_FORM, prompt_column, id_column, self.columns, template, system, chat]
+        self._told = [_FORM, prompt_column, id_column, self.columns, template, system, chat]
+
+    @property
+    def told(self) -> list[Any]:
         """All settings that shape the rows, except code; primitives."""
+        return [*self._told, repr(self.implied)]
 
     def __call__(self, where: Where, row: Any) -> Any:
         """Return the row in the form of prompts; rows that are malformed or lack a prompt fail
@@ -72,6 +79,8 @@ class Shaping:
         shaped |= taken
         if self._template is not None:
             shaped[self.prompt_column] = self._filled(where, shaped)
+        if self.implied is not None:
+            shaped = self.implied(shaped, self.prompt_column)
         prompt = shaped.get(self.prompt_column)
         if self.chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]

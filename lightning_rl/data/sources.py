@@ -12,12 +12,12 @@ from jsonargparse.typing import register_type
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.ends import ends_of
 from lightning_rl.data.hub import is_dataset, load_files, load_rows
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.data.tables import DatasetTable, JSONLTable, Table
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, answer_in
+from lightning_rl.rollout import Rollout, answer_in
 from lightning_rl.run.processes import dist
 from lightning_rl.vision.limits import OWN, PictureAccess
 
@@ -336,46 +336,6 @@ def expert_rollouts(
         rollout.group_id = f"{iteration + 1}/expert/{number}"
         rollouts.append(rollout)
     return rollouts
-
-
-def supervised_rollout(
-    prompt: Prompt, completion_column: str, tokenizer: PreTrainedTokenizerBase
-) -> Rollout:
-    """Return a given completion as a rollout that the policy is to imitate.
-
-    A string is tokenised and followed by an end token: after a chat, the one with which the chat
-    template closes a turn. A list of token ids is taken unchanged.
-
-    Raises:
-        DataError: if the row has no completion.
-    """
-    given = prompt.columns.get(completion_column)
-    if isinstance(given, str):
-        token_ids = tokenizer(given, add_special_tokens=False)["input_ids"]
-        ends = ends_of(tokenizer)
-        token_ids = [*token_ids, ends.text if isinstance(prompt.prompt, str) else ends.turn]
-    elif isinstance(given, list) and given and all(isinstance(t, int) for t in given):
-        token_ids = given
-    else:
-        raise DataError(
-            f"row {prompt.id}: {completion_column!r} must be a string or a list of token ids, got "
-            f"{given!r:.80}; name the column that holds the completion"
-        )
-    count = len(token_ids)
-    row = Row.of(prompt)
-    row.append_written(token_ids, [0.0] * count, [-1] * count)
-    return Rollout(
-        prompt=prompt,
-        group_id=prompt.id,
-        sample_index=0,
-        seed=0,
-        rows=[row],
-        completion=given if isinstance(given, str) else tokenizer.decode(given),
-        status=RolloutStatus.COMPLETED,
-        finish_reason="stop",
-        reward=0.0,
-        expert=True,
-    )
 
 
 def reasoning_gym_score(

@@ -78,6 +78,7 @@ class HFStreamingPrompts(PromptDataset):
         self._encoder = PromptEncoder(tokenizer, chat_options)
         if self._stream is None:
             self._open()
+        self._check_first()
 
     def longest(self) -> int | None:
         return self.max_prompt_tokens

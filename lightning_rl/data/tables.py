@@ -1,5 +1,6 @@
 """Tables of rows: in memory, or on disk and read row by row."""
 
+import codecs
 import json
 import os
 from array import array
@@ -19,6 +20,7 @@ from lightning_rl.rollout import own
 
 _PART = 2**24
 """Bytes of a file that are scanned at a time."""
+_MARKS = {codecs.BOM_UTF8: "UTF-8", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 _ROWS = 100
 """Number of rows with pictures that are read at a time."""
 
@@ -116,6 +118,11 @@ class JSONLTable:
         return Cache(path.parent, path.name, self._stamp)
 
     def _parsed(self, index: int, raw: bytes) -> Any:
+        if kind := next((kind for mark, kind in _MARKS.items() if raw.startswith(mark)), None):
+            raise DataError(
+                f"{self.where(index)}: the file begins with the byte order mark (BOM) of {kind}, "
+                "as Windows programs write it; save it as UTF-8 without a BOM"
+            )
         try:
             line = raw.partition(b"\n")[0].decode("utf-8")
             return json.loads(line)

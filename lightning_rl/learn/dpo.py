@@ -11,10 +11,11 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import token_rows
+from lightning_rl.data.implied import ImpliedPrompts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.rollouts.files import open_rollouts
-from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
+from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.sft import SFTDataModule
@@ -162,7 +163,8 @@ class PairDataModule(SFTDataModule):
     """Makes packed batches of pairs from rows with a prompt, a chosen and a rejected completion.
 
     Args:
-        train: the training pairs; completions are text or token ids.
+        train: the training pairs; completions are text, messages or token ids. Without a prompt it
+            is what both completions begin with.
         val: held-out pairs; None: no validation.
         chosen_column: name of the column with the better completion.
         rejected_column: name of the column with the worse completion.
@@ -170,6 +172,8 @@ class PairDataModule(SFTDataModule):
             ``accumulate_grad_batches`` of them.
         seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
+        max_length: rows are cut to so many tokens, and left out if nothing trained is left, which
+            is said once; None: rows longer than the model's positions are refused.
     """
 
     works_with: ClassVar[type[SupervisedModule]] = DPOModule
@@ -183,14 +187,27 @@ class PairDataModule(SFTDataModule):
         batch_size: int = 32,
         seed: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        max_length: int | None = None,
     ) -> None:
-        super().__init__(train, val, chosen_column, batch_size, seed, chat_template_kwargs)
+        super().__init__(
+            train,
+            val,
+            chosen_column,
+            batch_size,
+            seed,
+            chat_template_kwargs,
+            max_length=max_length,
+        )
         self.rejected_column = rejected_column
 
     def row(self, prompt: Prompt) -> Any:
-        """Return a pair of rollouts, the better one first."""
+        """Return a pair of rollouts, the better one first; None if one is too long."""
         columns = (self.completion_column, self.rejected_column)
-        return [supervised_rollout(prompt, column, self._tokenizer) for column in columns]
+        pair = [self.imitated(prompt, column) for column in columns]
+        return None if None in pair else pair
+
+    def implied(self) -> ImpliedPrompts:
+        return ImpliedPrompts((self.completion_column, self.rejected_column))
 
     @staticmethod
     def collate(rows: list[Any]) -> TensorDict:
@@ -226,7 +243,7 @@ class RolloutPairs(PromptDataset):
             if best and worst and _reward(best) - _reward(worst) > self.min_gap:
                 pair = {"chosen": best.token_ids, "rejected": worst.token_ids}
                 where = f"{self.path}, group {best.group_id!r}"
-                yield where, {self.prompt_column: best.prompt.prompt, **pair}
+                yield where, {self.prompt_column: best.prompt.asked, **pair}
 
 
 def _reward(rollout: Rollout) -> float:

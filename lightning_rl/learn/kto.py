@@ -12,7 +12,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
+from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.learn.dpo import ComparedModule, completion_logprobs
 from lightning_rl.learn.sft import SFTDataModule
@@ -145,7 +145,7 @@ class KTODataModule(SFTDataModule):
     """Makes packed batches from rows with a prompt, a completion and a label.
 
     Args:
-        train: the training rows; completions are text or token ids.
+        train: the training rows; completions are text, messages or token ids.
         val: held-out rows; None: no validation.
         completion_column: name of the column with the completion.
         label_column: name of the column that says whether it is desirable: true or false.
@@ -153,6 +153,8 @@ class KTODataModule(SFTDataModule):
             of them.
         seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
+        max_length: rows are cut to so many tokens, and left out if nothing trained is left, which
+            is said once; None: rows longer than the model's positions are refused.
 
     Raises:
         DataError: if there are fewer than two rows: a completion is also given to another prompt.
@@ -169,20 +171,29 @@ class KTODataModule(SFTDataModule):
         batch_size: int = 32,
         seed: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        max_length: int | None = None,
     ) -> None:
-        super().__init__(train, val, completion_column, batch_size, seed, chat_template_kwargs)
+        super().__init__(
+            train,
+            val,
+            completion_column,
+            batch_size,
+            seed,
+            chat_template_kwargs,
+            max_length=max_length,
+        )
         self.label_column = label_column
 
     def row(self, prompt: Prompt) -> Any:
-        """Return a rollout, whose reward is 1 if it is desirable, else 0."""
+        """Return a rollout, whose reward is 1 if it is desirable, else 0; None: too long."""
         label = prompt.columns.get(self.label_column)
         if label not in (True, False):
             raise DataError(
                 f"row {prompt.id}: {self.label_column!r} must be true or false, got {label!r:.80}; "
                 "name the column that holds the label by label_column"
             )
-        rollout = supervised_rollout(prompt, self.completion_column, self._tokenizer)
-        return replace(rollout, reward=float(label))
+        rollout = self.imitated(prompt, self.completion_column)
+        return None if rollout is None else replace(rollout, reward=float(label))
 
     def rows(self, prompts: PromptDataset) -> Sequence[Any]:
         rows = super().rows(prompts)
@@ -195,14 +206,17 @@ class KTODataModule(SFTDataModule):
 
     def batch(self, rows: Sequence[Any], order: Sequence[int], places: Sequence[int]) -> TensorDict:
         """Return a packed batch: each example, and its prompt with the completion before it."""
+        longest = self._limit.longest
         pairs = ((rows[order[place]], rows[order[place - 1]]) for place in places)
         return pack_rollouts(
-            [one for row, before in pairs for one in (row, _exchanged(row, before))]
+            [one for row, before in pairs for one in (row, _exchanged(row, before, longest))]
         )
 
 
-def _exchanged(rollout: Rollout, other: Rollout) -> Rollout:
-    """Return a prompt with the completion of another."""
+def _exchanged(rollout: Rollout, other: Rollout, longest: int) -> Rollout:
+    """Return a prompt with the completion of another, as far as the model can read it."""
     row, [given] = Row.of(rollout.prompt), other.rows
-    row.append_written(given.token_ids, given.logprobs, given.versions)
+    left = longest - row.length
+    row.append_given(given.token_ids[:left])
+    row.loss_mask = given.loss_mask[:left]
     return replace(rollout, rows=[row])

@@ -9,7 +9,7 @@ from lightning_rl.rollout import Prompt
 
 
 class OfflineRows(Sequence[Any]):
-    """The result of ``make`` for each prompt that is short enough, in file order.
+    """The result of ``make``, unless None, for each prompt that is short enough, in file order.
 
     All rows are made and checked at once, and kept in memory, except those with pictures, which are
     made again for every batch, since the pictures of all rows may not fit into memory.
@@ -23,8 +23,8 @@ class OfflineRows(Sequence[Any]):
         self._prompts, self._make = prompts, make
         self._rows: list[Any] = []
         for index, prompt in prompts.numbered():
-            made = make(prompt)
-            self._rows.append(made if index is None or not prompt.pictures else _Again(index))
+            if (made := make(prompt)) is not None:
+                self._rows.append(made if index is None or not prompt.pictures else _Again(index))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -9,7 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.chats import is_chat, row_options
 from lightning_rl.data.sources import AnyPrompts, prompts_of
+from lightning_rl.data.supervised import conversation, not_completed
 from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.dpo import PairDataModule
@@ -147,6 +149,8 @@ class RewardPairDataModule(PairDataModule):
             ``accumulate_grad_batches`` of them.
         seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
+        max_length: pairs with a longer text are left out, which is said once; None: texts longer
+            than the model's positions are refused.
     """
 
     works_with = RewardModelModule
@@ -161,33 +165,48 @@ class RewardPairDataModule(PairDataModule):
         batch_size: int = 32,
         seed: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        max_length: int | None = None,
     ) -> None:
         super().__init__(
-            train, val, chosen_column, rejected_column, batch_size, seed, chat_template_kwargs
+            train,
+            val,
+            chosen_column,
+            rejected_column,
+            batch_size,
+            seed,
+            chat_template_kwargs,
+            max_length,
         )
         self.margin_column = margin_column
 
     def row(self, prompt: Prompt) -> Any:
-        """Return the tokens of both texts, the better one first, and the margin."""
+        """Return the tokens of both texts, the better one first, and the margin; None if one is
+        too long.
+        """
         margin = 0.0 if self.margin_column is None else prompt.columns.get(self.margin_column)
         if not isinstance(margin, int | float):
             raise DataError(
                 f"row {prompt.id}: {self.margin_column!r} must be a number, got {margin!r:.80}"
             )
         columns = (self.completion_column, self.rejected_column)
-        return [self._text(prompt, column) for column in columns], float(margin)
+        texts = [self._text(prompt, column) for column in columns]
+        if all(self._limit.fits(prompt, len(text)) for text in texts):
+            return texts, float(margin)
+        self._limit.leave_out(prompt)
+        return None
 
     def _text(self, prompt: Prompt, column: str) -> list[int]:
-        said = prompt.columns.get(column)
+        said: Any = prompt.columns.get(column)
         if isinstance(said, list) and said and isinstance(said[0], int):
             said = self._tokenizer.decode(said, skip_special_tokens=True)
-        chat = isinstance(said, list) and not isinstance(prompt.prompt, str)
-        if not (isinstance(said, str) or (chat and said)):
-            raise DataError(
-                f"row {prompt.id}: {column!r} must be a string, token ids or, after a chat, "
-                f"messages, got {said!r:.80}; name the column that holds the completion"
-            )
-        return scored_text(self._tokenizer, prompt.prompt, said)
+        chat = not isinstance(prompt.prompt, str)
+        if not (isinstance(said, str) or (chat and is_chat(said))):
+            raise not_completed(prompt, column, said)
+        if not chat:
+            return scored_text(self._tokenizer, prompt.prompt, said)
+        follows = conversation(prompt, said)[len(prompt.prompt) :]
+        options = row_options(prompt.columns)
+        return scored_text(self._tokenizer, prompt.prompt, follows, options=options)
 
     def collate(self, rows: list[Any]) -> TensorDict:  # type: ignore[override]
         """Return a padded batch: all chosen texts, then all rejected ones, and the margins."""

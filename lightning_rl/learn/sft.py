@@ -13,18 +13,20 @@ from torch import Tensor
 from lightning_rl.algos.objective import Aggregation, TokenMean
 from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.implied import ImpliedPrompts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
+from lightning_rl.data.sources import AnyPrompts, prompts_of
+from lightning_rl.data.supervised import TRAINED, RowLimit, supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.offline_rows import OfflineRows
 from lightning_rl.learn.supervised import Pairs, SupervisedModule
 from lightning_rl.learn.windows import HeldOut, Windows
-from lightning_rl.models.pretrained import model_of
+from lightning_rl.models.pretrained import load_config, model_of, positions_of
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
-from lightning_rl.rollout import Prompt
+from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.files.resume import enter_directory, leave_directory
 from lightning_rl.run.processes.cores import share_cores
 from lightning_rl.run.seeding import run_seed
@@ -91,19 +93,31 @@ class SFTModule(SupervisedModule):
         return {"loss": (loss, self.aggregation.total(batch, weights))}
 
 
+_READ_FIRST = 32
+"""Number of rows that are read before the weights are."""
+
+
 @configurable(train=prompts_of, val=prompts_of)
 class SFTDataModule(LightningDataModule):
-    """Packed batches of rows with a prompt and a completion.
+    """Packed batches of rows with a prompt and a completion, or with a whole conversation.
 
     Args:
-        train: training rows, each with a completion.
+        train: training rows, each with a completion or a conversation.
         val: held-out rows; None: no validation.
-        completion_column: name of the column with the completion, a string; the end token is
-            appended.
+        completion_column: name of the column with the completion: a string, to which the end token
+            is appended; the messages that follow those of the prompt; or token ids. Messages that
+            begin with the prompt's, or with the user's where there is no prompt, are taken for the
+            whole conversation.
         batch_size: rows per batch and process; an optimizer step takes ``accumulate_grad_batches``
             of them.
         seed: seed of the order; None: ``seed_everything``'s.
         chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
+        messages_column: name of the column with a whole conversation, for rows that have no
+            completion.
+        trained_roles: roles whose turns are trained, except messages with ``"weight": 0``; None:
+            the assistant's. A conversation's first message never is.
+        max_length: rows are cut to so many tokens, and left out if nothing trained is left, which
+            is said once; None: rows longer than the model's positions are refused.
     """
 
     works_with: ClassVar[type[SupervisedModule]] = SFTModule
@@ -116,6 +130,9 @@ class SFTDataModule(LightningDataModule):
         batch_size: int = 32,
         seed: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        messages_column: str = "messages",
+        trained_roles: list[str] | None = None,
+        max_length: int | None = None,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -126,6 +143,11 @@ class SFTDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.seed = run_seed(seed)
         self.chat_template_kwargs = chat_template_kwargs or {}
+        self.messages_column = messages_column
+        self.trained_roles = tuple(trained_roles or TRAINED)
+        self.max_length = max_length
+        self._positions: int | None = None
+        self._limit = RowLimit()
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
@@ -135,9 +157,14 @@ class SFTDataModule(LightningDataModule):
         loading, day = module.loading, module.day
         tokenizer = load_tokenizer(str(module.model), loading)
         self._tokenizer = with_chat_variables(tokenizer, self.chat_template_kwargs, day)
+        self._positions = positions_of(load_config(str(module.model), loading))
+        self._limit = RowLimit(self._positions, self.max_length)
         for dataset in (self.train, self.val):
             if dataset is not None:
+                dataset.imply(self.implied())
                 dataset.load(self._tokenizer)
+                for prompt in dataset.first(_READ_FIRST):
+                    self.row(prompt)
 
     def _module(self) -> SupervisedModule:
         module = None if self.trainer is None else self.trainer.lightning_module
@@ -183,11 +210,24 @@ class SFTDataModule(LightningDataModule):
 
     def rows(self, prompts: PromptDataset) -> Sequence[Any]:
         """Return the items of batches: the result of :meth:`row` for each row of ``prompts``."""
-        return OfflineRows(prompts, self.row)
+        self._limit = RowLimit(self._positions, self.max_length)
+        rows = OfflineRows(prompts, self.row)
+        self._limit.tell(repr(prompts), len(rows))
+        return rows
+
+    def implied(self) -> ImpliedPrompts:
+        """Return how the prompts of whole conversations are found."""
+        columns = (self.completion_column,)
+        return ImpliedPrompts(columns, self.messages_column, self.trained_roles)
 
     def row(self, prompt: Prompt) -> Any:
-        """Return a rollout to imitate."""
-        return supervised_rollout(prompt, self.completion_column, self._tokenizer)
+        """Return a rollout to imitate; None if it is too long."""
+        return self.imitated(prompt, self.completion_column)
+
+    def imitated(self, prompt: Prompt, column: str) -> Rollout | None:
+        """Return the completion in a column as a rollout, cut if it has to be."""
+        rollout = supervised_rollout(prompt, column, self._tokenizer, self.trained_roles)
+        return self._limit.fitted(rollout)
 
     @staticmethod
     def collate(rows: list[Any]) -> TensorDict:

@@ -148,6 +148,17 @@ def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
     return config
 
 
+def positions_of(config: PretrainedConfig) -> int | None:
+    """Return the most tokens that a model can read; None if nothing in it depends on positions."""
+    text = config.get_text_config()
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if positions is None or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
+        return positions
+    first = rope.get("original_max_position_embeddings") or positions  # before they are stretched
+    return max(positions, int(first * rope.get("factor", 1)))
+
+
 def lm_class(config: PretrainedConfig) -> Any:
     """Return the auto class of a configuration's model: a causal LM, with or without pictures.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -14,12 +15,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from lightning_rl.data.chats import render
 from lightning_rl.data.ends import ends_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.export import StoredDtypes
 from lightning_rl.models.lora import LoRA, merged_weights
 from lightning_rl.models.preparation import disable_dropout
-from lightning_rl.models.pretrained import PLAIN, Loading, load_config, not_found
+from lightning_rl.models.pretrained import PLAIN, Loading, load_config, not_found, positions_of
 from lightning_rl.models.sampling import at_least_float32
 from lightning_rl.models.soundness import require_complete, require_finite
 from lightning_rl.models.stacked import FileNames
@@ -73,7 +75,7 @@ class RewardModel(nn.Module):
     @property
     def max_tokens(self) -> int | None:
         """Maximum tokens of a text; None: unknown."""
-        return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
+        return positions_of(self.lm.config)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the rewards (N,) of the texts of :func:`padded`."""
@@ -167,10 +169,12 @@ def scored_text(
     prompt: str | Sequence[Message],
     completion: str | Sequence[Message],
     ended: bool = True,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Return the tokens by which a reward model knows a prompt and its completion, as in TRL.
 
-    A chat is written by the chat template. A text is followed by the end token if it ``ended``.
+    A chat is written by the chat template, with the variables ``options``. A text is followed by
+    the end token if it ``ended``.
 
     Raises:
         ConfigError: for a chat, if the tokenizer has no chat template.
@@ -184,9 +188,11 @@ def scored_text(
             f"the reward model {tokenizer.name_or_path!r} has no chat template, but the prompts "
             "are chats; use one that was trained on chats"
         )
-    said = completion
-    if isinstance(said, str):
-        said = [{"role": "assistant", "content": said}]
-    text = tokenizer.apply_chat_template([*prompt, *said], tokenize=False)
+    said = (
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else completion
+    )
+    text = render(tokenizer, [*prompt, *said], options, closed=True)
     chat: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return chat

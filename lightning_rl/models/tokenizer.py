@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from lightning_rl.data.chats import NO_TEMPLATE, SET_BY_US
 from lightning_rl.data.ends import find_ends
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.generation_config import stated_ends
@@ -206,9 +207,6 @@ def _render_on(
     return render(conversation, tools, documents, template, **options)
 
 
-_OURS = ("conversation", "tokenize", "add_generation_prompt", "tools", "return_dict")
-
-
 def with_chat_variables(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any],
@@ -222,12 +220,10 @@ def with_chat_variables(
         ConfigError: if there is no chat template, or it never reads one of them.
     """
     for name in chat_template_kwargs:
-        if name in _OURS:
+        if name in SET_BY_US:
             raise ConfigError(f"chat_template_kwargs.{name} is set by the library; leave it out")
         if tokenizer.chat_template is None:
-            raise ConfigError(
-                f"chat_template_kwargs.{name}: the tokenizer has no chat template to read it"
-            )
+            raise ConfigError(f"chat_template_kwargs.{name}: {NO_TEMPLATE}")
         if name != "chat_template" and name not in str(tokenizer.chat_template):
             raise ConfigError(
                 f"chat_template_kwargs.{name}: the tokenizer's chat template never reads it; is it "

@@ -234,6 +234,36 @@ def _failure(error: BaseException) -> RewardFailure:
 
 SHARED = ("trainer_state", "log_extra", "log_metric")
 """Arguments that are not lists with a value per completion."""
+OURS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "finish_reasons",
+    "opened_thoughts",
+    "environment_rewards",
+    "extras",
+    "group_ids",
+    "pictures",
+    "rollouts",
+    *SHARED,
+)
+"""Arguments that no column of a data set can be, since they have another meaning."""
+
+
+def require_free(columns: Iterable[str], where: str) -> None:
+    """Refuse columns that a reward function would never receive.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    for name in columns:
+        if name in OURS:
+            raise ConfigError(
+                f"{where}: the column {name!r} has the name of an argument that every reward "
+                f"function may have, and would be hidden by it; rename it (columns: {{my_{name}: "
+                f"{name}}})"
+            )
+
 
 Score = PlainScore | RewardFailure
 

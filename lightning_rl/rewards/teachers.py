@@ -128,16 +128,18 @@ class Teacher:
                 f"prompt {prompt.key!r} has no column {error}, which the teacher's hint names; it "
                 f"has {', '.join(prompt.columns) or 'none'}"
             ) from error
-        if prompt.pictures or self._encoded(prompt.prompt, prompt) != prompt.token_ids:
+        if prompt.pictures or self._encoded(prompt.asked, prompt) != prompt.token_ids:
             raise DataError(
                 f"prompt {prompt.key!r} has pictures, tools or other options of its chat template, "
                 "beside which a teacher can have no hint; leave out hint"
             )
-        return self._encoded(_with_hint(prompt.prompt, text), prompt)
+        hinted = replace(prompt, prompt=_with_hint(prompt.prompt, text))
+        return self._encoded(hinted.asked, prompt)
 
     def _encoded(self, text: str | list[Message], prompt: Prompt) -> list[int]:
         assert self._encoder is not None  # rewards are configured before they grade
-        return self._encoder.encode(text, (), lambda: f"prompt {prompt.key!r}")[0]
+        where = f"prompt {prompt.key!r}"
+        return self._encoder.encode(text, (), lambda: where, prompt.columns).token_ids
 
     def remember(self, key: bytes, logprobs: TeacherLogprobs) -> str:
         """Keep the logprobs of a text, and forget those of the oldest if there are many."""

@@ -101,7 +101,7 @@ class ChatReader:
         """Return the chat of a rollout's prompt, with its pictures; empty for a text prompt."""
         if isinstance(prompt.prompt, str):
             return RequestChat()
-        return self.read(with_sources(prompt.prompt, prompt.pictures))
+        return self.read(with_sources(prompt.asked, prompt.pictures))
 
     def _seen(self, message: Message) -> Said:
         try:

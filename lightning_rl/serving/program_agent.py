@@ -128,7 +128,7 @@ class ProgramAgent(SessionAgent):
         prompt = rollout.prompt
         task = {
             "id": prompt.id,
-            "prompt": as_sent(prompt) if prompt.pictures else prompt.prompt,
+            "prompt": as_sent(prompt) if prompt.pictures else prompt.asked,
             "columns": prompt.columns,
             "seed": rollout.seed,
         }

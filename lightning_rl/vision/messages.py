@@ -124,7 +124,7 @@ def as_sent(prompt: Prompt) -> list[Message]:
         }
         if _parts(message)
         else message
-        for message in prompt.prompt
+        for message in prompt.asked
     ]
 
 

@@ -16,7 +16,8 @@ from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.agents.tools import ToolAgent
 from lightning_rl.data.ends import ends_of
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.sources import IterablePrompts, supervised_rollout
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, DataError

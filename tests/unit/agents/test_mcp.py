@@ -214,3 +214,39 @@ def test_what_cannot_work_is_said(script, toolbox_of):
         _ = toolbox_of(MCPTools([sys.executable, script], names=["sub"])).schemas
     with pytest.raises(ConfigError, match="two tools share the name 'add'"):
         _ = toolbox_of(*[MCPTools([sys.executable, script], names=["add"])] * 2).schemas
+
+
+PAGES = """
+import asyncio
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+from mcp_types import ListToolsResult, Tool
+
+
+async def listed(context, params):
+    page = int((params and params.cursor) or 0)
+    tools = [Tool(name=f"tool_{page}_{i}", input_schema={"type": "object"}) for i in range(2)]
+    following = "1" if ENDLESS else str(page + 1) if page < 2 else None
+    return ListToolsResult(tools=tools, next_cursor=following)
+
+
+async def main():
+    server = Server("pages", on_list_tools=listed)
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+
+asyncio.run(main())
+"""
+
+
+def test_tools_are_read_page_by_page(tmp_path, toolbox_of):
+    script = tmp_path / "pages.py"
+    script.write_text(f"ENDLESS = False\n{PAGES}")
+    toolbox = toolbox_of(MCPTools([sys.executable, str(script)]))
+    names = [schema["function"]["name"] for schema in toolbox.schemas]
+    assert names == [f"tool_{page}_{i}" for page in range(3) for i in range(2)]
+    script.write_text(f"ENDLESS = True\n{PAGES}")
+    endless = toolbox_of(MCPTools([sys.executable, str(script)]))
+    with pytest.raises(ConfigError, match="lists its tools without end: page '1' again"):
+        endless.schemas  # noqa: B018

@@ -241,5 +241,5 @@ def test_rewrites_may_be_allowed_but_not_what_cannot_go_on():
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tiny_model):
-    with pytest.raises(ConfigError, match="a chat template and an end token"):
+    with pytest.raises(ConfigError, match="continues chats needs a chat template"):
         TurnTemplate(load_tokenizer(str(tiny_model)))

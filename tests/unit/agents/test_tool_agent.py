@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.agents.base import Agent, continuation_seed
+from lightning_rl.agents.base import Agent, continuation_seed, is_over
 from lightning_rl.agents.reading import CallReader
 from lightning_rl.agents.templates import HermesParser, ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import ToolAgent, tool_schema
@@ -472,3 +472,81 @@ def test_logprobs_are_the_models_own_given_all_tokens_before(tmp_path):
     (_, first), (given, between), *_, (_, last) = written(rollout)
     assert (first, between, last, len(written(rollout))) == (True, False, True, 5)
     assert given == END + response(13)  # the turn, which did not end, is closed
+
+
+# ---------------------------------------------------------------- many calls
+
+
+def counted():
+    """A tool, and the list of its calls."""
+    ran = []
+
+    def note(n: int) -> str:
+        """Note a number.
+
+        Args:
+            n: the number.
+        """
+        ran.append(n)
+        return "noted"
+
+    return note, ran
+
+
+def many(count):
+    asked = (json.dumps({"name": "note", "arguments": {"n": n}}) for n in range(count))
+    return "".join(f"<tool_call>\n{one}\n</tool_call>" for one in asked) + END
+
+
+def test_calls_whose_answers_have_no_room_are_not_run():
+    note, ran = counted()
+    text = many(2000)
+    length = len(encoded(text))
+    rollout, _ = play(
+        text, tools=(note,), max_tokens=length + 20_000, engine=Script(text, max_length=1_000_000)
+    )
+    assert (rollout.finish_reason, ran) == ("length", [])
+    assert len(rollout.completion[0]["tool_calls"]) == 2000
+    assert rollout.completed
+
+
+def test_calls_beyond_a_turns_limit_are_answered_by_an_error():
+    note, ran = counted()
+    rollout, _ = play(many(5), f"Done.{END}", tools=(note,), max_calls_per_turn=2)
+    assert sorted(ran) == [0, 1]
+    results = [m for m in rollout.completion if m["role"] == "tool"]
+    assert [m["content"] for m in results[:2]] == ["noted"] * 2
+    told = "Error: only 2 calls of a turn are run; call again for the rest"
+    assert [(m["content"], m["error"]) for m in results[2:]] == [(told, "too_many")] * 3
+    assert rollout.finish_reason == "stop"
+    with pytest.raises(ConfigError, match="max_calls_per_turn=0 must be >= 1"):
+        ToolAgent([note], max_calls_per_turn=0)
+
+
+# ---------------------------------------------------------------- turns that had ended
+
+
+def test_a_turn_that_had_ended_is_not_continued_when_a_run_resumes():
+    """It was interrupted while its calls were read."""
+    for stop, last in (([], END), (["5"], ""), (["s 5."], ".")):
+        agent = ToolAgent([add])
+        agent.configure(TOKENIZER)
+        rollout, wrote = new_rollout(agent), encoded(f"It is 5{last}")
+        rollout.rows[0].append_written(wrote, [-0.5] * len(wrote), [7] * len(wrote))
+        engine = Script("never")
+        asyncio.run(agent.run(rollout, engine, Sampling(max_tokens=500, stop=stop)))
+        assert (engine.requests, rollout.token_ids) == ([], wrote)
+        assert rollout.finish_reason == "stop"
+
+
+def test_a_stop_string_may_end_inside_of_a_token():
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.add_tokens(["!\n", "a!", "bc"])
+    behind, at_end, other = tokenizer.convert_tokens_to_ids(["!\n", "a!", "bc"])
+    sampling = Sampling(stop=["!", "b!"])
+    assert is_over([other, behind], sampling, tokenizer)
+    assert is_over([other, at_end], sampling, tokenizer)
+    assert not is_over([behind, other], sampling, tokenizer)  # min_tokens let it go on
+    assert not is_over([other], sampling, tokenizer)
+    assert not is_over([], sampling, tokenizer)
+    assert not is_over([behind], Sampling(), tokenizer)

@@ -7,7 +7,7 @@ import pytest
 from transformers import Qwen2Config
 
 from lightning_rl.data.ends import Ends, ends_of
-from lightning_rl.data.sources import supervised_rollout
+from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.generation_config import stated_ends
 from lightning_rl.models.model_files import save_skeleton

@@ -178,10 +178,11 @@ def called(arguments, **others):
 
 
 QUERY, WHERE = {"q": "ä"}, {"where": {"city": "Köln", "zip": "5"}, "tags": ["a", ""]}
+RESULT = {"role": "tool", "content": "1"}
 WHOLE = [
     {"role": "user", "content": "Hi", "name": "x"},
     called(QUERY | WHERE, content="I look."),
-    {"role": "tool", "content": "1"},
+    RESULT,
 ]
 """Has every key, so a table of Arrow gives them to all messages."""
 OPTIONAL = {
@@ -213,13 +214,19 @@ def in_text(message):
     return message | {"tool_calls": [call | {"function": function}]}
 
 
+def answered(chat):
+    """A prompt cannot end in calls."""
+    asks = chat and chat[-1].get("tool_calls")
+    return [*chat, RESULT] if asks else chat
+
+
 @pytest.mark.parametrize("template", ["llama3_1", "qwen2_5", "qwen3", ITEMS])
 @settings(max_examples=3, deadline=None, phases=[Phase.generate])
 @given(chats=st.lists(st.lists(calls | saids, max_size=3), min_size=1, max_size=3))
 def test_a_chat_has_the_same_tokens_wherever_it_was_kept(template, chats):
     known = template != ITEMS
     tokenizer = chat_tokenizer(template) if known else chat_tokenizer("qwen3", template=template)
-    rows = [{"prompt": WHOLE + chat} for chat in ([], *chats)]
+    rows = [{"prompt": WHOLE + answered(chat)} for chat in ([], *chats)]
     texts = [{"prompt": [*map(in_text, row["prompt"])]} for row in rows]
     found = from_all_places(rows, tokenizer)
     expected = found["list"]
@@ -249,14 +256,17 @@ def test_calls_read_as_the_template_writes_them(as_text):
 
 def test_deepseeks_template_is_given_arguments_as_text_and_no_content():
     tokenizer = chat_tokenizer("deepseek_r1_distill")
-    prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "Hi"}, called(QUERY)]}])
+    prompts = IterablePrompts(
+        [{"prompt": [{"role": "user", "content": "Hi"}, called(QUERY), RESULT]}]
+    )
     prompts.load(tokenizer)
     text = tokenizer.decode(prompts[0].token_ids)
     assert '<｜tool▁sep｜>find\n```json\n{"q": "ä"}\n```<｜tool▁call▁end｜>' in text
 
 
 def test_arguments_that_are_no_json_stay_as_they_are():
-    prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "Hi"}, called('{"q": ')]}])
+    chat = [{"role": "user", "content": "Hi"}, called('{"q": '), RESULT]
+    prompts = IterablePrompts([{"prompt": chat}])
     prompts.load(chat_tokenizer("qwen3"))
     assert '"arguments": {"q": }\n' in chat_tokenizer("qwen3").decode(prompts[0].token_ids)
 
@@ -271,7 +281,7 @@ def test_only_a_turn_that_calls_may_be_without_content(content):
 def test_a_chat_that_a_template_cannot_render_is_named():
     two = called(QUERY)
     two["tool_calls"] *= 2
-    prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "1"}, two]}])
+    prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "1"}, two, RESULT]}])
     prompts.load(chat_tokenizer("llama3_1"))
     with pytest.raises(DataError, match=r"row 0: the chat template cannot render .* single tool"):
         prompts[0]

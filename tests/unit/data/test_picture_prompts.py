@@ -12,9 +12,9 @@ from lightning_rl.data.sources import (
     IterablePrompts,
     JSONLPrompts,
     ParquetPrompts,
-    supervised_rollout,
 )
 from lightning_rl.data.streaming import HFStreamingPrompts
+from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.errors import DataError
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.vision.limits import PictureLimits

@@ -1,9 +1,11 @@
 """Prompts from every source; what is wrong in them is named; their order survives a checkpoint."""
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
+from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
 
 from lightning_rl.cli.rerun.run import RecordedRun
@@ -234,11 +236,27 @@ def test_a_chat_is_rendered_by_the_tokenizers_own_template(tiny_model):
     assert prompt.prompt == messages
 
 
-def test_a_chat_without_a_template_is_refused(tokenizer):
+def test_a_chat_without_a_template_is_refused_before_an_engine_starts(tokenizer):
     prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "1"}]}])
-    prompts.load(tokenizer)
-    with pytest.raises(DataError, match=r"row 0: .* has no chat template"):
-        prompts.draw(1)
+    with pytest.raises(
+        DataError, match=r"row 0: .* no chat template; .* put a chat_template.jinja"
+    ):
+        prompts.load(tokenizer)
+
+
+def test_a_tokenizer_that_does_not_give_back_its_text_is_told_of_once():
+    """As LlamaTokenizerFast on SmolLM2's files, which loses all white space."""
+    tokenizer, sound = (chat_tokenizer("qwen2_5") for _ in range(2))
+    tokenizer.backend_tokenizer.normalizer = Replace(" ", "")
+    rows = [{"prompt": [{"role": "user", "content": "def f(x): return 2 + x"}]}] * 3
+    prompts = IterablePrompts(rows)
+    told = r"row 0: the tokenizer does not give back .* becomes 'deff\(x\):return2\+x'"
+    with pytest.warns(match=told):
+        prompts.load(tokenizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prompts.draw(5)
+        IterablePrompts(rows).load(sound)
 
 
 def begun(template=CHAT):
@@ -258,7 +276,7 @@ def test_a_text_begins_once_whether_it_is_rendered_already_or_not(recwarn, text)
     prompts.load(tokenizer)
     [prompt] = prompts.draw(1)
     assert prompt.token_ids == tokenizer.convert_tokens_to_ids(["<|begin|>", "1", "="])
-    assert PromptEncoder(tokenizer).lengths([text], str).tolist() == [3]
+    assert PromptEncoder(tokenizer).lengths([(text, {})], str).tolist() == [3]
     assert not recwarn.list
 
 

@@ -214,3 +214,22 @@ def test_a_stream_without_rows_is_refused(tmp_path, tokenizer):
     prompts.load(tokenizer)
     with pytest.raises(DataError, match="holds no rows, or filter keeps none; check"):
         prompts.draw(1)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "kind"), [("utf-8-sig", "UTF-8"), ("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16")]
+)
+def test_a_byte_order_mark_is_told_as_one(tmp_path, tokenizer, encoding, kind):
+    path = tmp_path / "rows.jsonl"
+    mark = "" if encoding == "utf-8-sig" else "\ufeff"
+    path.write_bytes((mark + '{"prompt": "1="}\n').encode(encoding))
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: .* byte order mark \(BOM\) of {kind}"):
+        JSONLPrompts(str(path)).load(tokenizer)
+
+
+def test_a_byte_order_mark_of_a_csv_is_read_over(tmp_path, tokenizer):
+    path = tmp_path / "rows.csv"
+    path.write_bytes("prompt,answer\n1=,1\n".encode("utf-8-sig"))
+    prompts = prompts_of(str(path))
+    prompts.load(tokenizer)
+    assert prompts[0].columns == {"answer": 1}

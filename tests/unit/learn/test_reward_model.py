@@ -186,8 +186,11 @@ def test_a_chat_is_read_as_its_template_writes_it(chats):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": 5}, r"row 0: 'chosen' must be a string, token ids or.*, got 5"),
-        ({"rejected": []}, r"row 0: 'rejected' must be a string, token ids or.*, got \[\]"),
+        ({"chosen": 5}, r"row 0: 'chosen' must be a string, a list of token ids or.*, got 5"),
+        (
+            {"rejected": []},
+            r"row 0: 'rejected' must be a string, a list of token ids or.*, got \[\]",
+        ),
         ({"by": "much"}, r"row 0: 'by' must be a number, got 'much'"),
     ],
 )

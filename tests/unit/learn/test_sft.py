@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.data.sources import IterablePrompts, supervised_rollout
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.dpo import DPOModule
 from lightning_rl.learn.sft import SFTDataModule, SFTModule
