@@ -5,10 +5,13 @@ import json
 import pytest
 
 from lightning_rl.agents.templates import TurnTemplate, tool_reply
+from lightning_rl.agents.tools import ToolAgent
 from lightning_rl.data.ends import find_ends
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.models.tokenizer import RunDay, with_chat_variables
+from tests.support.agents import add
+from tests.support.pages import ROOT
 from tests.support.tiny_models import chat_tokenizer
 
 MORE = [{"role": "user", "content": "More."}]
@@ -243,3 +246,23 @@ def test_rewrites_may_be_allowed_but_not_what_cannot_go_on():
 def test_a_tokenizer_without_a_chat_template_is_refused(tiny_model):
     with pytest.raises(ConfigError, match="continues chats needs a chat template"):
         TurnTemplate(load_tokenizer(str(tiny_model)))
+
+
+def test_the_pages_template_works_with_tools(tmp_path):
+    """Verbatim, as the file that it says."""
+    page = (ROOT / "docs" / "prompts.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition('```text title="chat_template.jinja"\n')
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.jinja").write_text(rest.partition("```\n")[0], encoding="utf-8")
+    tokenizer = load_tokenizer(str(tmp_path))
+    ToolAgent([add]).configure(tokenizer)  # which checks turns, calls and results
+    system = {"role": "system", "content": "Be brief."}
+    text = TurnTemplate(tokenizer, {"tools": [TOOL]}).render([system, *MORE])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call these functions:")
+    assert text.count("<|im_start|>system") == 1
+    plain = TurnTemplate(tokenizer).render([system, *MORE])
+    start, end = "<|im_start|>", "<|im_end|>\n"
+    assert plain == f"{start}system\nBe brief.{end}{start}user\nMore.{end}{start}assistant\n"
