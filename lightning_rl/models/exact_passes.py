@@ -97,18 +97,19 @@ def _leaking(lm: PreTrainedModel, score: Callable[[TensorDict], Tensor], pack: T
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 
-    hook = lm.get_input_embeddings().register_forward_hook(note)
-    try:
-        scores = score(pack)
-    finally:
-        hook.remove()
     rows = token_rows(pack)
     # Rollouts with one prompt share its tokens in the pack.
     prompt = pack["rollouts", "prefix"][rows].where(_of_prompts(pack), -1)
     for row in layout.rows.unique().tolist():
-        own = scores[layout.rows == row]
+        embedded.clear()
+        hook = lm.get_input_embeddings().register_forward_hook(note)
+        try:
+            # A pass for each, as layers that are recomputed can be differentiated once only.
+            own = score(pack)[layout.rows == row]
+        finally:
+            hook.remove()
         weights = torch.arange(own.numel(), device=own.device).sin().view_as(own)  # not all alike
-        [slopes] = torch.autograd.grad((own * weights).sum(), embedded[:1], retain_graph=True)
+        [slopes] = torch.autograd.grad((own * weights).sum(), embedded[:1])
         foreign = (rows != row) & (prompt != pack["rollouts", "prefix"][row])
         if slopes.flatten(0, -2)[foreign[layout.tokens]].any():
             return True
