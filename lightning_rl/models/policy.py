@@ -129,13 +129,13 @@ class Policy(nn.Module):
         self.value_head = value_head
         if value_head is not None:
             value_head.configure(self.lm.base_model)
-            if (body := value_head.body) is not None:
-                rows = body.get_input_embeddings().weight.shape[0]
-                require_rows(body.name_or_path, rows, self.tokenizer)
-            if self.vision is not None and value_head.body is not None:
+        if value_head is not None and (body := value_head.body) is not None:
+            if self.vision is not None:
                 assert self.reader is not None
-                self.reader.require_alike(value_head.body, "value_head")
-                self.vision.freeze(type(self.reader.family), value_head.body)
+                self.reader.require_alike(body, "value_head")
+                self.vision.freeze(type(self.reader.family), body)
+            rows = body.get_input_embeddings().weight.shape[0]
+            require_rows(body.name_or_path, rows, self.tokenizer)
         if lora is not None:
             lora.attach(self.lm, self._adapted())
         self.routing = routing_of(self.lm)
