@@ -146,8 +146,12 @@ class BroadcastGroup:
             self._group = None
 
     def close_soon(self) -> None:
-        """Leave in the background: gloo blocks until a send to a hanging peer has timed out."""
-        threading.Thread(target=self.close, name="leave_group", daemon=True).start()
+        """Leave in the background: gloo blocks until a send to a hanging peer has timed out.
+
+        The interpreter waits for the thread at exit: one that comes back from ``abort`` after
+        Python has shut down would end the process with SIGABRT.
+        """
+        threading.Thread(target=self.close, name="leave_group").start()
 
     def _gloo(self) -> Any:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

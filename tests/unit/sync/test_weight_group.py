@@ -1,5 +1,7 @@
 """Groups by which weights are broadcast: peers that never come, hang, or leave."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -41,3 +43,22 @@ def test_a_peer_that_leaves_is_noticed_at_once():
     receiver.close()
     with pytest.raises(SyncTimeoutError, match="is gone"):
         sender.wait(work)
+
+
+LEAVES = """
+import torch
+from tests.unit.sync.test_weight_group import pair
+
+sender, receiver = pair(timeout_s=0.5)
+work = sender.broadcast(torch.zeros(2**22)) if {hangs} else None
+sender.close_soon()
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["idle", "hanging"])
+def test_a_process_that_leaves_a_group_last_ends_cleanly(hangs):
+    """Whether its peer is idle, or hangs in a broadcast that it never takes."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES.format(hangs=hangs)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
