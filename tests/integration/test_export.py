@@ -185,9 +185,12 @@ def test_a_killed_run_leaves_a_whole_export(tiny_model, tmp_path):
     assert all(bool(w.isfinite().all()) for _, w in Policy(str(found)).named_weights())
 
 
-def test_supervised_training_counts_no_iterations(tiny_model, tmp_path):
-    rows = [{"prompt": "1", "completion": "2"}]
-    with pytest.raises(ConfigError, match="HFExport needs a module that counts iterations"):
-        trainer_of(tmp_path, [HFExport(every_n_iterations=2)]).fit(
-            SFTModule(str(tiny_model)), SFTDataModule(IterablePrompts(rows))
-        )
+def test_supervised_training_is_exported_by_optimizer_steps(tiny_model, tmp_path):
+    """Of four rows, two batches of one row make a step."""
+    rows = [{"prompt": f"{n}", "completion": "2"} for n in range(4)]
+    trainer = trainer_of(tmp_path, [HFExport(every_n_iterations=1)])
+    trainer.accumulate_grad_batches = 2
+    trainer.fit(SFTModule(str(tiny_model)), SFTDataModule(IterablePrompts(rows), batch_size=1))
+    exported = {path.name for path in tmp_path.rglob("iteration_*") if path.is_dir()}
+    assert trainer.global_step >= 2
+    assert exported == {f"iteration_{n}" for n in range(1, trainer.global_step + 1)}
