@@ -104,7 +104,9 @@ def _figures(metrics: Mapping[str, Any]) -> dict[str, str]:
     speeds = ("rollout/tokens_per_s", "rollout/frames_per_s")
     names = dict.fromkeys(["reward/mean", *headline([metrics]), *speeds])
     known = {name: float(metrics[name]) for name in names if name in metrics}
-    return {LABELS[n]: f"{v:.3g}" if abs(v) < 1000 else f"{v:,.0f}" for n, v in known.items()}
+    return {
+        LABELS.get(n, n): f"{v:.3g}" if abs(v) < 1000 else f"{v:,.0f}" for n, v in known.items()
+    }
 
 
 class StepTimer(RLCallback):

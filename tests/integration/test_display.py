@@ -126,7 +126,7 @@ def test_supervised_training_writes_lines_too(tiny_model, tmp_path, capfd):
     )
     out, _ = capfd.readouterr()
     lines = out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"epoch 0, step {n} of 5" for n in (2, 4, 5)]
+    assert [line.split(":")[0] for line in lines] == [f"iteration {n}/5" for n in range(1, 6)]
     assert all(re.search(r": sft/loss [\d.]{1,6}, [\d.e+-]+ s$", line) for line in lines), lines
     assert "v_num" not in out
 
