@@ -9,15 +9,18 @@ from itertools import compress
 from typing import Any, TypeGuard
 
 from lightning.pytorch import LightningModule, Trainer
+from tensordict import TensorDict
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.gaming import Gaming, component_weights
+from lightning_rl.callbacks.idle import Idle
 from lightning_rl.callbacks.samples import FirstAndLast, Sample
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import require_at_least
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import datamodule_of
 
@@ -40,6 +43,8 @@ ARRIVED = 0.2
 """
 LEAST_GROUPS = 16
 """With fewer groups, the standard error cannot be estimated well enough."""
+IDLE = 3
+"""Iterations in a row without learning: one or two of them happen in healthy runs."""
 
 
 def _rewards_compare(datamodule: object) -> TypeGuard[RLDataModule]:
@@ -75,6 +80,10 @@ class LearningAlarms(RLCallback):
     - *gap*: the logprobs of engine and trainer are more than ``gap`` nats apart, over the last
       ``window`` iterations.
     - *numbers*: loss, gradient or mean reward are NaN or infinite, or steps were skipped for that.
+    - *learning*: nothing was learned in three iterations in a row: every reward is equal, no
+      rollout could be graded, all were left out, updates were skipped, or the learning rate is 0.
+
+    Alarms are repeated in the last line and the ``summary.json`` of ``RunReport``.
 
     Rollouts of a group are not independent, so a standard error is that of the means of groups, or
     of held-out prompts. A fall must also be at least a fifth of their standard deviation. To act
@@ -113,8 +122,9 @@ class LearningAlarms(RLCallback):
         """The lowest and the highest reward of a rollout."""
         self.gaming = Gaming(self.rewards, self.reward_sigmas, self.eval_sigmas)
         self.first_evaluation: dict[str, float] = {}
-        self.told: list[str] = []
-        """Kinds of alarms that have gone off."""
+        self.idle = Idle()
+        self.told: dict[str, str] = {}
+        """What each kind of alarm that has gone off said, with its iteration."""
 
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
@@ -122,6 +132,7 @@ class LearningAlarms(RLCallback):
         datamodule = datamodule_of(trainer)
         if not isinstance(datamodule, RLDataModule):  # recorded rollouts are not this policy's
             return
+        self.idle.look_at_rollouts(datamodule.generated, datamodule.train_tasks)
         # Also those that filters rejected: which ones that are changes as the policy does.
         groups: dict[str, list[float]] = defaultdict(list)
         for rollout in datamodule.generated:
@@ -137,6 +148,12 @@ class LearningAlarms(RLCallback):
         every = [reward for group in groups.values() for reward in group]
         self.range = [min(self.range[0], *every), max(self.range[1], *every)]
 
+    def on_update_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    ) -> None:
+        if isinstance(pl_module, PolicyModule):
+            self.idle.look_at_batch(pl_module, batch)
+
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
@@ -144,7 +161,9 @@ class LearningAlarms(RLCallback):
         gaps = [metrics[n] for n in module.names_of("rollout/logprob_gap_mean") if n in metrics]
         if gaps:
             self.gaps.add([max(gaps)])
+        self.idle.end_iteration(module, metrics)
         found = {
+            "learning": self._learning(),
             "numbers": self._numbers(module, metrics),
             "rewards": self._rewards(trainer),
             "evaluation": self._evaluation(trainer, metrics),
@@ -154,11 +173,9 @@ class LearningAlarms(RLCallback):
         }
         for kind, said in found.items():
             if said is not None and kind not in self.told:
-                self.told.append(kind)
+                self.told[kind] = f"iteration {module.iteration}: {said}"
                 if trainer.is_global_zero:
-                    _log.warning(
-                        "LearningAlarms (%s), iteration %d: %s", kind, module.iteration, said
-                    )
+                    _log.warning("LearningAlarms (%s), %s", kind, self.told[kind])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -168,6 +185,7 @@ class LearningAlarms(RLCallback):
             "range": self.range,
             "gaming": self.gaming.state_dict(),
             "first_evaluation": self.first_evaluation,
+            "idle": self.idle.state_dict(),
             "told": self.told,
         }
 
@@ -175,11 +193,27 @@ class LearningAlarms(RLCallback):
         self.rewards.load_state_dict(state_dict["rewards"])
         self.entropies.load_state_dict(state_dict["entropies"])
         self.gaps.load_state_dict(state_dict["gaps"])
-        self.range, self.told = state_dict["range"], state_dict["told"]
+        self.range, self.told = state_dict["range"], dict(state_dict["told"])
+        self.idle.load_state_dict(state_dict["idle"])
         self.gaming.load_state_dict(state_dict["gaming"])
         self.first_evaluation = state_dict["first_evaluation"]
 
+    def summed_up(self) -> dict[str, str]:
+        """Return the alarms of the whole run, by kind."""
+        if "learning" not in self.told:
+            return dict(self.told)
+        count = f"nothing was learned in {self.idle.total} of {self.idle.iteration} iterations"
+        return self.told | {"learning": f"{count}: {self.idle.reason}"}
+
     # ---------------------------------------------------------------- the kinds
+
+    def _learning(self) -> str | None:
+        if self.idle.in_a_row < IDLE:
+            return None
+        return (
+            f"nothing was learned in {self.idle.in_a_row} iterations in a row: {self.idle.reason}. "
+            "Read some rollouts, and see 'Nothing is learned' in docs/troubleshooting.md"
+        )
 
     def _numbers(self, module: RecordingModule, metrics: dict[str, float]) -> str | None:
         # Other metrics may be NaN: of a reward that applied to no rollout, say.

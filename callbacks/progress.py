@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.report import headline
 from lightning_rl.config.arguments import configurable
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.hooks import last_iteration
 
 LABELS = {
@@ -21,7 +22,6 @@ LABELS = {
     "rollout/tokens_per_s": "tok/s",
     "rollout/frames_per_s": "frames/s",
 }
-HELD_OUT = ("eval/accuracy", "eval/reward_mean")
 
 
 @configurable
@@ -40,7 +40,6 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
     def __init__(self, refresh_rate: int = 1) -> None:
         super().__init__(refresh_rate=refresh_rate)
         self._metrics: dict[str, Any] = {}
-        self._held_out: dict[str, float] = {}
         self._least = 1
         self._since = 0.0
 
@@ -69,18 +68,20 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
     ) -> None:
         iteration = self.module_of(pl_module).iteration
         last = last_iteration(trainer, iteration)
-        held_out = {name: value for name, value in metrics.items() if name in HELD_OUT}
-        self._held_out = held_out or self._held_out  # they stand until the next evaluation
         due = iteration % max(self.refresh_rate, self._least) == 0 or iteration == last
         if _figures(metrics) and (due or any("/val_" in name for name in metrics)):
             of = f"/{last}" if last < math.inf else ""
-            self._write_line(f"iteration {iteration}{of}", _figures(self._held_out | metrics))
+            self._write_line(f"iteration {iteration}{of}", _figures(metrics))
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the few figures that show the run's progress."""
         logged = super().get_metrics(trainer, pl_module)
         logged.pop("v_num", None)  # the logger's count of directories
-        self._metrics = logged | _figures(trainer.callback_metrics)
+        known = trainer.callback_metrics
+        if isinstance(pl_module, RecordingModule):  # an earlier evaluation is not this iteration's
+            new = pl_module.recorded.keys()
+            known = {n: v for n, v in known.items() if n in new or not n.startswith("eval/")}
+        self._metrics = logged | _figures(known)
         return self._metrics
 
     def _write_line(self, where: str, figures: Mapping[str, Any]) -> None:

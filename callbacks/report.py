@@ -3,14 +3,15 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.data.rollouts.files import as_record
 from lightning_rl.data.rollouts.jsonl import as_lines
 from lightning_rl.data.rollouts.pictures import PictureFolder
@@ -18,7 +19,7 @@ from lightning_rl.errors import ConfigError, DiskError, RewardError, RunInterrup
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run.files.metrics import MetricsLog, strict_json
 from lightning_rl.run.files.rundir import run_dir, write_whole
-from lightning_rl.run.hooks import STAGES, call_hook
+from lightning_rl.run.hooks import STAGES, call_hook, find_callbacks
 from lightning_rl.run.processes.machine import installed_version
 
 LABELS = {
@@ -181,8 +182,9 @@ class RunReport(RLCallback):
     ``reward_before`` and ``reward_after`` (likewise for the mean held-out reward), ``iterations``,
     ``rollouts`` and ``tokens`` (of all batches together; steps in environments have no tokens),
     ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and
-    the last row of metrics. If a ``RewardError`` stops the run, the rollouts concerned are written
-    to ``failed_<rank>.jsonl``.
+    the last row of metrics; ``stopped_early`` says why a run ended before its last iteration, else
+    it is null, and ``alarms`` holds what ``LearningAlarms`` warned of, by kind. If a
+    ``RewardError`` stops the run, the rollouts concerned are written to ``failed_<rank>.jsonl``.
 
     "Before" is an evaluation of the policy that the run began with, "after" one of the policy that
     it ended with; without an evaluation they are null. A resumed run continues rows and times from
@@ -216,7 +218,7 @@ class RunReport(RLCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer, pl_module, None)
         if trainer.is_global_zero:
-            rank_zero_info(self._last_words(run_dir(trainer)))
+            rank_zero_info(self._last_words(trainer))
         call_hook(trainer, "on_report_written")
 
     def on_exception(
@@ -264,6 +266,8 @@ class RunReport(RLCallback):
         summary = {
             "status": _status(error),
             "error": None if error is None else f"{type(error).__name__}: {error}",
+            "stopped_early": _stopped_early(trainer),
+            "alarms": _alarms(trainer),
             "accuracy_before": before.get("eval/accuracy"),
             "accuracy_after": after.get("eval/accuracy"),
             "accuracy_after_iteration": after["iteration"] if "eval/accuracy" in after else None,
@@ -311,16 +315,36 @@ class RunReport(RLCallback):
             parts.append(f"{LABELS[name]} {' → '.join(values)}{stale}")
         return ", ".join(parts)
 
-    def _last_words(self, directory: Path) -> str:
+    def _last_words(self, trainer: Trainer) -> str:
+        directory = run_dir(trainer)
         files = sorted(
             f.name for f in directory.iterdir() if not f.name.startswith((".", "events.out."))
         )
         totals = ", ".join(f"{count:,} {name}" for name, count in self._totals().items())
+        stopped = _stopped_early(trainer)
+        begin = f"Stopped early: {stopped}\n" if stopped else ""
         return (
+            f"{begin}"
             f"Trained in {self._wall_seconds():.0f} s{totals and f' on {totals}'}: "
             f"{self._outcome()}\n"
             f"Results are in {directory}: {', '.join(files)}"
+            + "".join(f"\nALARM ({kind}): {said}" for kind, said in _alarms(trainer).items())
         )
+
+
+def _stopped_early(trainer: Trainer) -> str | None:
+    """Return why a run ended before its last iteration without an error, else None."""
+    if not trainer.should_stop:
+        return None
+    reasons = (c.stopping_reason_message for c in find_callbacks(trainer, EarlyStopping))
+    said = next((reason for reason in reasons if reason), None)
+    return " ".join(said.split()) if said else "a callback or max_time set trainer.should_stop"
+
+
+def _alarms(trainer: Trainer) -> dict[str, str]:
+    """Return what the alarms of a run said, by kind."""
+    said = (alarms.summed_up() for alarms in find_callbacks(trainer, LearningAlarms))
+    return {kind: text for each in said for kind, text in each.items()}
 
 
 def _status(error: BaseException | None) -> str:

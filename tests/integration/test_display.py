@@ -61,8 +61,8 @@ def test_a_script_gets_lines_the_outcome_and_the_run_directory(
     assert "held-out reward" in lines[0]
     assert "reward" in lines[1]
     assert "tok/s" in lines[1]
-    held_out = [re.search("held-out reward ([^,]*),", line).group(1) for line in lines]
-    assert held_out[1] == held_out[0]  # it stands until the next evaluation
+    evaluated = ["held-out reward" in line for line in lines]
+    assert evaluated == [True, False, True, True]  # where there was an evaluation, and only there
     for noise in ("v_num", "FLOPs", "it/s", "Sanity"):
         assert noise not in out + told
     directory = tmp_path / "lightning_logs" / "version_0"
@@ -146,13 +146,15 @@ def alarms_of(tiny_model, tmp_path, caplog, module=None, **options) -> list[str]
     trainer.fit(module or grpo(tiny_model), data)
     [alarms] = [c for c in trainer.callbacks if isinstance(c, LearningAlarms)]
     said = [r.getMessage() for r in caplog.records if "LearningAlarms" in r.getMessage()]
-    assert [text.split("(")[1].split(")")[0] for text in said] == alarms.told
+    assert [text.split("(")[1].split(")")[0] for text in said] == list(alarms.told)
     return said
 
 
 @pytest.mark.slow
 def test_a_run_that_learns_is_left_alone(tiny_model, tmp_path, caplog):
-    assert alarms_of(tiny_model, tmp_path, caplog) == []
+    [solved] = alarms_of(tiny_model, tmp_path, caplog)  # nothing is left to learn by then
+    assert "(learning)" in solved
+    assert "every reward is 1 (" in solved
 
 
 @pytest.mark.slow
