@@ -96,11 +96,11 @@ def _sameness(rollouts: Sequence[Rollout], bounds: Mapping[str, float]) -> str:
         return "no rollout could be graded" if own else ""
     skipped = all(rollout.status is RolloutStatus.SKIPPED for rollout in graded)
     rejected = "; filters rejected every group" if skipped else ""
-    values = {rollout.reward for rollout in graded}
+    values = {rollout.reward for rollout in graded if rollout.reward is not None}
     if len(values) == 1:
         [value] = values
-        right = {rollout.reward >= bounds.get(rollout.prompt.set, 1.0) for rollout in graded}
-        kind = {(True,): "all right", (False,): "all wrong"}.get(tuple(right), "all equal")
+        right = [value >= bounds.get(rollout.prompt.set, 1.0) for rollout in graded]
+        kind = "all right" if all(right) else "all equal" if any(right) else "all wrong"
         return f"every reward is {value:g} ({kind}){rejected}"
     groups: dict[str, set[float | None]] = {}
     for rollout in graded:
