@@ -50,7 +50,7 @@ from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_f
 from lightning_rl.run.files.rundir import require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.peers import lost_peer
-from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
+from lightning_rl.run.seeding import drawn_seed
 
 # Short class names work in YAML for what has been imported: all that is public.
 names.load_all()
@@ -188,10 +188,6 @@ class RLCLI(LightningCLI):
             rank_zero_info(
                 f"seed_everything=true: drew {own.seed_everything}; set this number to repeat the "
                 "run"
-            )
-        elif not 0 <= own.seed_everything <= LARGEST_SEED:  # false is 0, and leaves all as it is
-            raise ConfigError(
-                f"seed_everything={own.seed_everything} must be in [0, {LARGEST_SEED}]"
             )
         super()._set_seed()
 

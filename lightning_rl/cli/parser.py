@@ -20,6 +20,7 @@ from lightning_rl.config.layers import Sources, read_sources
 from lightning_rl.config.mistakes import check_sources, innermost
 from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.seeding import LARGEST_SEED
 
 HELP = """\
 usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...]
@@ -136,6 +137,12 @@ def checked_sources(
     sources = read_sources(arguments)
     if trusted is not None:
         require_trusted(sources.tree, trusted)
+    seed = sources.tree.get("seed_everything")
+    if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:  # false is 0, and leaves all as is
+        place = sources.place(("seed_everything",))
+        raise ConfigError(
+            f"seed_everything={seed!s:.30} must be in [0, {LARGEST_SEED}]\n  at {place}"
+        )
     prints = any(argument.startswith("--print_config") for argument in arguments)
     check_sources(sources, parser, complete=not prints, files=trusted is None)
     return sources

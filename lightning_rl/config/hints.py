@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
@@ -219,6 +219,28 @@ def is_class_name(name: str, bases: list[type]) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def makes(function: Callable[..., Any], hint: Any) -> bool:
+    """Return True if a function may stand for a class under this hint: it is called to make an
+    instance, or says in its annotations that it returns one.
+    """
+    if any(get_origin(branch) is Callable for branch in branches(hint)):
+        return True
+    try:
+        returned = get_type_hints(function).get("return")
+    except (NameError, TypeError):  # a built-in function, or a name that is known only to mypy
+        return False
+    return inspect.isclass(returned) and issubclass(returned, tuple(classes(hint)))
+
+
+def is_read_as_null(text: str, hint: Any) -> bool:
+    """Return True for a text such as ``"null"`` or ``"~"``, in quotes, that the parser reads again
+    and takes for null.
+    """
+    if text.strip() not in ("null", "Null", "NULL", "~"):
+        return False
+    return accepts(hint, text) and parse(hint, text) is None
 
 
 def import_object(path: str) -> Any:

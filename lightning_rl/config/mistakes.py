@@ -26,7 +26,9 @@ from lightning_rl.config.hints import (
     did_you_mean,
     import_object,
     is_class_name,
+    is_read_as_null,
     item_hint,
+    makes,
     mapping_hint,
     named_class,
     parameters,
@@ -117,6 +119,8 @@ class _Walk:
             text = value.get("class_path")  # merged with what names a class in another source
         if isinstance(text, str) and any(accepts(form, text) for form in _text_forms(hint)):
             return
+        if isinstance(value, str) and is_read_as_null(value, hint):
+            raise _Mistake(key, f"the text {value!r} is read as null; write null without quotes")
         made = classes(hint)
         other = {str, Path, Any} & set(branches(hint))
         if (made or not other) and self._stands_for_a_part(value, key):
@@ -173,6 +177,10 @@ class _Walk:
             component = named_class(str(name), bases)
         except ConfigError as error:
             raise _Mistake((*key, "class_path"), str(error)) from error
+        if not inspect.isclass(component) and not makes(component, hint):
+            kinds = " or ".join(base.__name__ for base in bases)
+            what = f"{name} is a function, and a {kinds} is needed"
+            raise _Mistake((*key, "class_path"), f"{what}; name a class")
         stray = [k for k in spec if k not in (*SPEC, INHERITED)]
         if stray:
             known = parameters(component)

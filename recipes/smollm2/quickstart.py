@@ -20,12 +20,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from lightning_rl.cli.quickstart import OUT, parse_arguments
 from lightning_rl.run.processes.machine import driver_gpus, memory_bytes
 from recipes.smollm2.prepare import prepare
 from recipes.smollm2.weights import WeightsUnavailable, fetch
 from recipes.sort_digits import quickstart as sort_digits
 
-OUT = Path("runs/smollm2")
 CONFIG = Path("recipes/smollm2/grpo.yaml")
 SHOWN = 3
 """Questions whose answers are printed."""
@@ -37,12 +37,7 @@ GAIN = 0.40
 
 def main(arguments: Sequence[str]) -> int:
     """Run all steps; returns 0 if accuracy rose by ``GAIN`` or more, or the run was changed."""
-    parser = argparse.ArgumentParser("lightning-rl quickstart", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=OUT, help=f"its folder; default: {OUT}")
-    parser.add_argument("--model", help="another chat model: a directory or a hub name")
-    parser.add_argument("--iterations", type=int, help="default: 16")
-    parser.add_argument("--seed", type=int, help="default: 0")
-    given = parser.parse_args(arguments)
+    given = parse_arguments(arguments)
     begin = time.perf_counter()
     try:
         model = given.model or str(fetch(given.out / "model"))

@@ -288,3 +288,14 @@ def test_a_run_without_a_ledger_is_told_so(run, capsys):
     status, lines = audit(run, capsys)
     assert status == 2
     assert "has no ledger.jsonl, which RerunRecorder writes" in lines[-1]
+
+
+def test_a_changed_configuration_is_refused_by_the_checkpoint_it_does_not_fit(run, capsys):
+    config = run / "config.yaml"
+    text = config.read_text()
+    assert "coef: 0.1" in text
+    config.write_text(text.replace("coef: 0.1", "coef: 0.2"))
+    main(["audit", str(run), "--share", "1"])
+    said = "".join(capsys.readouterr())
+    assert "checkpoints/iteration_2.ckpt cannot be resumed" in said
+    assert "None cannot" not in said

@@ -310,10 +310,12 @@ def check_resume(module: Any, checkpoint: dict[str, Any]) -> None:
     trainer = module._trainer
     if trainer is None:  # load_from_checkpoint
         return
+    # ``rerun`` and ``audit`` load a checkpoint themselves, without Lightning's ``ckpt_path``.
+    path = Path(str(trainer.ckpt_path or going_on_from.get(trainer)))
     if trainer.state.fn == "fit":
-        _check(module, checkpoint["lightning_rl"], Path(str(trainer.ckpt_path)))
+        _check(module, checkpoint["lightning_rl"], path)
         module.run_id = checkpoint["lightning_rl"].get("run", {}).get("id", "")
-    _require_fitting(module, checkpoint.get("state_dict") or {}, str(trainer.ckpt_path))
+    _require_fitting(module, checkpoint.get("state_dict") or {}, str(path))
 
 
 def _check(module: Any, told: dict[str, Any], path: Path) -> None:

@@ -104,6 +104,16 @@ IN_FILE = {
         ["broken.exact"],
         ["'broken' fails when imported: ZeroDivisionError"],
     ),
+    "a text that is read as null": (
+        "data.init_args.engine.init_args.device",
+        "null",
+        ["engine.init_args.device: the text 'null' is read as null", "without quotes"],
+    ),
+    "another text that is read as null": (
+        "data.init_args.engine.init_args.device",
+        "~",
+        ["engine.init_args.device: the text '~' is read as null", "without quotes"],
+    ),
     "reward without a module": (
         REWARDS,
         ["exact"],
@@ -158,6 +168,14 @@ ON_COMMAND_LINE = {
     "--trainer.callbacks+=Evaluate --trainer.callbacks.every 3": [
         "trainer.callbacks[2].init_args.every: no such key in Evaluate"
     ],
+    "--trainer.callbacks+=my_rewards.length": [
+        "callbacks[2].class_path: my_rewards.length is a function, and a Callback is needed"
+    ],
+    "--trainer.callbacks+=math.sqrt": ["math.sqrt is a function, and a Callback is needed"],
+    "--data.engine.class_path my_rewards.length": ["is a function, and a", "Engine"],
+    "--model.loss.class_path my_rewards.length": ["is a function, and a PolicyLoss is needed"],
+    "--seed_everything 99999999999999999999": ["must be in [0, 4294967295]", "at option"],
+    "--seed_everything=-1": ["seed_everything=-1 must be in [0, 4294967295]", "at option"],
     "--trainer.logger CSVLogger --trainer.logger.nme x": ["no such key in CSVLogger", "mean name?"],
     "--trainer 3": ["trainer: expected keys below it, got 3"],
     "--optimizer 3": ["optimizer: no such key"],

@@ -48,12 +48,3 @@ def test_what_is_copied_is_what_runs(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
     assert done.stdout == f"{recipe} --iterations 2\n"
-
-
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_writes_nothing(tmp_path, option):
-    command = [sys.executable, "-m", "lightning_rl", "quickstart", option]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--iterations" in done.stdout
-    assert not list(tmp_path.iterdir())
