@@ -5,14 +5,18 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     Checkpoint,
+    EarlyStopping,
+    ModelCheckpoint,
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
     TQDMProgressBar,
+    WeightAveraging,
 )
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_rl.callbacks.averages import AverageBegins
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import KnownMonitors, StopEarly
 from lightning_rl.callbacks.guards import MetricGuard
@@ -75,6 +79,7 @@ def basic_callbacks(trainer: Trainer) -> list[Callback]:
     Rollouts, rewards and engines open connections, so their number is raised to what is allowed.
     """
     raise_file_limit()
+    watch(trainer)
     stops = [] if find_callbacks(trainer, StopWhenTold) else [StopWhenTold()]
     return [*own_display(trainer), *stops]
 
@@ -87,8 +92,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     run's exist already.
     """
     judge_last(trainer)
-    added = [*StopEarly.where_needed(trainer), *KnownMonitors.where_needed(trainer)]
-    added += basic_callbacks(trainer)
+    added = [*StopEarly.where_needed(trainer), *basic_callbacks(trainer)]
     data = datamodule_of(trainer)
     if trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False):
         # A try-out leaves no results behind.
@@ -137,6 +141,21 @@ def judge_last(trainer: Trainer) -> None:
     callbacks_of(trainer).sort(
         key=lambda c: 2 if isinstance(c, Checkpoint) else int(isinstance(c, MetricGuard))
     )
+
+
+def watch(trainer: Trainer) -> None:
+    """Put those before Lightning's callbacks that see to it that they do what they are for."""
+    callbacks = callbacks_of(trainer)
+    if find_callbacks(trainer, KnownMonitors):
+        return
+    follow: list[ModelCheckpoint | EarlyStopping] = [
+        *find_callbacks(trainer, ModelCheckpoint),
+        *(one for one in find_callbacks(trainer, EarlyStopping) if one.strict),
+    ]
+    callbacks[:0] = [
+        KnownMonitors(follow),
+        *map(AverageBegins, find_callbacks(trainer, WeightAveraging)),
+    ]
 
 
 def push_weights(trainer: Trainer) -> None:
