@@ -25,6 +25,7 @@ from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.callbacks.weight_sync import WeightSync
+from lightning_rl.config.lightning_flags import refuse_unasked_resuming
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
@@ -78,6 +79,7 @@ def basic_callbacks(trainer: Trainer) -> list[Callback]:
 
     Rollouts, rewards and engines open connections, so their number is raised to what is allowed.
     """
+    refuse_unasked_resuming(trainer)
     raise_file_limit()
     watch(trainer)
     stops = [] if find_callbacks(trainer, StopWhenTold) else [StopWhenTold()]

@@ -37,7 +37,12 @@ from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import Table, flatten
-from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision, require_few_devices
+from lightning_rl.config.lightning_flags import (
+    refuse_flags,
+    refuse_precision,
+    refuse_unasked_resuming,
+    require_few_devices,
+)
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
@@ -209,6 +214,8 @@ class RLCLI(LightningCLI):
         """Find further mistakes before a model is loaded and an engine is started."""
         if self.subcommand == "fit" and isinstance(self.model, RecordingModule):
             self._note_configuration()
+        if isinstance(self.model, FiniteStepsModule):
+            refuse_unasked_resuming(self.trainer)
         if isinstance(self.model, RolloutModule):
             refuse_flags(self.trainer)
         elif isinstance(self.model, SupervisedModule):

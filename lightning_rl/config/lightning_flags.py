@@ -125,8 +125,26 @@ def refuse_flags(trainer: Trainer) -> None:
     Raises:
         ConfigError: names the argument, its value, and what to set instead.
     """
+    refuse_unasked_resuming(trainer)
     for message in _found(trainer, Verdict.REFUSED, Verdict.PARTLY):
         raise ConfigError(message)
+
+
+def refuse_unasked_resuming(trainer: Trainer) -> None:
+    """Refuse ``OnExceptionCheckpoint``, and prevent it from saving because of that refusal; also in
+    supervised training.
+
+    Raises:
+        ConfigError: says what to use instead.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, theirs.OnExceptionCheckpoint):
+            callbacks.remove(callback)
+            name = type(callback).__name__
+            raise ConfigError(
+                f"trainer.callbacks: {name}: {CALLBACKS['OnExceptionCheckpoint'].words}"
+            )
 
 
 def warn_of_flags(trainer: Trainer) -> None:

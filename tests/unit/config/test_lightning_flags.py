@@ -55,6 +55,7 @@ REFUSED_CALLBACKS = {
     "GradientAccumulationScheduler": theirs.GradientAccumulationScheduler({0: 2}),
     "LearningRateFinder": theirs.LearningRateFinder(),
     "ModelPruning": theirs.ModelPruning("l1_unstructured", amount=0.5),
+    "OnExceptionCheckpoint": theirs.OnExceptionCheckpoint("never"),
     "SpikeDetection": theirs.SpikeDetection(),
     "StochasticWeightAveraging": theirs.StochasticWeightAveraging(1e-3),
 }
