@@ -168,6 +168,22 @@ def check_scheduler(make: LRSchedulerCallable, optimizer: OptimizerCallable, ste
                 ) from error
 
 
+def check_automatic(module: Any) -> None:
+    """Try the schedule of a module that Lightning optimises, once it knows the number of batches.
+
+    Raises:
+        ConfigError: if it ends before the run does.
+    """
+    trainer = module.trainer
+    windows = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if module.lr_scheduler is None or not math.isfinite(windows):
+        return
+    epochs = trainer.max_epochs
+    bounds = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    bounds += [epochs * math.ceil(windows)] if epochs is not None and epochs >= 0 else []
+    check_scheduler(module.lr_scheduler, module.optimizer, min(bounds, default=1))
+
+
 def _ended(scheduler: Any, error: ValueError) -> ConfigError:
     return ConfigError(
         f"lr_scheduler={type(scheduler).__name__} cannot make a further step ({error}); raise its "

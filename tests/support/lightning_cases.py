@@ -291,7 +291,7 @@ SAYS = {
     },
     "plugins": {},
 }
-"""What the page says of them besides the word; of flags and callbacks, ``lightning_flags`` tells."""
+"""What the page says of them besides the word; ``lightning_flags`` tells of the others."""
 
 
 def word_of(cases: list[Case]) -> str:
