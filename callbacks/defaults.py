@@ -16,9 +16,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_rl.callbacks.averages import AverageBegins
+from lightning_rl.callbacks.averages import SoundAverages
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import KnownMonitors, StopEarly
+from lightning_rl.callbacks.export import HFExport
 from lightning_rl.callbacks.guards import MetricGuard
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
@@ -150,13 +151,14 @@ def watch(trainer: Trainer) -> None:
     callbacks = callbacks_of(trainer)
     if find_callbacks(trainer, KnownMonitors):
         return
-    follow: list[ModelCheckpoint | EarlyStopping] = [
+    follow = [
         *find_callbacks(trainer, ModelCheckpoint),
+        *find_callbacks(trainer, HFExport),
         *(one for one in find_callbacks(trainer, EarlyStopping) if one.strict),
     ]
     callbacks[:0] = [
         KnownMonitors(follow),
-        *map(AverageBegins, find_callbacks(trainer, WeightAveraging)),
+        *map(SoundAverages, find_callbacks(trainer, WeightAveraging)),
     ]
 
 

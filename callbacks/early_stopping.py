@@ -1,6 +1,6 @@
 """Lightning's monitoring callbacks, evaluated after iterations; unknown metrics are refused."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -73,13 +73,10 @@ class StopEarly(RLCallback):
 
     Lightning's own is evaluated at the end of epochs, or after a validation loop, which RL does not
     have. With ``check_on_train_epoch_end=True`` it is left alone. ``fit`` adds this callback.
-
-    Raises:
-        ConfigError: if no metric of the monitor's name is recorded.
     """
 
     def __init__(self, stoppers: list[EarlyStopping]) -> None:
-        self._stoppers = [(one, Monitor(one.monitor, type(one).__name__)) for one in stoppers]
+        self._stoppers = stoppers
 
     @classmethod
     def where_needed(cls, trainer: Trainer) -> list[Callback]:
@@ -95,10 +92,7 @@ class StopEarly(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        evaluates = bool(find_callbacks(trainer, Evaluate))
-        for stopper, monitor in self._stoppers:
-            if stopper.strict:
-                monitor.look(metrics, evaluates)
+        for stopper in self._stoppers:
             if stopper.monitor in metrics:
                 stopper._run_early_stopping_check(trainer)
 
@@ -115,7 +109,7 @@ class KnownMonitors(RLCallback):
         ConfigError: after the first evaluation or update, naming the recorded metrics.
     """
 
-    def __init__(self, followers: list[ModelCheckpoint | EarlyStopping]) -> None:
+    def __init__(self, followers: Sequence[Any]) -> None:
         self._savers = [one for one in followers if isinstance(one, ModelCheckpoint)]
         self._monitors = [
             Monitor(one.monitor, type(one).__name__) for one in followers if one.monitor

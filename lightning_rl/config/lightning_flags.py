@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch.callbacks as theirs
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.errors import ConfigError
@@ -77,6 +78,13 @@ def _spawning(trainer: Trainer) -> Any:
     return type(trainer.strategy).__name__ if spawns else None
 
 
+def _foreign_precision(trainer: Trainer) -> Any:
+    """Return the name of a precision plugin that converts batches for another strategy's sake."""
+    plugin = trainer.precision_plugin
+    foreign = isinstance(plugin, DeepSpeedPrecision | FSDPPrecision)
+    return type(plugin).__name__ if foreign else None
+
+
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 _USED: dict[str, Callable[[Any], Any]] = {
@@ -92,6 +100,7 @@ _USED: dict[str, Callable[[Any], Any]] = {
     "accumulate_grad_batches": _unless("accumulate_grad_batches", 1),
     "gradient_clip_val": _unless("gradient_clip_val", None),
     "gradient_clip_algorithm": _unless("gradient_clip_algorithm", None),
+    "plugins": _foreign_precision,
     "sync_batchnorm": lambda trainer: trainer._accelerator_connector._layer_sync and True,
     "reload_dataloaders_every_n_epochs": _unless("reload_dataloaders_every_n_epochs", 0),
     "model_registry": _unless("_model_registry", None),

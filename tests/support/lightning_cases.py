@@ -47,7 +47,7 @@ FLAGS = {
     "devices": [flag("devices", "1")],
     "num_nodes": [flag("num_nodes", "1")],
     "precision": [flag("precision", "bf16-mixed"), no_flag("precision", "64-true")],
-    "logger": [flag("logger", "CSVLogger")],
+    "logger": [flag("logger", "{class_path: CSVLogger, init_args: {save_dir: logs}}")],
     "callbacks": [flag("callbacks", "[WeightSync]")],
     "fast_dev_run": [flag("fast_dev_run", "true", None)],
     "max_epochs": [flag("max_epochs", "2", 4)],
@@ -83,7 +83,14 @@ FLAGS = {
     "profiler": [flag("profiler", "simple")],
     "detect_anomaly": [flag("detect_anomaly", "true")],
     "barebones": [flag("barebones", "true")],
-    "plugins": [flag("plugins", "[TorchCheckpointIO]")],
+    "plugins": [
+        flag("plugins", "[TorchCheckpointIO]"),
+        refused(
+            "trainer.plugins=",
+            "--trainer.plugins=[{class_path: lightning.pytorch.plugins.FSDPPrecision, "
+            "init_args: {precision: 32-true}}]",
+        ),
+    ],
     "sync_batchnorm": [Case(WARNS, ("--trainer.sync_batchnorm=true",), 2, "no effect")],
     "reload_dataloaders_every_n_epochs": [no_flag("reload_dataloaders_every_n_epochs", "1")],
     "default_root_dir": [flag("default_root_dir", "elsewhere")],
@@ -105,7 +112,7 @@ def no_callback(name: str, arguments: str = "", *options: str) -> Case:
 
 
 _SAVES = "--trainer.enable_checkpointing=true"
-_LOGS = "--trainer.logger=CSVLogger"
+_LOGS = "--trainer.logger={class_path: CSVLogger, init_args: {save_dir: logs}}"
 _SHOWS = ("--trainer.enable_progress_bar=true", "--trainer.enable_model_summary=true")
 
 CALLBACKS = {
@@ -212,21 +219,25 @@ _SCHEDULES_SAY = {
 }
 
 LOGGERS = {
-    "CSVLogger": [flag("logger", "CSVLogger")],
-    "TensorBoardLogger": [flag("logger", "TensorBoardLogger")],
+    "CSVLogger": [flag("logger", "{class_path: CSVLogger, init_args: {save_dir: logs}}")],
+    "TensorBoardLogger": [
+        flag("logger", "{class_path: TensorBoardLogger, init_args: {save_dir: logs}}")
+    ],
     "WandbLogger": [flag("logger", "{class_path: WandbLogger, init_args: {offline: true}}")],
-    "MLFlowLogger": [refused("mlflow", "--trainer.logger=MLFlowLogger")],
-    "CometLogger": [refused("comet", "--trainer.logger=CometLogger")],
-    "LitLogger": [refused("litlogger", "--trainer.logger=LitLogger")],
+    "MLFlowLogger": [refused("mlflow", "--trainer.logger={class_path: MLFlowLogger}")],
+    "CometLogger": [refused("comet", "--trainer.logger={class_path: CometLogger}")],
+    "LitLogger": [
+        refused("itlogger", "--trainer.logger={class_path: lightning.pytorch.loggers.LitLogger}")
+    ],
     "Logger": [refused("Logger", "--trainer.logger=lightning.pytorch.loggers.Logger")],
 }
 
 STRATEGIES = {
     "DDPStrategy": [flag("strategy", "DDPStrategy")],
     "DeepSpeedStrategy": [refused("deepspeed", "--trainer.strategy=DeepSpeedStrategy")],
-    "FSDPStrategy": [refused("FSDPStrategy", "--trainer.strategy=FSDPStrategy")],
+    "FSDPStrategy": [refused("fsdp", "--trainer.strategy=FSDPStrategy")],
     "ModelParallelStrategy": [flag("strategy", "ModelParallelStrategy")],
-    "ParallelStrategy": [refused("ParallelStrategy", "--trainer.strategy=ParallelStrategy")],
+    "ParallelStrategy": [refused("parallelstrategy", "--trainer.strategy=ParallelStrategy")],
     "SingleDeviceStrategy": [
         flag("strategy", "{class_path: SingleDeviceStrategy, init_args: {device: cpu}}")
     ],
@@ -243,13 +254,15 @@ PLUGINS = {
     "AsyncCheckpointIO": [works(plugin("AsyncCheckpointIO"), _SAVES)],
     "CheckpointIO": [refused("CheckpointIO", plugin("CheckpointIO"))],
     "TorchCheckpointIO": [works(plugin("TorchCheckpointIO"), _SAVES)],
-    "XLACheckpointIO": [refused("XLA", plugin("XLACheckpointIO"))],
-    "BitsandbytesPrecision": [refused("precision", plugin("BitsandbytesPrecision", "mode: nf4"))],
-    "DeepSpeedPrecision": [
-        refused("deepspeed", plugin("DeepSpeedPrecision", "precision: 32-true"))
+    "XLACheckpointIO": [refused("Not a valid subclass", plugin("XLACheckpointIO"))],
+    "BitsandbytesPrecision": [
+        refused("only supported on CUDA", plugin("BitsandbytesPrecision", "mode: nf4"))
     ],
-    "DoublePrecision": [refused("precision", plugin("DoublePrecision"))],
-    "HalfPrecision": [refused("precision", plugin("HalfPrecision"))],
+    "DeepSpeedPrecision": [
+        refused("trainer.plugins=", plugin("DeepSpeedPrecision", "precision: 32-true"))
+    ],
+    "DoublePrecision": [refused("trainer.precision=", plugin("DoublePrecision"))],
+    "HalfPrecision": [works(plugin("HalfPrecision", "precision: bf16-true"))],
     "MixedPrecision": [works(plugin("MixedPrecision", "precision: bf16-mixed, device: cpu"))],
     "Precision": [works(plugin("Precision"))],
     "TransformerEnginePrecision": [
@@ -257,8 +270,8 @@ PLUGINS = {
             "transformer", plugin("TransformerEnginePrecision", "weights_dtype: torch.bfloat16")
         )
     ],
-    "FSDPPrecision": [refused("FSDP", plugin("FSDPPrecision", "precision: 32-true"))],
-    "XLAPrecision": [refused("XLA", plugin("XLAPrecision"))],
+    "FSDPPrecision": [refused("trainer.plugins=", plugin("FSDPPrecision", "precision: 32-true"))],
+    "XLAPrecision": [refused("Not a valid subclass", plugin("XLAPrecision"))],
     "LayerSync": [refused("LayerSync", plugin("LayerSync"))],
     "TorchSyncBatchNorm": [Case(WARNS, (plugin("TorchSyncBatchNorm"),), 2, "no effect")],
 }
@@ -286,10 +299,26 @@ SAYS = {
     "strategies": {
         "DDPStrategy": "see Train on several processes",
         "ModelParallelStrategy": "see Train on several processes",
+        "DeepSpeedStrategy": "use ShardedStrategy",
+        "FSDPStrategy": "use ShardedStrategy",
         "Strategy": _BASE,
         "ParallelStrategy": _BASE,
     },
-    "plugins": {},
+    "plugins": {
+        "CheckpointIO": _BASE,
+        "LayerSync": _BASE,
+        "Precision": "float32, as without it",
+        "HalfPrecision": "precision bf16-true; see Train on a GPU for its master weights",
+        "MixedPrecision": "precision bf16-mixed",
+        "DoublePrecision": "no engine computes in float64",
+        "TorchSyncBatchNorm": "has no effect: a language model has no batch normalisation",
+        "BitsandbytesPrecision": "set model.lora.quantization instead, see LoRA",
+        "DeepSpeedPrecision": "belongs to a strategy that is not supported",
+        "FSDPPrecision": "belongs to a strategy that is not supported; use ShardedStrategy",
+        "XLACheckpointIO": "TPUs are not supported",
+        "XLAPrecision": "TPUs are not supported",
+        "TransformerEnginePrecision": "needs its package; no engine computes in its formats",
+    },
 }
 """What the page says of them besides the word; ``lightning_flags`` tells of the others."""
 
