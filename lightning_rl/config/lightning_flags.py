@@ -14,7 +14,12 @@ from typing import Any
 import lightning.pytorch.callbacks as theirs
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision
+from lightning.pytorch.plugins import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.errors import ConfigError
@@ -79,12 +84,13 @@ def _spawning(trainer: Trainer) -> Any:
 
 
 def _foreign_precision(trainer: Trainer) -> Any:
-    """Return the name of a precision plugin that converts batches for another strategy's sake."""
-    plugin = trainer.precision_plugin
-    foreign = isinstance(plugin, DeepSpeedPrecision | FSDPPrecision)
-    return type(plugin).__name__ if foreign else None
+    """Return the name of a precision plugin of Lightning that ``precision`` does not choose."""
+    kind = type(trainer.precision_plugin)
+    theirs = kind.__module__.startswith("lightning.")
+    return kind.__name__ if theirs and kind not in _PRECISION_PLUGINS else None
 
 
+_PRECISION_PLUGINS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 _USED: dict[str, Callable[[Any], Any]] = {

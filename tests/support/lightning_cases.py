@@ -7,6 +7,8 @@ that the run shall deserve, and how many iterations it trains.
 from dataclasses import dataclass
 
 WORKS, REFUSED, WARNS = "works", "refused", "warns"
+NEEDS = "needs a package"
+"""It is refused without the package, whose name the message says."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Case:
     options: tuple[str, ...]
     iterations: int | None = 2
     says: str = ""
+    package: str = ""
 
 
 def works(*options: str, iterations: int | None = 2) -> Case:
@@ -224,10 +227,17 @@ LOGGERS = {
         flag("logger", "{class_path: TensorBoardLogger, init_args: {save_dir: logs}}")
     ],
     "WandbLogger": [flag("logger", "{class_path: WandbLogger, init_args: {offline: true}}")],
-    "MLFlowLogger": [refused("mlflow", "--trainer.logger={class_path: MLFlowLogger}")],
-    "CometLogger": [refused("comet", "--trainer.logger={class_path: CometLogger}")],
+    "MLFlowLogger": [
+        Case(NEEDS, ("--trainer.logger={class_path: MLFlowLogger}",), None, "mlflow", "mlflow")
+    ],
+    "CometLogger": [
+        Case(NEEDS, ("--trainer.logger={class_path: CometLogger}",), None, "comet", "comet_ml")
+    ],
     "LitLogger": [
-        refused("itlogger", "--trainer.logger={class_path: lightning.pytorch.loggers.LitLogger}")
+        refused(
+            "is not a Logger",
+            "--trainer.logger={class_path: lightning.pytorch.loggers.LitLogger}",
+        )
     ],
     "Logger": [refused("Logger", "--trainer.logger=lightning.pytorch.loggers.Logger")],
 }
@@ -267,7 +277,8 @@ PLUGINS = {
     "Precision": [works(plugin("Precision"))],
     "TransformerEnginePrecision": [
         refused(
-            "transformer", plugin("TransformerEnginePrecision", "weights_dtype: torch.bfloat16")
+            "Not a valid subclass",
+            plugin("TransformerEnginePrecision", "weights_dtype: torch.bfloat16"),
         )
     ],
     "FSDPPrecision": [refused("trainer.plugins=", plugin("FSDPPrecision", "precision: 32-true"))],
@@ -285,15 +296,14 @@ CASES = {
     "plugins": PLUGINS,
 }
 
-_NO_PACKAGE = "needs its package, without which it is refused"
 _BASE = "a base class"
 SAYS = {
     "schedulers": _SCHEDULES_SAY,
     "loggers": {
         "WandbLogger": "as in Lightning; see Logging for its tables and files",
-        "MLFlowLogger": _NO_PACKAGE,
-        "CometLogger": _NO_PACKAGE,
-        "LitLogger": _NO_PACKAGE,
+        "MLFlowLogger": "mlflow; see Logging",
+        "CometLogger": "comet_ml",
+        "LitLogger": "Lightning 2.6 has it for Fabric alone: it is no logger of the Trainer",
         "Logger": _BASE,
     },
     "strategies": {
