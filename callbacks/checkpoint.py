@@ -40,7 +40,7 @@ from lightning_rl.run.files.resume import (
     run_id_of,
     tell_of_beginning,
 )
-from lightning_rl.run.files.rundir import output_path
+from lightning_rl.run.files.rundir import hold, output_path
 from lightning_rl.run.loop.background import runtime
 from lightning_rl.run.loop.interrupts import seconds_of
 from lightning_rl.run.processes import dist
@@ -113,6 +113,7 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
         self._training = False
         self._fresh = True  # nothing happened since the last save
         self._asked_for_last = False
+        self._source = Path()  # the folder of the checkpoint from which the run goes on
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -132,6 +133,11 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
         if self.asynchronous and not isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
             strategy.checkpoint_io = BackgroundCheckpointIO(strategy.checkpoint_io)
         self.dirpath = str(self._directory)
+        if self._directory == self._given:
+            with dist.every_rank():
+                if dist.rank() == 0:  # until the process ends
+                    self._directory.mkdir(parents=True, exist_ok=True)
+                    hold(self._directory)
         if trainer.is_global_zero:
             for left in self._directory.glob("*.ckpt.partial"):  # by a killed run
                 remove(left)
@@ -301,11 +307,21 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
     def state_dict(self) -> dict[str, Any]:
         return {"saved": self.saved, "best": self.best}
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._source = Path(str(trainer.ckpt_path)).absolute().parent
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._directory.exists():  # else another run begins from that checkpoint
             there = {path.name for path in checkpoints_in(self._directory)}
             self.saved = [name for name in state_dict["saved"] if name in there]
-            self.best = [(value, name) for value, name in state_dict["best"] if name in there]
+            # Those of a run that is resumed in another directory stay where they are.
+            best = [
+                (value, name if name in there else str(self._source / name))
+                for value, name in state_dict["best"]
+            ]
+            self.best = [(value, name) for value, name in best if (self._directory / name).exists()]
             self.last_model_path = str(self._directory / self.saved[-1]) if self.saved else ""
             self._announced = set(self.saved)
 

@@ -5,22 +5,28 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     Checkpoint,
+    EarlyStopping,
+    ModelCheckpoint,
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
     TQDMProgressBar,
+    WeightAveraging,
 )
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_rl.callbacks.averages import SoundAverages
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import KnownMonitors, StopEarly
+from lightning_rl.callbacks.export import HFExport
 from lightning_rl.callbacks.guards import MetricGuard
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.callbacks.weight_sync import WeightSync
+from lightning_rl.config.lightning_flags import refuse_unasked_resuming
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
@@ -74,7 +80,9 @@ def basic_callbacks(trainer: Trainer) -> list[Callback]:
 
     Rollouts, rewards and engines open connections, so their number is raised to what is allowed.
     """
+    refuse_unasked_resuming(trainer)
     raise_file_limit()
+    watch(trainer)
     stops = [] if find_callbacks(trainer, StopWhenTold) else [StopWhenTold()]
     return [*own_display(trainer), *stops]
 
@@ -87,8 +95,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     run's exist already.
     """
     judge_last(trainer)
-    added = [*StopEarly.where_needed(trainer), *KnownMonitors.where_needed(trainer)]
-    added += basic_callbacks(trainer)
+    added = [*StopEarly.where_needed(trainer), *basic_callbacks(trainer)]
     data = datamodule_of(trainer)
     if trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False):
         # A try-out leaves no results behind.
@@ -137,6 +144,22 @@ def judge_last(trainer: Trainer) -> None:
     callbacks_of(trainer).sort(
         key=lambda c: 2 if isinstance(c, Checkpoint) else int(isinstance(c, MetricGuard))
     )
+
+
+def watch(trainer: Trainer) -> None:
+    """Put those before Lightning's callbacks that see to it that they do what they are for."""
+    callbacks = callbacks_of(trainer)
+    if find_callbacks(trainer, KnownMonitors):
+        return
+    follow = [
+        *find_callbacks(trainer, ModelCheckpoint),
+        *find_callbacks(trainer, HFExport),
+        *(one for one in find_callbacks(trainer, EarlyStopping) if one.strict),
+    ]
+    callbacks[:0] = [
+        KnownMonitors(follow),
+        *map(SoundAverages, find_callbacks(trainer, WeightAveraging)),
+    ]
 
 
 def push_weights(trainer: Trainer) -> None:

@@ -12,8 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.early_stopping import Monitor
-from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.hub import HubModel
 from lightning_rl.callbacks.model_card import ModelCard
 from lightning_rl.callbacks.ranking import Ranked, ranked, require_mode, retained
@@ -24,7 +22,7 @@ from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run.files.folders import before_of, link_to, replace_folder
 from lightning_rl.run.files.rundir import output_path, refused
-from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
+from lightning_rl.run.hooks import is_fast_dev_run
 from lightning_rl.run.processes.dist import every_rank
 
 STATE = "export.json"
@@ -94,7 +92,6 @@ class HFExport(RLCallback):
         """Names of this run's exports during training, oldest first."""
         self.best: Ranked = []
         self._hub = None if push_to_hub is None else HubModel(push_to_hub, private)
-        self._monitor = None if monitor is None else Monitor(monitor, type(self).__name__)
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
 
@@ -128,12 +125,6 @@ class HFExport(RLCallback):
             self.saved = [*(old for old in self.saved if old != name), name]
             module, place = self._module(pl_module), self.exports(trainer) / name
             self._export(trainer, module, place, copied=True)
-
-    def on_iteration_end(
-        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
-    ) -> None:
-        if self._monitor is not None:
-            self._monitor.look(metrics, bool(find_callbacks(trainer, Evaluate)))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._export(trainer, self._module(pl_module), self.target(trainer), copied=False)

@@ -39,7 +39,7 @@ class Retained(NamedTuple):
     there: list[str]
     """Names that exist in their directory: one that is still being written replaces nothing yet."""
     best: list[str]
-    """The best of those, in their order."""
+    """The best that exist, in their order; the path of one that is in another directory."""
     kept: set[str]
     """Names that are kept: the last, and the best."""
 
@@ -47,5 +47,5 @@ class Retained(NamedTuple):
 def retained(directory: Path, saved: Sequence[str], best: Ranked, keep_last: int) -> Retained:
     """Return which of the saved names exist in a directory, and which of those are kept."""
     there = [name for name in saved if (directory / name).exists()]
-    names = [name for _, name in best if name in there]
+    names = [name for _, name in best if (directory / name).exists()]
     return Retained(there, names, {*there[-keep_last:], *names})

@@ -36,6 +36,7 @@ from lightning_rl.learn.left_out import LeftOut
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import make_optimizer
+from lightning_rl.learn.schedulers import make_scheduler
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.parallel.expert import require_experts
 from lightning_rl.models.parallel.sharding import read_by_rank_zero, shard
@@ -311,7 +312,10 @@ class PolicyModule(OwnLoop, RolloutModule):
             of_head["lr"] = self.critic.least_lr(of_head["lr"])
         if self.lr_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": make_scheduler(self.lr_scheduler, optimizer),
+        }
 
     # ---------------------------------------------------------------- learning
 

@@ -4,6 +4,7 @@ fix.
 
 import inspect
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,16 @@ from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_sync
+from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import Table, flatten
-from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision, require_few_devices
+from lightning_rl.config.lightning_flags import (
+    refuse_flags,
+    refuse_precision,
+    refuse_unasked_resuming,
+    require_few_devices,
+)
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
@@ -43,7 +50,9 @@ from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.recorded import OfflineDataModule
+from lightning_rl.learn.schedulers import check_scheduler
 from lightning_rl.learn.supervised import SupervisedModule
+from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
@@ -201,14 +210,17 @@ class RLCLI(LightningCLI):
         """Find further mistakes before a model is loaded and an engine is started."""
         if self.subcommand == "fit" and isinstance(self.model, RecordingModule):
             self._note_configuration()
+        if isinstance(self.model, FiniteStepsModule):
+            refuse_unasked_resuming(self.trainer)
         if isinstance(self.model, RolloutModule):
             refuse_flags(self.trainer)
         elif isinstance(self.model, SupervisedModule):
             refuse_precision(self.trainer, "16-mixed")
         if isinstance(self.model, RolloutModule):
             for name, policy in self.model.policies.items():
-                _check_steps(policy, f"model.init_args.policies.{name}." if name else "model.")
-        elif isinstance(self.model, RecordingModule):
+                key = f"model.init_args.policies.{name}." if name else "model."
+                _check_steps(policy, key, _planned_steps(self.trainer, self.datamodule, policy))
+        elif isinstance(self.model, FiniteStepsModule):
             _check_steps(self.model, "model.")
         if isinstance(self.datamodule, RLDataModule):
             syncs = [sync.schedule for sync in find_callbacks(self.trainer, WeightSync)]
@@ -265,9 +277,21 @@ def _start_loggers(trainer: Trainer) -> None:
             ) from error
 
 
-def _check_steps(module: Any, key: str) -> None:
-    """Create the optimizer and learning-rate schedule for a dummy parameter, to check their
-    settings.
+def _planned_steps(trainer: Trainer, data: Any, policy: Any) -> int:
+    """Return the most optimizer steps that a policy can take in a run; 1 if not known yet."""
+    length, epochs = getattr(data, "iterations_per_epoch", None), trainer.max_epochs
+    each, bounds = policy.ppo_epochs * policy.minibatches, []
+    if length is not None and epochs is not None and epochs >= 0:
+        schedule = getattr(policy, "schedule", EveryIteration())
+        bounds.append(schedule.count(epochs * limited_epoch(trainer, length)) * each)
+    if trainer.max_steps >= 0:  # the iteration that reaches it is finished
+        bounds.append(math.ceil(trainer.max_steps / each) * each)
+    return min(bounds, default=1)
+
+
+def _check_steps(module: Any, key: str, steps: int = 1) -> None:
+    """Create the optimizer and learning-rate schedule for a dummy parameter, and try as many steps
+    of the schedule as there will be.
 
     Raises:
         ConfigError: if one of them cannot be created, or used.
@@ -276,9 +300,9 @@ def _check_steps(module: Any, key: str) -> None:
         return
     try:
         check_optimizer(module.optimizer)
-        optimizer = module.optimizer([Parameter(torch.zeros(1))])
+        module.optimizer([Parameter(torch.zeros(1))])
         if getattr(module, "lr_scheduler", None) is not None:
-            module.lr_scheduler(optimizer)
+            check_scheduler(module.lr_scheduler, module.optimizer, steps)
     except Exception as error:  # a learning rate below 0, say
         what = f"{key}init_args.optimizer, lr_scheduler: {innermost(error)}"
         raise ConfigError(what) from error

@@ -286,7 +286,7 @@ def _optimizer(module: Any, place: str) -> Table:
     if make_scheduler is not None:
         scheduler = make_scheduler(optimizer)
         table[f"{place}.lr_scheduler"] = type(scheduler).__name__
-        for name, value in vars(scheduler).items():
+        for name, value in getattr(scheduler, "__dict__", {}).items():
             if isinstance(value, bool | int | float | str) and name != "last_epoch":
                 table |= {} if name.startswith("_") else {f"{place}.lr_scheduler.{name}": value}
     return table

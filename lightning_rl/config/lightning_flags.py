@@ -14,6 +14,12 @@ from typing import Any
 import lightning.pytorch.callbacks as theirs
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.errors import ConfigError
@@ -77,6 +83,14 @@ def _spawning(trainer: Trainer) -> Any:
     return type(trainer.strategy).__name__ if spawns else None
 
 
+def _foreign_precision(trainer: Trainer) -> Any:
+    """Return the name of a precision plugin of Lightning that ``precision`` does not choose."""
+    kind = type(trainer.precision_plugin)
+    theirs = kind.__module__.startswith("lightning.")
+    return kind.__name__ if theirs and kind not in _PRECISION_PLUGINS else None
+
+
+_PRECISION_PLUGINS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 _USED: dict[str, Callable[[Any], Any]] = {
@@ -92,6 +106,7 @@ _USED: dict[str, Callable[[Any], Any]] = {
     "accumulate_grad_batches": _unless("accumulate_grad_batches", 1),
     "gradient_clip_val": _unless("gradient_clip_val", None),
     "gradient_clip_algorithm": _unless("gradient_clip_algorithm", None),
+    "plugins": _foreign_precision,
     "sync_batchnorm": lambda trainer: trainer._accelerator_connector._layer_sync and True,
     "reload_dataloaders_every_n_epochs": _unless("reload_dataloaders_every_n_epochs", 0),
     "model_registry": _unless("_model_registry", None),
@@ -125,8 +140,26 @@ def refuse_flags(trainer: Trainer) -> None:
     Raises:
         ConfigError: names the argument, its value, and what to set instead.
     """
+    refuse_unasked_resuming(trainer)
     for message in _found(trainer, Verdict.REFUSED, Verdict.PARTLY):
         raise ConfigError(message)
+
+
+def refuse_unasked_resuming(trainer: Trainer) -> None:
+    """Refuse ``OnExceptionCheckpoint``, and prevent it from saving because of that refusal; also in
+    supervised training.
+
+    Raises:
+        ConfigError: says what to use instead.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, theirs.OnExceptionCheckpoint):
+            callbacks.remove(callback)
+            name = type(callback).__name__
+            raise ConfigError(
+                f"trainer.callbacks: {name}: {CALLBACKS['OnExceptionCheckpoint'].words}"
+            )
 
 
 def warn_of_flags(trainer: Trainer) -> None:

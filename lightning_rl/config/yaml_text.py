@@ -2,6 +2,7 @@
 
 import re
 from copy import deepcopy
+from enum import Enum
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -23,6 +24,11 @@ _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)([eE][-+]?[0-9]+)?$"),
     [*"-+.0123456789"],
+)
+
+
+_Dumper.add_multi_representer(  # a default of another library, such as Lightning's Interval
+    Enum, lambda dumper, member: dumper.represent_data(member.value)
 )
 
 

@@ -17,6 +17,7 @@ from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.schedulers import make_scheduler, step_scheduler
 from lightning_rl.run.files.metrics import TokenMetrics, named
 from lightning_rl.run.hooks import (
     answers,
@@ -145,7 +146,8 @@ class EnvModule(RecordingModule):
             group["lr"] = group["lr"] * factor
         if self.lr_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+        scheduler = make_scheduler(self.lr_scheduler, optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     # ---------------------------------------------------------------- steps
 
@@ -211,8 +213,7 @@ class EnvModule(RecordingModule):
     def step_schedule(self) -> None:
         """Advance the learning rate schedule, if there is one."""
         if self.lr_scheduler is not None:
-            scheduler: Any = self.lr_schedulers()
-            scheduler.step()
+            step_scheduler(self.lr_schedulers())
 
     @property
     def learners(self) -> list[str]:

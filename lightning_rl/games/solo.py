@@ -19,6 +19,7 @@ from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.games.label_heads import LabelHead
 from lightning_rl.games.labelled import LABEL, LabelledData, rows_of, space_of
 from lightning_rl.learn.base import FiniteStepsModule, save_primitive_hparams
+from lightning_rl.learn.schedulers import automatic, check_automatic, make_scheduler
 from lightning_rl.run.files.metrics import TokenMetrics
 from lightning_rl.run.hooks import datamodule_of, named_callbacks
 from lightning_rl.run.seeding import derived_generator, run_seed
@@ -101,8 +102,11 @@ class SoloModule(FiniteStepsModule):
         optimizer = self.optimizer(self.parameters())
         if self.lr_scheduler is None:
             return optimizer
-        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        scheduler = make_scheduler(self.lr_scheduler, optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": automatic(scheduler)}
+
+    def on_train_start(self) -> None:
+        check_automatic(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.agent is not None:

@@ -7,8 +7,9 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -21,6 +22,7 @@ from lightning_rl.config.layers import Change
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.learn.frozen_base import adapted, leave_out_base, put_back_base
 from lightning_rl.learn.gradients import norm_of
+from lightning_rl.learn.schedulers import step_plateaus
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import GivenModel, Loading
@@ -79,6 +81,19 @@ class FiniteStepsModule(LightningModule):
     _warned = False
     grad_norm = math.nan
     """Global norm of the gradient of the latest optimizer step, before it was clipped."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with weights of its own, as averages of them need; it shares the rest.
+
+        The rest may hold what cannot be copied: an engine, a service's client, the command line.
+        """
+        copy = type(self).__new__(type(self))
+        memo[id(self)] = copy
+        own = ("_parameters", "_buffers", "_modules")
+        copy.__dict__ = self.__getstate__() | {
+            name: deepcopy(self.__dict__[name], memo) for name in own
+        }
+        return copy
 
     @cached_property
     def day(self) -> RunDay:
@@ -273,6 +288,8 @@ class RecordingModule(FiniteStepsModule):
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step=self.iteration)
             call_hook(self.trainer, "on_iteration_end", metrics)
+            if not self.automatic_optimization:  # else Lightning steps them
+                step_plateaus((c.scheduler for c in self.trainer.lr_scheduler_configs), metrics)
         if self.stopping is not None:
             error, self.stopping = self.stopping, None
             raise error

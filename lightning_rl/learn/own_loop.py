@@ -20,6 +20,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, RecordingModule
 from lightning_rl.learn.learner import Learner
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
+from lightning_rl.learn.schedulers import step_plateaus, step_scheduler
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.processes.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
@@ -79,6 +80,7 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
         if not isinstance(batch, TensorDict):
             batch = pack_rollouts(trainable(list(batch)), among=batch)
         metrics = self.update(self.compute_all(batch.to(self.device)))
+        step_plateaus([self._own_schedule], metrics)
         self.end_iteration(metrics)
         return metrics
 
@@ -175,7 +177,7 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
             self.on_before_optimizer_step(optimizer)
         optimizer.step()
         if self.lr_scheduler is not None:
-            self.lr_schedulers().step()
+            step_scheduler(self.lr_schedulers())
 
     def lr_schedulers(self) -> Any:
         """Return the Trainer's schedules, or the one created by :meth:`prepare`."""

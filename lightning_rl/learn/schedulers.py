@@ -1,9 +1,17 @@
-"""Learning-rate schedules with a linear warm-up, per optimizer step, for ``lr_scheduler``."""
+"""Learning-rate schedules with a linear warm-up, per optimizer step, for ``lr_scheduler``; and what
+every schedule goes through.
+"""
 
 import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau as Plateau
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
@@ -76,3 +84,108 @@ class WarmupCosine(WarmupLinear):
 
     def shape(self, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+MOST_STEPS = 200_000
+"""Steps of a schedule that are tried before a run, which takes seconds."""
+
+
+def make_scheduler(make: LRSchedulerCallable, optimizer: Optimizer) -> Any:
+    """Return an optimizer's schedule.
+
+    Raises:
+        ConfigError: if ``make`` returns anything else, or a schedule that needs a metric without
+            naming it.
+    """
+    made: Any = make(optimizer)
+    if isinstance(made, Plateau) and not isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            f"lr_scheduler={type(made).__name__} needs the name of a metric; set class_path: "
+            "lightning.pytorch.cli.ReduceLROnPlateau, with a monitor such as reward/mean, and the "
+            "mode, min or max"
+        )
+    if not isinstance(made, LRScheduler):  # of which a plateau is one
+        raise ConfigError(
+            f"lr_scheduler returned {made!r:.80}, which is no learning-rate schedule; return one "
+            "of torch.optim.lr_scheduler, made with the optimizer that it is called with"
+        )
+    return made
+
+
+def automatic(scheduler: Any) -> dict[str, Any]:
+    """Return how Lightning is to step a schedule in automatic optimisation.
+
+    One that follows a metric steps when an epoch ends, after its validation.
+    """
+    if isinstance(scheduler, Plateau):
+        return {"scheduler": scheduler, "interval": "epoch", "monitor": monitor_of(scheduler)}
+    return {"scheduler": scheduler, "interval": "step"}
+
+
+def monitor_of(scheduler: Any) -> str | None:
+    """Return the metric that a schedule follows; None if it counts steps."""
+    return scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else None
+
+
+def step_scheduler(scheduler: Any) -> None:
+    """Advance a schedule that counts optimizer steps.
+
+    Raises:
+        ConfigError: if it has no further step.
+    """
+    if isinstance(scheduler, Plateau):
+        return
+    try:
+        scheduler.step()
+    except ValueError as error:
+        raise _ended(scheduler, error) from error
+
+
+def step_plateaus(schedulers: Iterable[Any], metrics: Mapping[str, float]) -> None:
+    """Advance the schedules whose metric is among those of an iteration."""
+    for scheduler in schedulers:
+        monitor = monitor_of(scheduler)
+        if monitor is not None and math.isfinite(metrics.get(monitor, math.nan)):
+            scheduler.step(metrics[monitor])
+
+
+def check_scheduler(make: LRSchedulerCallable, optimizer: OptimizerCallable, steps: int) -> None:
+    """Try a schedule for as many optimizer steps as a run has, on a throwaway parameter.
+
+    Raises:
+        ConfigError: if it cannot be made, or ends before the run does.
+    """
+    scheduler = make_scheduler(make, optimizer([nn.Parameter(torch.zeros(1))]))
+    with warnings.catch_warnings():  # that the optimizer has not stepped
+        warnings.simplefilter("ignore")
+        for step in range(min(steps, MOST_STEPS)):
+            try:
+                step_scheduler(scheduler)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error}; the run takes up to {steps} steps, and the schedule ends "
+                    f"after {step}"
+                ) from error
+
+
+def check_automatic(module: Any) -> None:
+    """Try the schedule of a module that Lightning optimises, once it knows the number of batches.
+
+    Raises:
+        ConfigError: if it ends before the run does.
+    """
+    trainer = module.trainer
+    windows = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if module.lr_scheduler is None or not math.isfinite(windows):
+        return
+    epochs = trainer.max_epochs
+    bounds = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    bounds += [epochs * math.ceil(windows)] if epochs is not None and epochs >= 0 else []
+    check_scheduler(module.lr_scheduler, module.optimizer, min(bounds, default=1))
+
+
+def _ended(scheduler: Any, error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"lr_scheduler={type(scheduler).__name__} cannot make a further step ({error}); raise its "
+        "total_steps to the optimizer steps of the whole run"
+    )

@@ -13,6 +13,7 @@ from lightning_rl.config.lightning_flags import refuse_precision
 from lightning_rl.learn.base import LearningModule, RecordingModule
 from lightning_rl.learn.loop_places import continue_at, place_of, rewind
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
+from lightning_rl.learn.schedulers import automatic, check_automatic, make_scheduler
 from lightning_rl.learn.windows import SCALE, Windows
 from lightning_rl.models.parallel.sharding import refuse_mesh
 from lightning_rl.models.policy import Policy
@@ -90,8 +91,8 @@ class SupervisedModule(RecordingModule, LearningModule):
         optimizer = make_optimizer(self, self.optimizer, groups)
         if self.lr_scheduler is None:
             return optimizer
-        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        scheduler = make_scheduler(self.lr_scheduler, optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": automatic(scheduler)}
 
     # ---------------------------------------------------------------- learning
 
@@ -182,6 +183,7 @@ class SupervisedModule(RecordingModule, LearningModule):
             rewind(place, checkpoint["loops"]["fit_loop"])
 
     def on_train_start(self) -> None:
+        check_automatic(self)
         state = self._restored if self.trainer.ckpt_path else None
         super().on_train_start()
         if state is None:

@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_rl.config.layers import (
     Change,
@@ -126,11 +127,22 @@ def run_day_of(checkpoints: Path) -> str | None:
 
 
 def enter_run(trainer: Trainer, module: Any, checkpoints: Path) -> str:
-    """Return the run's id, kept beside its checkpoints; a run resumed there keeps its own."""
+    """Return the run's id, kept beside its checkpoints; a run resumed there keeps its own.
+
+    Raises:
+        ConfigError: if a folder that the user chose holds another run's checkpoints.
+    """
     if not trainer.is_global_zero:
         return ""
     source = None if trainer.ckpt_path is None else Path(str(trainer.ckpt_path)).resolve()
     goes_on = source is not None and source.parent == checkpoints.resolve()
+    there = [] if goes_on else checkpoints_in(checkpoints)
+    if there and checkpoints.name != "checkpoints":  # of a run directory, which loggers number
+        raise ConfigError(
+            f"dirpath={str(checkpoints)!r} holds another run's checkpoints, such as "
+            f"{there[0].name}, which this run would replace; resume that run (--ckpt_path last), "
+            "or choose another dirpath"
+        )
     known = _identity(checkpoints) if goes_on else {}
     name = (module.run_id if goes_on else "") or known.get("id") or uuid4().hex
     start = {
@@ -395,7 +407,8 @@ def use_new_optimizer_settings(module: Any) -> None:
     for scheduler, config in zip(schedulers, configs, strict=bool(configs)):
         with warnings.catch_warnings():  # that the optimizer, which is none, has not stepped
             warnings.simplefilter("ignore")
-            for _ in range(config.scheduler.last_epoch):
+            follows_metric = isinstance(scheduler, ReduceLROnPlateau)
+            for _ in range(0 if follows_metric else config.scheduler.last_epoch):
                 scheduler.step()
         config.scheduler.load_state_dict(scheduler.state_dict())
     for live, optimizer in zip(module.trainer.optimizers, optimizers, strict=True):

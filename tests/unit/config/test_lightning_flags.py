@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch.callbacks as theirs
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, loggers, plugins, strategies
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_rl.callbacks import WeightSync
@@ -25,6 +25,7 @@ from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.sft import SFTDataModule, SFTModule
 from lightning_rl.models.policy import Policy, load_tokenizer
+from tests.support.lightning_cases import CASES, word_of
 from tests.support.lightning_table import PAGE, page
 from tests.support.small_run import data_module, grpo, trainer_of
 
@@ -55,15 +56,32 @@ REFUSED_CALLBACKS = {
     "GradientAccumulationScheduler": theirs.GradientAccumulationScheduler({0: 2}),
     "LearningRateFinder": theirs.LearningRateFinder(),
     "ModelPruning": theirs.ModelPruning("l1_unstructured", amount=0.5),
+    "OnExceptionCheckpoint": theirs.OnExceptionCheckpoint("never"),
     "SpikeDetection": theirs.SpikeDetection(),
     "StochasticWeightAveraging": theirs.StochasticWeightAveraging(1e-3),
 }
 
 
-def test_every_flag_and_callback_is_in_the_table():
+def test_everything_of_lightnings_is_in_the_table():
     arguments = inspect.signature(Trainer.__init__).parameters
     assert set(TRAINER) == set(arguments) - {"self"}
     assert set(CALLBACKS) == set(theirs.__all__)
+    given = {
+        "flags": set(TRAINER),
+        "callbacks": set(CALLBACKS),
+        "schedulers": {*torch.optim.lr_scheduler.__all__, "a function"},
+        "loggers": set(loggers.__all__),
+        "strategies": set(strategies.__all__),
+        "plugins": set(plugins.__all__),
+    }
+    assert {part: set(cases) for part, cases in CASES.items()} == given
+
+
+def test_a_word_is_what_the_code_does():
+    """The cases, which ``test_lightning_table`` runs, agree with the verdicts that refuse."""
+    for part, entries in (("flags", TRAINER), ("callbacks", CALLBACKS)):
+        words = {name: word_of(cases) for name, cases in CASES[part].items()}
+        assert words == {name: entry.verdict.value for name, entry in entries.items()}
 
 
 def test_the_page_shows_the_table():
@@ -83,7 +101,9 @@ def test_a_refused_flag(flags, message, tiny_model, tmp_path):
 @pytest.mark.parametrize("name", REFUSED_CALLBACKS)
 def test_a_refused_callback(name, tiny_model, tmp_path):
     module = grpo(tiny_model)
-    trainer = trainer_of(tmp_path, [WeightSync(), REFUSED_CALLBACKS[name]], logger=False)
+    callbacks = [WeightSync(), REFUSED_CALLBACKS[name]]
+    saves = isinstance(callbacks[1], theirs.Checkpoint)  # else Lightning refuses it first
+    trainer = trainer_of(tmp_path, callbacks, logger=False, enable_checkpointing=saves)
     with pytest.raises(ConfigError, match=f"^trainer.callbacks: {name}: ."):
         trainer.fit(module, data_module())
     assert module.policy is None
@@ -97,7 +117,7 @@ def test_processes_that_are_spawned_are_refused(tmp_path):
 
 
 def test_nothing_refused_is_left_out():
-    tried = {name for flags, _ in REFUSED_FLAGS for name in flags} | {"strategy"}
+    tried = {name for flags, _ in REFUSED_FLAGS for name in flags} | {"strategy", "plugins"}
     refused = (Verdict.REFUSED, Verdict.PARTLY)
     assert tried == {name for name, entry in TRAINER.items() if entry.verdict in refused}
     assert set(REFUSED_CALLBACKS) == {
