@@ -147,6 +147,8 @@ class StagedTrainer:
         models = {name: group.model for name, group in self.groups.items()}
         with self._entered(self.run_dir), self._told(), self._outages_told():
             self.state = StagedState.at(self.run_dir / STATE, models, self.iterations)
+            for callback in self.callbacks:
+                callback.on_run_start(self)
             for group in self.groups.values():
                 if group.jobs is not None:
                     group.jobs.open(self.run_dir)
