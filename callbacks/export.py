@@ -23,7 +23,7 @@ from lightning_rl.learn.base import LanguageModule, RecordingModule
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run.files.folders import before_of, link_to, replace_folder
-from lightning_rl.run.files.rundir import output_path, refused
+from lightning_rl.run.files.rundir import local_path, output_path, refused
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.dist import every_rank
 
@@ -82,6 +82,8 @@ class HFExport(RLCallback):
         require_at_least(0, every_n_iterations=every_n_iterations)
         require_at_least(1, keep_last=keep_last)
         require_mode(mode)
+        if directory is not None:
+            local_path(directory, "HFExport.directory")
         self.directory = directory
         self.every_n_iterations = every_n_iterations
         self.keep_last = keep_last

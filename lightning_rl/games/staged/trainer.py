@@ -26,7 +26,7 @@ from lightning_rl.games.staged.state import FIRST_STAGE, LAST_STAGE, StagedState
 from lightning_rl.games.staged.units import Unit, all_units, rows_of, train_units
 from lightning_rl.rewards.openai_api import APIRefusal
 from lightning_rl.run.files.metrics import strict_json
-from lightning_rl.run.files.rundir import holding, write_whole
+from lightning_rl.run.files.rundir import holding, local_path, write_whole
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.retry import ServerError
 from lightning_rl.run.seeding import run_seed
@@ -110,7 +110,7 @@ class StagedTrainer:
         )
         require_pydantic("StagedTrainer")
         require_groups(groups, protocol.agent_names)
-        self.run_dir = Path(run_dir)
+        self.run_dir = local_path(run_dir, "run_dir")
         self.train = train
         self.test_rows = test
         self.groups = groups
