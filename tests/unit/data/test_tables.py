@@ -106,6 +106,17 @@ def test_a_small_file_that_holds_gigabytes_is_refused_before_it_is_read(
     assert len(loaded(tokenizer, HFDatasetPrompts(path)).first(80)) == 80
 
 
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    """As in a home that is read-only; the data themselves can be read."""
+    (tmp_path / "home").write_text("no folder")
+    cache = tmp_path / "home" / "datasets"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    for kind in ("json", "parquet", "csv"):
+        words = rf"rows\.{kind}: the cache of datasets, {cache}, cannot be written .*set HF_HOME"
+        with pytest.raises(DataError, match=words):
+            HFDatasetPrompts(str(written(tmp_path, kind))).table()
+
+
 def test_a_dataset_in_python_stays_where_it_is(tmp_path, tokenizer):
     Dataset.from_list(ROWS).save_to_disk(tmp_path)
     dataset = Dataset.load_from_disk(tmp_path)
