@@ -20,6 +20,7 @@ from lightning_rl.errors import (
     CheckpointError,
     ConfigError,
     RunInterrupted,
+    local_path,
     require_at_least,
 )
 from lightning_rl.learn.base import RecordingModule
@@ -40,7 +41,7 @@ from lightning_rl.run.files.resume import (
     run_id_of,
     tell_of_beginning,
 )
-from lightning_rl.run.files.rundir import local_path, output_path
+from lightning_rl.run.files.rundir import output_path
 from lightning_rl.run.loop.background import runtime
 from lightning_rl.run.loop.interrupts import seconds_of
 from lightning_rl.run.processes import dist

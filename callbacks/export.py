@@ -18,12 +18,12 @@ from lightning_rl.callbacks.hub import HubModel
 from lightning_rl.callbacks.model_card import ModelCard
 from lightning_rl.callbacks.ranking import Ranked, ranked, require_mode, retained
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, DiskError, HubError, require_at_least
+from lightning_rl.errors import ConfigError, DiskError, HubError, local_path, require_at_least
 from lightning_rl.learn.base import LanguageModule, RecordingModule
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run.files.folders import before_of, link_to, replace_folder
-from lightning_rl.run.files.rundir import local_path, output_path, refused
+from lightning_rl.run.files.rundir import output_path, refused
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.dist import every_rank
 

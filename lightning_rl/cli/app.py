@@ -38,7 +38,7 @@ from lightning_rl.config.layers import Table, flatten
 from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision, require_few_devices
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
+from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path, local_path
 from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
@@ -47,7 +47,7 @@ from lightning_rl.learn.supervised import SupervisedModule
 from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
-from lightning_rl.run.files.rundir import WRITE_LOCALLY, local_path, require_writable_dirs
+from lightning_rl.run.files.rundir import WRITE_LOCALLY, require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.peers import lost_peer
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed

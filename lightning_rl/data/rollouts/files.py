@@ -12,9 +12,8 @@ from typing import Any
 
 from lightning_rl.data.rollouts.form import checked, whole
 from lightning_rl.data.rollouts.pictures import PictureFolder, told, without_data
-from lightning_rl.errors import ConfigError, DataError, kind_of_path
+from lightning_rl.errors import ConfigError, DataError, kind_of_path, local_path
 from lightning_rl.rollout import Call, Group, Rollout, Row
-from lightning_rl.run.files.rundir import local_path
 
 Record = dict[str, Any]
 

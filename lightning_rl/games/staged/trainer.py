@@ -13,7 +13,13 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import require_pydantic
 from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines.sampling import seed_of
-from lightning_rl.errors import ConfigError, DataError, FineTuneError, require_at_least
+from lightning_rl.errors import (
+    ConfigError,
+    DataError,
+    FineTuneError,
+    local_path,
+    require_at_least,
+)
 from lightning_rl.games.protocols.base import Protocol
 from lightning_rl.games.protocols.scenario import Scenario
 from lightning_rl.games.staged.algorithm import StagedAlgorithm
@@ -26,7 +32,7 @@ from lightning_rl.games.staged.state import FIRST_STAGE, LAST_STAGE, StagedState
 from lightning_rl.games.staged.units import Unit, all_units, rows_of, train_units
 from lightning_rl.rewards.openai_api import APIRefusal
 from lightning_rl.run.files.metrics import strict_json
-from lightning_rl.run.files.rundir import holding, local_path, write_whole
+from lightning_rl.run.files.rundir import holding, write_whole
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.retry import ServerError
 from lightning_rl.run.seeding import run_seed

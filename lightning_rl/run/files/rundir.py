@@ -5,7 +5,6 @@ A file holds its old or its new content, even if the disk is full or the power f
 
 import contextlib
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -18,15 +17,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_rl.errors import ConfigError, DiskError
+from lightning_rl.errors import ConfigError, DiskError, is_url, local_path
 from lightning_rl.run.hooks import is_fast_dev_run
 from lightning_rl.run.processes import dist
 
 OWN_RUNS = "lightning_rl_runs"
 """Folder in ``default_root_dir`` for runs without a directory of a logger."""
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Matches URLs, also in the form that ``Path`` gives them, ``file:/x``; a drive has one letter."""
 
 WRITE_LOCALLY = (TensorBoardLogger, CSVLogger, WandbLogger)
 """Loggers whose ``save_dir`` must be a local directory."""
@@ -67,7 +63,7 @@ def require_writable_dirs(trainer: Trainer) -> None:
         return
     for logger in trainer.loggers:
         writes_here = isinstance(logger, WRITE_LOCALLY)
-        if logger.save_dir is not None and (writes_here or not _URL.match(str(logger.save_dir))):
+        if logger.save_dir is not None and (writes_here or not is_url(logger.save_dir)):
             require_writable(logger.save_dir, "trainer.logger.save_dir")
     require_writable(trainer.default_root_dir, "trainer.default_root_dir")
 
@@ -310,20 +306,6 @@ def require_writable(directory: str | Path, key: str) -> None:
             f"{key}: {there} cannot be written (it is read-only, or belongs to another user); "
             "choose another directory, or change its permissions"
         )
-
-
-def local_path(path: str | Path, key: str) -> Path:
-    """Return a path that is written to.
-
-    Raises:
-        ConfigError: naming its key, if it is a URL, such as ``s3://bucket/runs``.
-    """
-    if _URL.match(str(path)):
-        raise ConfigError(
-            f"{key}={str(path)!r} is a URL, but a run writes local files; choose a local "
-            "directory, and copy it afterwards, or mount the remote one"
-        )
-    return Path(path)
 
 
 def _takes_files(directory: Path) -> bool:
