@@ -1,8 +1,10 @@
-"""RunArtifacts: uploads a run's files with its loggers."""
+"""RunArtifacts: uploads a run's files with its loggers; and how W&B's are fetched again."""
 
+import os
 from collections.abc import Sequence
 from functools import singledispatch
 from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
@@ -10,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
+from lightning_rl.config.schema import one_line
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.files.rundir import run_dir
 
@@ -29,7 +32,7 @@ def keep_files(logger: Logger, directory: Path, files: Sequence[Path]) -> None:
 def _(logger: WandbLogger, directory: Path, files: Sequence[Path]) -> None:
     import wandb
 
-    artifact = wandb.Artifact(f"results-{logger.experiment.id}", type="results")
+    artifact = wandb.Artifact(_artifact(logger.experiment.id), type="results")
     for file in files:
         artifact.add_file(str(file), name=file.relative_to(directory).as_posix())
     logger.experiment.log_artifact(artifact)
@@ -40,6 +43,54 @@ def _(logger: MLFlowLogger, directory: Path, files: Sequence[Path]) -> None:
     for file in files:
         folder = file.relative_to(directory).parent.as_posix()
         logger.experiment.log_artifact(logger.run_id, str(file), None if folder == "." else folder)
+
+
+def _artifact(run: str) -> str:
+    return f"results-{run}"
+
+
+@singledispatch
+def continue_as(logger: Logger, run: str) -> None:
+    """Let a logger record a run under the run's own id, also when it is resumed.
+
+    By default this does nothing; a ``WandbLogger`` without an id gets this one.
+    """
+
+
+@continue_as.register
+def _(logger: WandbLogger, run: str) -> None:
+    if logger.version is None and "WANDB_RUN_ID" not in os.environ:
+        logger._id = logger._wandb_init["id"] = run  # it resumes the id where there is one
+
+
+def fetch_files(run: str, directory: Path, last: str) -> None:
+    """Download the newest files that a ``WandbLogger`` kept of a run.
+
+    Args:
+        run: the run's path at W&B, ``entity/project/id``.
+        directory: where the files go.
+        last: the name of the file that is put there last, once all others are.
+
+    Raises:
+        ConfigError: if W&B does not give them.
+    """
+    project, _, run_id = run.rpartition("/")
+    directory.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=directory, prefix=".fetched-") as fetched:
+        try:
+            import wandb
+
+            artifact = wandb.Api().artifact(f"{project}/{_artifact(run_id)}:latest", type="results")
+            artifact.download(root=fetched)
+        except Exception as error:  # of its own classes, of requests, or a missing package
+            raise ConfigError(
+                f"W&B does not give the files of the run {run!r} ({type(error).__name__}: "
+                f"{one_line(error)}); it must be ENTITY/PROJECT/ID, wandb installed and "
+                "WANDB_API_KEY set"
+            ) from error
+        found = [path for path in Path(fetched).rglob("*") if path.is_file()]
+        for path in sorted(found, key=lambda path: path.name == last):
+            path.replace(directory / path.name)
 
 
 @configurable

@@ -20,6 +20,7 @@ from lightning_rl.errors import (
     CheckpointError,
     ConfigError,
     RunInterrupted,
+    local_path,
     require_at_least,
 )
 from lightning_rl.learn.base import RecordingModule
@@ -70,7 +71,8 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
             compared in iterations that recorded it; see ``early_stopping.KnownMonitors``.
         keep_best: how many of the best to keep; among equals, the newest.
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
-        dirpath: another directory; None: in the run directory.
+        dirpath: another local directory; None: in the run directory. ``ModelCheckpoint`` takes a
+            URL.
         max_time: ``DD:HH:MM:SS`` from the creation of this object, after which to save and stop.
         asynchronous: write in the background, from a copy in host memory; the end of the run waits
             for it.
@@ -96,6 +98,8 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
         require_at_least(0, every_n_iterations=every_n_iterations)
         require_at_least(1, keep_last=keep_last, keep_best=keep_best)
         require_mode(mode)
+        if dirpath is not None:
+            local_path(dirpath, "IterationCheckpoint.dirpath")
         # Never by Lightning's own triggers; it is a ModelCheckpoint so that "last" and "best" work.
         super().__init__(dirpath, monitor=monitor, mode=mode, every_n_epochs=0)
         self.every_n_iterations = every_n_iterations

@@ -16,7 +16,7 @@ from lightning_rl.callbacks.hub import HubModel
 from lightning_rl.callbacks.model_card import ModelCard
 from lightning_rl.callbacks.ranking import Ranked, ranked, require_mode, retained
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, DiskError, HubError, require_at_least
+from lightning_rl.errors import ConfigError, DiskError, HubError, local_path, require_at_least
 from lightning_rl.learn.base import LanguageModule, RecordingModule
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
@@ -80,6 +80,8 @@ class HFExport(RLCallback):
         require_at_least(0, every_n_iterations=every_n_iterations)
         require_at_least(1, keep_last=keep_last)
         require_mode(mode)
+        if directory is not None:
+            local_path(directory, "HFExport.directory")
         self.directory = directory
         self.every_n_iterations = every_n_iterations
         self.keep_last = keep_last

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,25 @@ def kind_of_path(path: Path) -> str | None:
         return None
     kinds = {"a named pipe": path.is_fifo, "a socket": path.is_socket, "a folder": path.is_dir}
     return next((name for name, holds in kinds.items() if holds()), "a device")
+
+
+def is_url(path: str | Path) -> bool:
+    """Tell URLs, also in the form that ``Path`` gives them, ``file:/x``; a drive has one letter."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
+def local_path(path: str | Path, key: str) -> Path:
+    """Return a path that is written to.
+
+    Raises:
+        ConfigError: naming its key, if it is a URL, such as ``s3://bucket/runs``.
+    """
+    if is_url(path):
+        raise ConfigError(
+            f"{key}={str(path)!r} is a URL, but a run writes local files; choose a local "
+            "directory, and copy it afterwards, or mount the remote one"
+        )
+    return Path(path)
 
 
 def require_at_least(bound: float, **values: float | None) -> None:

@@ -5,7 +5,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -383,6 +383,7 @@ class VLLMParser(ToolParser):
         if (engine := getattr(self._parser, "_parser_engine", None)) is not None:
             # For who streams it reads all arguments anew at each piece, in quadratic time.
             engine._stream_arg_deltas = False
+            _require_closed_names(engine._engine)
 
     def parse(self, text: str) -> tuple[str, list[ParsedCall]]:
         found = self._parser.extract_tool_calls(text, self._request)
@@ -391,7 +392,33 @@ class VLLMParser(ToolParser):
         return found.content or "", [_from_vllm(call.function) for call in found.tool_calls]
 
 
+def _require_closed_names(machine: Any) -> None:
+    """Let a tool's name end only where its format says, so that ``<function=NAME`` is no call.
+
+    vLLM also ends it where the call or the turn ends, and then runs the call without arguments.
+    """
+    from vllm.parser.engine.events import EventType
+    from vllm.parser.engine.parser_engine_config import ParserState
+
+    naming, moves, finish = ParserState.TOOL_NAME, machine.config.transitions, machine.finish
+
+    def finish_marked() -> list[Any]:
+        return [*(machine.feed("<", []) if machine.state is naming else ()), *finish()]
+
+    machine.finish = finish_marked
+    # In formats without a mark after the name (GLM's), its call's end is one.
+    if any(state is naming and not move.events for (state, _), move in moves.items()):
+        kept = {
+            key: move
+            for key, move in moves.items()
+            if key[0] is not naming or EventType.TOOL_CALL_END not in move.events
+        }
+        machine.config = replace(machine.config, transitions=kept)
+
+
 def _from_vllm(function: Any) -> ParsedCall:
+    if re.search(r"[\s<>]", function.name):
+        return ParsedCall(error=f"the name of the tool is not closed: {function.name[:80]!r}")
     try:
         return ParsedCall(function.name, loads(function.arguments or "{}"))
     except ValueError as error:

@@ -40,6 +40,7 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EpisodeError, require_at_least
 from lightning_rl.rollout import Message, Rollout
+from lightning_rl.run.interpreter import require_docstrings
 from lightning_rl.run.loop.threads import CallingThreads, storable
 from lightning_rl.run.processes.exits import UsesSignals, function_called_here
 from lightning_rl.vision.limits import PictureLimits
@@ -282,6 +283,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     Raises:
         ConfigError: if a type hint or a line of the docstring is missing.
     """
+    require_docstrings()
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, AttributeError) as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning_rl.config import packages
 from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
 from lightning_rl.run.garbage import uncollected
+from lightning_rl.run.interpreter import require_docstrings, require_utf8
 from lightning_rl.run.processes.openmp import spin_briefly
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ def _run(arguments: list[str]) -> int:
 
         print(f"lightning-rl {version('lightning_rl')}")
         return 0
+    require_docstrings()
+    require_utf8()
     name, *options = arguments
     command = find_command("check" if name == "fit" and "--dry_run" in options else name)
     if not command.imports:

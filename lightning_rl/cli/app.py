@@ -45,7 +45,7 @@ from lightning_rl.config.lightning_flags import (
 )
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
+from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path, local_path
 from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
@@ -56,7 +56,7 @@ from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
-from lightning_rl.run.files.rundir import require_writable_dirs
+from lightning_rl.run.files.rundir import WRITE_LOCALLY, require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.peers import lost_peer
 from lightning_rl.run.seeding import drawn_seed
@@ -201,10 +201,21 @@ class RLCLI(LightningCLI):
         super()._set_seed()
 
     def instantiate_classes(self) -> None:
+        self._require_local_directories()
         try:
             super().instantiate_classes()
         except Exception as error:  # a constructor refused its arguments
             raise innermost(error) from error
+
+    def _require_local_directories(self) -> None:
+        """Refuse URLs before Lightning asks for a package such as s3fs, which would not help."""
+        given = self.config[self.config.subcommand].trainer
+        local_path(given.default_root_dir or ".", "trainer.default_root_dir")
+        local = [kind.__name__ for kind in WRITE_LOCALLY]
+        for logger in _as_list(given.logger):
+            if not isinstance(logger, bool) and logger.class_path.rpartition(".")[2] in local:
+                directory = logger.init_args.get("save_dir") or "."
+                local_path(directory, "trainer.logger.save_dir")
 
     def after_instantiate_classes(self) -> None:
         """Find further mistakes before a model is loaded and an engine is started."""

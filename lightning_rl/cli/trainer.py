@@ -15,7 +15,12 @@ from lightning_rl.learn.policies import RolloutModule
 
 
 class RLTrainer(Trainer):
-    """Lightning's Trainer, plus tests of several checkpoints, and collecting without training."""
+    """Lightning's Trainer, plus tests of several checkpoints, and collecting without training.
+
+    Args:
+        default_root_dir: where loggers, and ``lightning_rl_runs``, begin: a local directory; None:
+            the working directory.
+    """
 
     def test(
         self,

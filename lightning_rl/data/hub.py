@@ -124,9 +124,13 @@ class RowStream:
 
 
 def _loaded(builder: Any, path: str, split: str | None, revision: str | None) -> Any:
+    from lightning_rl.data.compressed import CheckedDownloads
+
     try:
-        patiently(builder.download_and_prepare)
+        patiently(lambda: builder.download_and_prepare(dl_manager=CheckedDownloads(builder)))
         found = builder.as_dataset()
+    except DataError:
+        raise
     except Exception as error:
         raise explained(error, path, None, split, revision) from error
     return _split_of(found, path, split)

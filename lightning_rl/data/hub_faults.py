@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from lightning_rl.errors import DataError, first_line
 
@@ -74,11 +74,18 @@ def explained(
     revision: str | None = None,
 ) -> DataError:
     """Return an error that says what went wrong, and how to fix it."""
+    import datasets
     from huggingface_hub import constants
 
     chain = list(_chain(error))
     text, status = "\n".join(map(str, chain)), _status(chain)
     url = f"{constants.ENDPOINT}/datasets/{path}"
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    if (refused := next((one for one in chain if _concerns(one, cache)), None)) is not None:
+        return DataError(
+            f"{path}: the cache of datasets, {cache}, cannot be written ({refused.strerror}); set "
+            "HF_HOME or HF_DATASETS_CACHE to a directory that can"
+        )
     if "OfflineModeIsEnabled" in text:
         return DataError(
             f"{path!r} is not in the cache ({constants.HF_HOME}), and HF_HUB_OFFLINE is set; load "
@@ -127,6 +134,14 @@ def explained(
             "Arrow files; correct path"
         )
     return DataError(f"{path}: cannot be read: {first_line(_root_of(error))}")
+
+
+def _concerns(error: BaseException, cache: Path) -> TypeGuard[OSError]:
+    """Tell whether a file of the cache, or a folder on the way to it, was refused."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str):
+        return False
+    there = Path(error.filename)
+    return there.is_relative_to(cache) or cache.is_relative_to(there)
 
 
 def _root_of(error: BaseException) -> BaseException:

@@ -31,6 +31,7 @@ from lightning_rl.models.packed_reading import PackedReading
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantize
 from lightning_rl.models.soundness import require_complete, require_finite
+from lightning_rl.run.interpreter import require_docstrings
 from lightning_rl.vision.reader import attention, family_of, supported
 
 # transformers imports bitsandbytes with a model, which on CPUs with bfloat16 warns of a kernel that
@@ -190,6 +191,7 @@ def load_lm(
     Raises:
         ConfigError: if files are missing or damaged, or packed scoring does not support the model.
     """
+    require_docstrings()
     require_local(model)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report on a refused model fills a page

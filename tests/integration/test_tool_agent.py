@@ -40,6 +40,52 @@ def test_vllms_parsers_read_their_formats(name, text, content):
     assert parser.parse("Plain text.") == ("Plain text.", [])
 
 
+NAMED = {
+    "qwen3_coder": ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
+    "mimo": ("<tool_call>\n<function=", ">", "</function>\n</tool_call>"),
+    "step3p5": ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
+    "seed_oss": ("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"),
+    "minimax_m2": ('<minimax:tool_call>\n<invoke name="', '">', "</invoke>\n</minimax:tool_call>"),
+    "gemma4": ("<|tool_call>call:", "{", "}<tool_call|>"),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="',
+        '">\n',
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>{}",
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    "glm45": ("<tool_call>", "</tool_call>", ""),
+    "hermes": ('<tool_call>{"name": "', '", "arguments": {}}', "</tool_call>"),
+    "llama3_json": ('{"name": "', '", "parameters": {}}', ""),
+    "pythonic": ("[", "()]", ""),
+}
+"""What stands before a tool's name, after it, and at the end of a call without arguments."""
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_name_that_is_not_closed_is_no_call(name):
+    """The turn may end within it, or the call's end follow; a tool without arguments would run."""
+
+    def now() -> str:
+        """Return the time."""
+
+    parser = VLLMParser(name)
+    parser.configure(chat_tokenizer("qwen2_5"), [tool_schema(now)])
+    begin, close, end = NAMED[name]
+    whole = ParsedCall("now", {})
+    assert parser.parse(f"{begin}now{close}{end}")[1] == [whole]
+    header = f"{begin}now"
+    cut = [header[:length] for length in range(len(begin) + 1, len(header) + 1)]
+    unclosed = [f"{header}\n{end}", f"{begin}{end}"] if end else []
+    for text in [*cut, *unclosed, f"{header}\n{begin}now{close}{end}"]:
+        # Of two, the second may be read.
+        read = [call for call in parser.parse(text)[1] if call.error is None]
+        assert read in ([], [whole] if text.count("now") == 2 else []), text
+
+
 def test_arguments_are_read_as_often_however_many_there_are(monkeypatch):
     """For who streams, vLLM reads all of a call's anew at each piece of it."""
     parser = VLLMParser("qwen3_coder")

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_rl.data.rollouts.form import checked, whole
 from lightning_rl.data.rollouts.pictures import PictureFolder, told, without_data
-from lightning_rl.errors import ConfigError, DataError, kind_of_path
+from lightning_rl.errors import ConfigError, DataError, kind_of_path, local_path
 from lightning_rl.rollout import Call, Group, Rollout, Row
 
 Record = dict[str, Any]
@@ -38,7 +38,7 @@ class RolloutFile(ABC):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = local_path(path, "path")
         self.pictures = PictureFolder(self.path)
 
     @abstractmethod

@@ -7,7 +7,7 @@ from typing import Protocol
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_rl.callbacks.artifacts import keep_files
+from lightning_rl.callbacks.artifacts import continue_as, keep_files
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import one_line
 from lightning_rl.games.staged.sampler import Tree
@@ -30,6 +30,9 @@ class StagedRun(Protocol):
 
 class StagedCallback:
     """Hooks of a :class:`StagedTrainer`; the default ones do nothing."""
+
+    def on_run_start(self, trainer: StagedRun) -> None:
+        """Called once ``trainer.state`` was read, or begun, before the run's first stage."""
 
     def statistics(
         self, trainer: StagedRun, of: str, iteration: int, trees: Sequence[Tree]
@@ -63,7 +66,8 @@ class StagedLoggers(StagedCallback):
     """Sends metrics by iteration to Lightning's loggers, and files to those that store them.
 
     Loggers that store files (W&B, MLflow) get the state after each iteration, and at the end with
-    the results. A logger that cannot be reached causes a warning, and does not end the run.
+    the results. W&B records a resumed run under the id that it had, the run's own unless the logger
+    has another. A logger that cannot be reached causes a warning, and does not end the run.
 
     Args:
         loggers: any of Lightning's loggers.
@@ -71,6 +75,10 @@ class StagedLoggers(StagedCallback):
 
     def __init__(self, loggers: list[Logger]) -> None:
         self.loggers = loggers
+
+    def on_run_start(self, trainer: StagedRun) -> None:
+        for logger in self.loggers:
+            continue_as(logger, trainer.state.run)
 
     def on_metrics(self, trainer: StagedRun, iteration: int, metrics: dict[str, float]) -> None:
         for logger in self.loggers:

@@ -9,6 +9,7 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ActionConfigFile
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_rl.callbacks.artifacts import fetch_files
 from lightning_rl.cli.parser import RLArgumentParser, checked_sources
 from lightning_rl.cli.trust import require_trusted_parts, split_options
 from lightning_rl.config import names
@@ -22,6 +23,7 @@ HELP = """\
 usage: lightning-rl staged --config FILE [--config FILE ...] [--key value ...]
                            [--retest [--retest_dir DIR]] [--allow_changes]
        lightning-rl staged --name RUN [--key value ...]
+       lightning-rl staged --from_wandb ENTITY/PROJECT/RUN [--run_dir DIR] [--key value ...]
 
 Trains models by fine-tuning jobs, of an API or on this machine. The same command resumes a run,
 however it ended; no interaction is sampled twice, and no job is created twice.
@@ -30,6 +32,8 @@ however it ended; no interaction is sampled twice, and no job is created twice.
   --run_dir DIR    the directory of the run's state, interactions, metrics and local jobs
   --name RUN       resume the run with this name (its directory's, or its id), found in the
                    working directory or up to three folders below it, as it was configured
+  --from_wandb RUN resume a run from the state that WandbLogger stored, as it was configured;
+                   RUN is its path at W&B, and DIR a new directory (default: named as its id)
   --retest         test the models of all iterations so far again, and do nothing else
   --retest_dir DIR where the results go (default: beside the run, RUN_retest); the run is unchanged
   --allow_changes  resume a run that was started with other settings
@@ -61,6 +65,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     parser = make_parser()
     rest, name = without_option([a for a in arguments if a not in OPTIONS], "--name")
+    rest, stored = without_option(rest, "--from_wandb")
+    if stored is not None:
+        rest, run_dir = without_option(rest, "--run_dir")
+        rest = [*stored_run(stored, run_dir), *rest]
     rest, retest_dir = without_option(rest, "--retest_dir")
     config = parse([*(named_run(name) if name is not None else ()), *rest], parser)
     retest = "--retest" in arguments
@@ -154,6 +162,22 @@ def named_run(name: str) -> list[str]:
             "--run_dir RUN"
         )
     return ["--config", str(called[0] / "config.yaml"), "--run_dir", str(called[0])]
+
+
+def stored_run(run: str, run_dir: str | None) -> list[str]:
+    """Fetch the state of a run from W&B, and return the options that resume it.
+
+    Raises:
+        ConfigError: if the directory has a run already, or W&B does not give the state.
+    """
+    directory = Path(run.rpartition("/")[2] if run_dir is None else run_dir)
+    if (directory / STATE).exists():
+        raise ConfigError(
+            f"--from_wandb {run}: {directory} holds a run already; resume it with --config "
+            f"{directory / 'config.yaml'} --run_dir {directory}, or choose another --run_dir"
+        )
+    fetch_files(run, directory, STATE)
+    return ["--config", str(directory / "config.yaml"), "--run_dir", str(directory)]
 
 
 def _id_of(run: Path) -> str | None:

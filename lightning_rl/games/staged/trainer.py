@@ -13,7 +13,13 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import require_pydantic
 from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines.sampling import seed_of
-from lightning_rl.errors import ConfigError, DataError, FineTuneError, require_at_least
+from lightning_rl.errors import (
+    ConfigError,
+    DataError,
+    FineTuneError,
+    local_path,
+    require_at_least,
+)
 from lightning_rl.games.protocols.base import Protocol
 from lightning_rl.games.protocols.scenario import Scenario
 from lightning_rl.games.staged.algorithm import StagedAlgorithm
@@ -110,7 +116,7 @@ class StagedTrainer:
         )
         require_pydantic("StagedTrainer")
         require_groups(groups, protocol.agent_names)
-        self.run_dir = Path(run_dir)
+        self.run_dir = local_path(run_dir, "run_dir")
         self.train = train
         self.test_rows = test
         self.groups = groups
@@ -147,6 +153,8 @@ class StagedTrainer:
         models = {name: group.model for name, group in self.groups.items()}
         with self._entered(self.run_dir), self._told(), self._outages_told():
             self.state = StagedState.at(self.run_dir / STATE, models, self.iterations)
+            for callback in self.callbacks:
+                callback.on_run_start(self)
             for group in self.groups.values():
                 if group.jobs is not None:
                     group.jobs.open(self.run_dir)

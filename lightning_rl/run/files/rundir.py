@@ -5,7 +5,6 @@ A file holds its old or its new content, even if the disk is full or the power f
 
 import contextlib
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -15,18 +14,18 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_rl.errors import ConfigError, DiskError
+from lightning_rl.errors import ConfigError, DiskError, is_url, local_path
 from lightning_rl.run.hooks import is_fast_dev_run
 from lightning_rl.run.processes import dist
 
 OWN_RUNS = "lightning_rl_runs"
 """Folder in ``default_root_dir`` for runs without a directory of a logger."""
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Matches URLs, also in the form that ``Path`` gives them, ``file:/x``; a drive has one letter."""
+WRITE_LOCALLY = (TensorBoardLogger, CSVLogger, WandbLogger)
+"""Loggers whose ``save_dir`` must be a local directory."""
 
 _known: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 _own: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
@@ -55,7 +54,7 @@ def run_dir(trainer: Trainer) -> Path:
 def require_writable_dirs(trainer: Trainer) -> None:
     """Check the directories that a run will write to, before a logger fails with an unclear error.
 
-    Loggers that do not keep a run's other files may save to a URL.
+    Loggers of servers may name a URL.
 
     Raises:
         ConfigError: naming the first directory that cannot be written.
@@ -63,8 +62,8 @@ def require_writable_dirs(trainer: Trainer) -> None:
     if is_fast_dev_run(trainer):
         return
     for logger in trainer.loggers:
-        holds_runs = isinstance(logger, TensorBoardLogger | CSVLogger)
-        if logger.save_dir is not None and (holds_runs or not _URL.match(str(logger.save_dir))):
+        writes_here = isinstance(logger, WRITE_LOCALLY)
+        if logger.save_dir is not None and (writes_here or not is_url(logger.save_dir)):
             require_writable(logger.save_dir, "trainer.logger.save_dir")
     require_writable(trainer.default_root_dir, "trainer.default_root_dir")
 
@@ -75,7 +74,7 @@ def output_path(trainer: Trainer, given: str | Path | None, name: str) -> Path:
     A fast dev run leaves the user's own files alone, and uses the run directory for them too.
     """
     if given is not None and not is_fast_dev_run(trainer):
-        return Path(given)
+        return local_path(given, name)
     return run_dir(trainer) / name
 
 
@@ -87,7 +86,7 @@ def own_runs(trainer: Trainer) -> Path | None:
     """
     if isinstance(trainer.logger, TensorBoardLogger | CSVLogger):
         return None
-    return _local(trainer.default_root_dir, "trainer.default_root_dir") / OWN_RUNS
+    return local_path(trainer.default_root_dir, "trainer.default_root_dir") / OWN_RUNS
 
 
 def continue_in(trainer: Trainer, directory: Path) -> None:
@@ -101,7 +100,7 @@ def _choose(trainer: Trainer) -> Path:
         return _scratch_directory(trainer)
     runs = own_runs(trainer)
     if runs is None:
-        directory = _local(trainer.logger.log_dir, "trainer.logger.save_dir")  # type: ignore[union-attr, arg-type]
+        directory = local_path(trainer.logger.log_dir, "trainer.logger.save_dir")  # type: ignore[union-attr, arg-type]
     elif trainer in _own:
         directory = _own[trainer]
     else:
@@ -297,7 +296,7 @@ def require_writable(directory: str | Path, key: str) -> None:
     Raises:
         ConfigError: naming the configuration key and the obstacle.
     """
-    there = _local(directory, key).absolute()
+    there = local_path(directory, key).absolute()
     while not os.path.lexists(there):
         there = there.parent
     if not there.is_dir():
@@ -307,15 +306,6 @@ def require_writable(directory: str | Path, key: str) -> None:
             f"{key}: {there} cannot be written (it is read-only, or belongs to another user); "
             "choose another directory, or change its permissions"
         )
-
-
-def _local(path: str | Path, key: str) -> Path:
-    if _URL.match(str(path)):
-        raise ConfigError(
-            f"{key}={str(path)!r} is a URL, but a run writes local files; choose a local "
-            "directory, and copy it afterwards, or mount the remote one"
-        )
-    return Path(path)
 
 
 def _takes_files(directory: Path) -> bool:

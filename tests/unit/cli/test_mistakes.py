@@ -1,6 +1,7 @@
 """Mistakes beside those of docs/api/mistakes.md: one message that names key, value and fix."""
 
 import copy
+import json
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,6 +128,33 @@ def test_mistakes_in_a_file(case, place):
     name, value, words = IN_FILE[case]
     (place / "bad.yaml").write_text(yaml.safe_dump(changed(name, value)))
     require_message(*complaint("", config="bad.yaml"), words)
+
+
+def written_to(kind: str, **arguments: Any) -> str:
+    return shlex.quote(json.dumps({"class_path": kind, "init_args": arguments}))
+
+
+S3 = "s3://bucket/runs"
+URLS = {
+    f"--trainer.default_root_dir {S3}": "trainer.default_root_dir",
+    f"--trainer.logger true --trainer.default_root_dir {S3}": "trainer.default_root_dir",
+    **{
+        f"--trainer.logger {written_to(kind, save_dir=S3)}": "trainer.logger.save_dir"
+        for kind in ("CSVLogger", "TensorBoardLogger", "WandbLogger")
+    },
+    f"--trainer.logger [{written_to('CSVLogger', save_dir=S3)}]": "trainer.logger.save_dir",
+    f"--trainer.callbacks+ {written_to('IterationCheckpoint', dirpath=S3)}": "dirpath",
+    f"--trainer.callbacks+ {written_to('HFExport', directory=S3)}": "directory",
+    f"--data.buffer {written_to('ReplayBuffer', path=f'{S3}.sqlite')}": "path",
+}
+
+
+@pytest.mark.parametrize("case", URLS)
+def test_a_url_where_a_run_writes_is_refused_by_its_key(case, place):
+    """Also where Lightning would ask for s3fs first, which does not help."""
+    before = sorted(place.iterdir())
+    require_message(*complaint(case), [f"{URLS[case]}='{S3}", "is a URL", "choose a local"])
+    assert sorted(place.iterdir()) == before
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="VLLMLocal needs vLLM")

@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+import zipfile
 
+import fsspec
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
@@ -77,6 +79,42 @@ def test_a_folder_of_files_and_slices_of_its_splits(tmp_path, tokenizer):
             HFDatasetPrompts(str(folder), split="dev").load(tokenizer)
         with pytest.raises(DataError, match=r"revision='v1' does not apply; remove it"):
             HFDatasetPrompts(str(folder), revision="v1").load(tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "bz2", "xz", "zip"])
+@pytest.mark.parametrize("place", ["folder", "misnamed"])
+def test_a_small_file_that_holds_gigabytes_is_refused_before_it_is_read(
+    tmp_path, tokenizer, monkeypatch, kind, place
+):
+    monkeypatch.setattr("lightning_rl.data.compressed._ENOUGH", 100_000)  # else 1 GiB
+    file = tmp_path / {"folder": f"train.jsonl.{kind}", "misnamed": "train.json"}[place]
+    path = str(tmp_path if place == "folder" else file)
+
+    def write(prompts):
+        lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        if kind == "zip":
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr("train.json", lines)
+        else:
+            with fsspec.open(str(file), "wb", compression=kind) as stream:
+                stream.write(lines.encode())
+
+    write(["a" * 1000] * 3000)
+    with pytest.raises(DataError, match=r"train\.json.* MiB hold more than .* decompress the file"):
+        HFDatasetPrompts(path).load(tokenizer)
+    write([f"{'a' * 1000}{number * 7919}" for number in range(80)])  # at most the bound
+    assert len(loaded(tokenizer, HFDatasetPrompts(path)).first(80)) == 80
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    """As in a home that is read-only; the data themselves can be read."""
+    (tmp_path / "home").write_text("no folder")
+    cache = tmp_path / "home" / "datasets"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    for kind in ("json", "parquet", "csv"):
+        words = rf"rows\.{kind}: the cache of datasets, {cache}, cannot be written .*set HF_HOME"
+        with pytest.raises(DataError, match=words):
+            HFDatasetPrompts(str(written(tmp_path, kind))).table()
 
 
 def test_a_dataset_in_python_stays_where_it_is(tmp_path, tokenizer):

@@ -2,15 +2,16 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from lightning_rl.callbacks.artifacts import keep_files
 from lightning_rl.cli import main
-from lightning_rl.games.staged.callbacks import StagedCallback
+from lightning_rl.games.staged.callbacks import STATE_FILES, StagedCallback
 from tests.support.openai_server import OpenAIServer
 from tests.support.serving import serving
 from tests.support.staged_runs import staged
@@ -87,6 +88,69 @@ def test_a_run_goes_on_from_what_a_logger_kept(server, tmp_path):
     assert state.run == first.run
     assert state.groups["all"].models == ["gpt", "ft:gpt+", "ft:gpt++"]
     assert len(server.jobs) == 2
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """W&B without a server: it writes its runs into folders, which `wandb sync` would upload."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return tmp_path / "wandb"
+
+
+@pytest.mark.parametrize("own", [None, "chosen"])
+def test_a_resumed_run_keeps_its_id_at_wandb(server, tmp_path, offline, own):
+    wandb, states = pytest.importorskip("wandb"), []
+    for iterations in (1, 2):
+        logger = WandbLogger(save_dir=str(tmp_path), offline=True, id=own)
+        options = {"logger": logger, "iterations": iterations}
+        states.append(staged(tmp_path / "run", server.url, **options).fit())
+        wandb.finish()
+        assert logger.version == (own or states[0].run)
+    assert states[1].run == states[0].run
+    runs = [folder.name.split("-")[3] for folder in offline.glob("offline-run-*")]
+    assert set(runs) == {own or states[0].run}
+
+
+def test_a_run_goes_on_from_its_state_at_wandb(server, tmp_path, monkeypatch, capsys):
+    """W&B's server is replaced: its answer is the files that the run handed to the logger."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    Path("staged.yaml").write_text(yaml.safe_dump(configuration(server.url)))
+    assert main(["staged", "--config", "staged.yaml"]) == 0
+    run, asked = json.loads(Path("runs/parity/state.json").read_text())["run"], []
+
+    class Artifact:
+        def download(self, root):
+            for name in STATE_FILES:
+                shutil.copy(Path("runs/parity", name), root)
+
+    class Api:
+        def artifact(self, name, type):
+            asked.append((name, type))
+            return Artifact()
+
+    monkeypatch.setattr(wandb, "Api", Api)
+    stored = f"--from_wandb=lab/games/{run}"
+    assert main(["staged", stored, "--run_dir", "there", "--iterations", "2"]) == 0
+    assert asked == [(f"lab/games/results-{run}:latest", "results")]
+    there = json.loads(Path("there/state.json").read_text())
+    assert (there["run"], there["iteration"], there["stage"]) == (run, 2, "done")
+    assert not list(Path("there").glob(".fetched-*"))
+    assert main(["staged", stored, "--run_dir", "there"]) == 2
+    assert "there holds a run already" in capsys.readouterr().err
+
+
+def test_a_state_that_wandb_does_not_give_is_told(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # of no keys
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    assert main(["staged", "--from_wandb", "lab/games/1234"]) == 2
+    assert "W&B does not give the files of the run 'lab/games/1234'" in capsys.readouterr().err
+    assert os.listdir("1234") == []
 
 
 def test_a_logger_that_is_out_of_reach_is_a_warning(server, tmp_path):

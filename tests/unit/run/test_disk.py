@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import fsspec
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.data.rollouts.log import Outcome, RerunLog
@@ -156,6 +158,18 @@ def test_a_url_where_the_runs_should_go_is_refused(tiny_model, tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"default_root_dir='\w+:/+\w.*is a URL.*choose a local"):
         trainer.fit(grpo(tiny_model), data_module())
     assert not list(tmp_path.iterdir())
+
+
+def test_lightnings_checkpoints_may_be_kept_at_a_url_and_resumed(tiny_model, tmp_path):
+    place = "memory://test_disk"  # as s3:// with s3fs
+    saving = [ModelCheckpoint(dirpath=place, save_last=True)]
+    data = {"iterations_per_epoch": 1}
+    trainer = trainer_of(tmp_path, saving, logger=False, enable_checkpointing=True)
+    trainer.fit(grpo(tiny_model), data_module(**data))
+    trainer = trainer_of(tmp_path, logger=False, max_epochs=2)
+    trainer.fit(grpo(tiny_model), data_module(**data), ckpt_path=f"{place}/last.ckpt")
+    assert trainer.global_step == 2
+    fsspec.filesystem("memory").rm("/test_disk", recursive=True)
 
 
 def test_a_directory_that_cannot_be_written_is_told():
