@@ -77,11 +77,13 @@ def place(workplace: Path):
     with (workplace / "my_rewards.py").open("a") as file:
         file.write(MORE)
     (workplace / "sft.yaml").write_text(yaml.safe_dump(SFT))
+    # The group may be that of an engine which tests share.
+    grouped = torch.distributed.is_initialized()
     yield workplace
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = False
     torch.autograd.set_detect_anomaly(False)
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() and not grouped:
         torch.distributed.destroy_process_group()
 
 
