@@ -87,7 +87,7 @@ def convert_trl(
     learning.put_optimizer(given, result, total)
     _trainer(given, result, devices)
     _callbacks(given, result, updates.steps, eval_prompts)
-    result.left += given.left()
+    result.leave_rest(given)
     check_parts(result)
     return result
 
@@ -284,7 +284,6 @@ def _batches(given: Given, result: Conversion, devices: int) -> Updates:
 def _length(given: Given, result: Conversion, steps: int) -> int | None:
     """Set the length of the run; return its optimizer steps, if the file has them."""
     if given["max_steps"] > 0:
-        given.cover("num_train_epochs")  # of no effect beside it
         iterations = math.ceil(given["max_steps"] / steps)
         result.put("data.iterations_per_epoch", iterations)
         return iterations * steps
@@ -302,10 +301,10 @@ def _trainer(given: Given, result: Conversion, devices: int) -> None:
     result.put("trainer.devices", devices)
     if given["output_dir"] is not None:
         result.put("trainer.default_root_dir", str(given["output_dir"]))
-    bf16 = not given["fp16"] if given["bf16"] is None else given["bf16"]
-    if given["fp16"]:
+    half = given.look("fp16")
+    if half:
         result.leave(given, "fp16", "float16 needs a loss scaler; bf16-mixed is written")
-    if bf16 or given["fp16"]:
+    if given["bf16"] or half or given["bf16"] is None:
         result.put("trainer.precision", "bf16-mixed")
     place = {"save_dir": str(given.look("output_dir") or ".")}
     run_name = given.look("run_name")
