@@ -11,8 +11,9 @@ from typing import Any
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.convert.conversion import Conversion
+from lightning_rl.convert.hydra import flat, parse_overrides
 from lightning_rl.convert.prime_rl import convert_prime_rl
-from lightning_rl.convert.sources import Source, flat, read
+from lightning_rl.convert.sources import Source, read
 from lightning_rl.convert.trl import convert_trl, require_grpo_config
 from lightning_rl.convert.verl import convert_verl
 from lightning_rl.errors import ConfigError, DiskError, require_at_least
@@ -87,6 +88,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="YAML, JSON, TOML, the Python script, or the shell script that starts it",
     )
     parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="name=value",
+        help="values that count more than the file's, as verl takes them: name=value, +name=value, "
+        "++name=value, ~name",
+    )
+    parser.add_argument(
         "--from",
         dest="library",
         choices=("trl", "verl", "prime-rl"),
@@ -102,7 +110,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", help="file or folder of prompts to train on")
     parser.add_argument("--eval_prompts", help="file or folder of held-out prompts")
     parser.add_argument("--rewards", nargs="+", help="import paths of reward functions")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
     require_at_least(1, devices=parsed.devices)
     return parsed
 
@@ -134,11 +142,13 @@ def convert(source: Source, options: argparse.Namespace) -> Conversion:
     if options.library not in (None, source.library or options.library):
         raise ConfigError(f"--from {options.library}: {options.file} is for {source.library}")
     library = source.library or options.library or "trl"
-    added = {n: v for n, v in _ADDED[library](options).items() if v is not None}
+    added = parse_overrides(options.overrides)
+    added |= {n: v for n, v in _ADDED[library](options).items() if v is not None}
     if library == "prime-rl":
         conversion = convert_prime_rl(source.values, added)
     elif library == "verl":
-        conversion = convert_verl(flat(source.values) | added, options.rewards)
+        values = parse_overrides(options.overrides, flat(source.values))
+        conversion = convert_verl(values | added, options.rewards)
     else:
         require_grpo_config(source.values)  # before anything is added to it
         devices = options.devices or source.devices or 1

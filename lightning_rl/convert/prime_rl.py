@@ -7,7 +7,7 @@ from typing import Any
 from lightning_rl.convert import learning_prime_rl as learning
 from lightning_rl.convert.checked import check_parts
 from lightning_rl.convert.conversion import Conversion, Given, instance, table
-from lightning_rl.convert.sources import flat
+from lightning_rl.convert.hydra import flat
 from lightning_rl.errors import ConfigError
 
 PRIME_RL = table("prime_rl")

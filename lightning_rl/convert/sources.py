@@ -4,14 +4,14 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.config.yaml_text import DEEPEST, parse_yaml
 from lightning_rl.convert.distillation_trl import defaults_of
-from lightning_rl.convert.hydra import parse_overrides
+from lightning_rl.convert.hydra import flat, parse_overrides
 from lightning_rl.convert.python_trl import read_trl_script
 from lightning_rl.convert.shell import read_script
 from lightning_rl.convert.shell_branches import Word
@@ -81,21 +81,6 @@ def read(path: Path) -> Source:
         return Source(values, "prime-rl")
     verl = VERL_SECTIONS & {name.partition(".")[0] for name in values}
     return Source(flat(values), "verl") if verl else Source(values)
-
-
-def flat(values: dict[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
-    """Join nested names by dots, but below those of ``whole``, whose values stay mappings.
-
-    Interpolations, which follow another value, are left out.
-    """
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, dict) and value and path not in whole:
-            found |= flat(value, f"{path}.", whole)
-        elif not (isinstance(value, str) and value.startswith("${")):
-            found[path] = value
-    return found
 
 
 def _text(path: Path) -> str:

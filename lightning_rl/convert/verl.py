@@ -17,7 +17,7 @@ from lightning_rl.convert.conversion import (
     table,
 )
 from lightning_rl.convert.distillation_verl import other_teachers, teaches_alone
-from lightning_rl.convert.hydra import parse_overrides
+from lightning_rl.convert.hydra import parse_overrides, resolved
 from lightning_rl.errors import ConfigError
 
 VERL = table("verl")
@@ -51,6 +51,9 @@ def convert_verl(
     """
     values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     values = {_newest_name(name): value for name, value in values.items()}
+    values = resolved(values, {name: row.default for name, row in VERL.items()})
+    unread = {name: value for name, value in values.items() if "${" in str(value) and name in VERL}
+    values = {name: value for name, value in values.items() if name not in unread}
     given = Given({k: v for k, v in values.items() if k in VERL}, VERL, {})
     result = Conversion()
     result.put("trainer.max_epochs", 1)
@@ -65,6 +68,10 @@ def convert_verl(
     _callbacks(given, result)
     result.leave_rest(given)
     result.missing += other_teachers(values)
+    result.missing += [
+        f"{name}: {value} refers to what is not said here; verl's default is used"
+        for name, value in unread.items()
+    ]
     _left_out(values, result)
     check_parts(result)
     return result
@@ -82,13 +89,22 @@ def _left_out(values: Mapping[str, Any], result: Conversion) -> None:
     others = [
         name
         for name, value in values.items()
-        if name not in VERL and not name.endswith("_target_") and value is not None
+        if name not in VERL
+        and not name.endswith("_target_")
+        and (value is not None or name.startswith("~"))
     ]
     listed = [name for name in others if not _LAYOUT.search(name)]
     if len(listed) > MOST_LISTED:
         listed = []
     result.left += [
-        Left(name, values[name], "it is in no table of counterparts") for name in listed
+        Left(
+            name,
+            values[name],
+            "verl's default is used for what is removed"
+            if name.startswith("~")
+            else "it is in no table of counterparts",
+        )
+        for name in listed
     ]
     if named := [name for name in others if name not in listed]:
         result.remarks.append(f"in no table, and left out: {', '.join(named)}")
