@@ -298,7 +298,6 @@ def put_optimizer(given: Given, result: Conversion, total: int | None) -> None:
     result.put_class("model.optimizer", f"torch.optim.{kind}", **options)
     if given["weight_decay"]:
         result.remarks.append("weight_decay acts on all weights; TRL exempts biases and norms")
-    result.put("model.max_grad_norm", given["max_grad_norm"] or None)
     _scheduler(given, result, total)
 
 

@@ -13,6 +13,7 @@ from lightning_rl import PolicyModule, RLDataModule
 from lightning_rl.config.names import MODULE_OF, public
 from lightning_rl.convert.main import as_yaml, main
 from lightning_rl.convert.prime_rl import PRIME_RL
+from lightning_rl.convert.supervised_trl import SECTIONS
 from lightning_rl.convert.trl import TRL, convert_trl
 from lightning_rl.convert.verl import VERL, convert_verl
 from lightning_rl.errors import ConfigError
@@ -54,7 +55,12 @@ def is_ours(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "row", [*TRL.values(), *VERL.values(), *PRIME_RL.values()], ids=lambda row: row.theirs
+    "row",
+    [
+        *(*TRL.values(), *VERL.values(), *PRIME_RL.values()),
+        *(row for rows in SECTIONS.values() for row in rows),
+    ],
+    ids=lambda row: row.theirs,
 )
 def test_each_counterpart_exists(row):
     names = [name for name in row.ours.split(", ") if name]

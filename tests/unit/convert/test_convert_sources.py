@@ -12,7 +12,7 @@ from lightning_rl.convert.hydra import parse_overrides
 from lightning_rl.convert.main import main, notes
 from lightning_rl.convert.shell import read_script
 from lightning_rl.convert.sources import read
-from lightning_rl.convert.trl import OTHERS, TRL, convert_trl
+from lightning_rl.convert.trl import TRL, convert_trl
 from lightning_rl.convert.verl import VERL, convert_verl
 from lightning_rl.errors import ConfigError
 
@@ -61,8 +61,8 @@ def test_a_value_of_verl_of_any_kind_is_carried_or_refused_in_one_line(name):
         ({"generation_kwargs": "{"}, "generation_kwargs='{': it takes names and values"),
         ({"epsilon": 1.5}, "these values convert to settings that are refused: clip_low=1.5"),
         ({"reward_funcs": ["a.b", "a.c"], "reward_weights": [1]}, "1 for 2 reward_funcs"),
-        ({"colour": "red"}, "no parameter of a GRPOConfig among these"),
-        ({"colour": "red", "size": 3, "seed": 1}, "colour, size: few parameters of a GRPOConfig"),
+        ({"colour": "red"}, "no parameter of TRL's trainers among these"),
+        ({"colour": "red", "size": 3, "seed": 1}, "colour, size: few parameters of TRL's"),
     ],
 )
 def test_the_message_names_value_and_bound(values, message):
@@ -432,12 +432,3 @@ def test_adapters_of_peft_beside_a_config():
     assert [item.key for item in result.left] == ["peft_config.fan_in_fan_out"]
     with pytest.raises(ConfigError, match="only LoRA"):
         convert_trl({"peft_config": {"peft_type": "PROMPT_TUNING"}})
-
-
-@pytest.mark.parametrize(
-    ("config", "name"), [(config, name) for config in OTHERS for name in sorted(OTHERS[config][0])]
-)
-def test_a_configuration_of_another_trainer_is_refused_by_name(config, name):
-    values = {"learning_rate": 1e-5, "output_dir": "out", "beta": 0.1, name: 1}
-    with pytest.raises(ConfigError, match=f"{name}: it looks like TRL's {config}, .* help "):
-        convert_trl(values)
