@@ -11,6 +11,9 @@ from lightning_rl.config.yaml_text import parse_yaml
 from lightning_rl.convert.kinds import kind_of, read_as
 from lightning_rl.errors import ConfigError
 
+MOST_LISTED = 40
+"""Maximum names listed in full: a dump of all settings holds hundreds."""
+
 
 @dataclass(frozen=True)
 class ParameterRow:
@@ -75,11 +78,12 @@ def table(library: str) -> dict[str, ParameterRow]:
 
 @dataclass(frozen=True)
 class Left:
-    """A value that was not carried over, and why."""
+    """A value that was not carried over, and why; ``default`` if it is theirs anyway."""
 
     key: str
     value: Any
     reason: str
+    default: bool = False
 
 
 @dataclass
@@ -154,6 +158,22 @@ class Conversion:
         """Note that a value is not carried over, or not unchanged."""
         self.left.append(Left(key, given[key], reason))
 
+    def idle(self, given: "Given", names: Iterable[str], beside: str) -> None:
+        """Note which of these the file sets, though they have no effect there beside this."""
+        said = [name for name in names if given.says(name)]
+        given.cover(*said)
+        if said:
+            self.remarks.append(f"{', '.join(said)}: of no effect, there and here, with {beside}")
+
+    def leave_rest(self, given: "Given") -> None:
+        """Note all values that nothing has asked for; many defaults, as of a dump, in one line."""
+        rest = given.left()
+        defaults = [item.key for item in rest if item.default]
+        if len(defaults) > MOST_LISTED:
+            rest = [item for item in rest if not item.default]
+            self.remarks.append(f"written as by default, and left out: {', '.join(defaults)}")
+        self.left += rest
+
 
 def instance(name: str, /, **arguments: Any) -> dict[str, Any]:
     """Return a class and its arguments, in our YAML's form."""
@@ -226,11 +246,11 @@ class Given:
         self._taken.update(names)
 
     def left(self) -> list[Left]:
-        """List values that were given, differ from the default, and were not carried over."""
+        """List values that were given and not carried over, be they the defaults."""
         return [
-            Left(name, value, self._reason(name))
+            Left(name, value, self._reason(name), _same(value, self._defaults.get(name)))
             for name, value in self._given.items()
-            if name not in self._taken and not _same(value, self._defaults.get(name))
+            if name not in self._taken and not _unset(value, self._defaults.get(name))
         ]
 
     def _reason(self, name: str) -> str:
@@ -244,7 +264,12 @@ class Given:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Return True if a value is the default or null; dumps hide tokens as ``<NAME>``."""
-    if value is None or (isinstance(value, str) and re.fullmatch(r"<[A-Z_]+_TOKEN>", value)):
-        return True
+    """Return True if a value is the default."""
     return value == default or (not value and not default and value != 0)
+
+
+def _unset(value: Any, default: Any) -> bool:
+    """Return True if a value is null as by default; dumps hide tokens as ``<NAME>``."""
+    if isinstance(value, str) and re.fullmatch(r"<[A-Z_]+_TOKEN>", value):
+        return True
+    return value is None and default is None

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from lightning_rl.convert.conversion import Conversion, Given, as_list, instance, prompts_from
+from lightning_rl.convert.shared_trl import strategy
 from lightning_rl.errors import ConfigError
 
 _IMPORT_PATH = re.compile(r"\w+(\.\w+)+")
@@ -28,6 +29,24 @@ def put_data(given: Given, result: Conversion) -> None:
             )
     written = prompts or instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle)
     result.put("data.train_prompts", written)
+
+
+def put_rows(given: Given, result: Conversion, heldout: str | None) -> None:
+    """Set the rows to learn from, and the held-out ones if there is a validation."""
+    for theirs, ours, stands_for in (
+        ("dataset_train_split", "data.train", "ROWS.jsonl"),
+        ("dataset_test_split", "data.val", "HELDOUT.jsonl"),
+    ):
+        held = ours == "data.val"
+        if held and heldout is None and strategy(given, "eval_strategy") == "no":
+            continue
+        found = prompts_from(heldout, given[theirs]) if held and heldout else None
+        alone = held and os.path.isfile(given["dataset_name"] or "")  # which has no split
+        found = found or (None if alone else _prompts(given, theirs))
+        if found is None:
+            name = f"dataset_name {given['dataset_name']}, {theirs} {given[theirs]}"
+            result.missing.append(f"{ours}: a file or folder of rows, or HFDatasetPrompts ({name})")
+        result.put(ours, found or prompts_from(stands_for, None))
 
 
 def _prompts(given: Given, split: str, **options: Any) -> dict[str, Any] | None:
@@ -75,7 +94,7 @@ def put_heldout(given: Given, result: Conversion, path: str | None) -> None:
         found = _prompts(given, "dataset_test_split")
     if found is None:
         found = prompts_from("HELDOUT.jsonl", split)
-        result.missing.append(f"data.eval_prompts: held-out prompts (TRL's split {split!r})")
+        result.missing.append(f"data.eval_prompts: held-out prompts (dataset_test_split {split})")
     result.put("data.eval_prompts", found)
 
 

@@ -56,8 +56,8 @@ def carry(given: Given, result: Conversion, updates: Updates) -> None:
 def _loss(given: Given, result: Conversion) -> None:
     kind, low = given["loss_type"], given["epsilon"]
     high = low if given["epsilon_high"] is None else given["epsilon_high"]
+    result.idle(given, _UNUSED.get(kind, (*_SAPO, *_VESPO.values())), f"loss_type {kind}")
     sequence = result.choose(given, "importance_sampling_level") == "sequence"
-    given.cover(*_UNUSED.get(kind, (*_SAPO, *_VESPO.values())))
     if kind == "cispo":
         _cispo(high, result, given)
     elif kind == "sapo":
@@ -192,7 +192,7 @@ def _cispo(high: float, result: Conversion, given: Given) -> None:
 
 def _advantage(given: Given, result: Conversion) -> None:
     if result.choose(given, "multi_objective_aggregation") == "normalize_then_sum":
-        given.cover("scale_rewards")  # of no effect then
+        result.idle(given, ["scale_rewards"], "multi_objective_aggregation")
         result.put_class("model.advantage", "GDPO", eps=EPS)
         return
     scale = given["scale_rewards"]
@@ -212,7 +212,7 @@ def _advantage(given: Given, result: Conversion) -> None:
 
 
 def _correction(given: Given, result: Conversion) -> None:
-    if not given["vllm_importance_sampling_correction"] or not given.look("use_vllm"):
+    if not given.look("use_vllm") or not given["vllm_importance_sampling_correction"]:
         return
     low, high = (given[f"vllm_importance_sampling_clip_{end}"] for end in ("min", "max"))
     high = given["vllm_importance_sampling_cap"] or high
@@ -298,13 +298,12 @@ def put_optimizer(given: Given, result: Conversion, total: int | None) -> None:
     result.put_class("model.optimizer", f"torch.optim.{kind}", **options)
     if given["weight_decay"]:
         result.remarks.append("weight_decay acts on all weights; TRL exempts biases and norms")
-    result.put("model.max_grad_norm", given["max_grad_norm"] or None)
     _scheduler(given, result, total)
 
 
 def _scheduler(given: Given, result: Conversion, total: int | None) -> None:
     kind = str(given["lr_scheduler_type"]).removeprefix("SchedulerType.").lower()
-    warmup = given["warmup_ratio"] or given["warmup_steps"]
+    warmup = given.look("warmup_ratio") or given.look("warmup_steps")
     if 0 < warmup < 1:
         warmup = round(warmup * total) if total is not None else warmup
     shapes = {
@@ -320,10 +319,11 @@ def _scheduler(given: Given, result: Conversion, total: int | None) -> None:
     decays = shapes[kind] != "WarmupConstant"
     if total is None and (decays or 0 < warmup < 1):
         result.missing.append(
-            f"model.lr_scheduler: {kind} needs the number of optimizer steps (set max_steps); the "
-            "rate is constant now"
+            f"model.lr_scheduler: lr_scheduler_type {kind} needs the number of optimizer steps "
+            "(set max_steps); the rate is constant now"
         )
         return
+    given.cover("warmup_ratio", "warmup_steps")
     options: dict[str, Any] = {"warmup_steps": int(warmup)}
     if decays:
         options["total_steps"] = total

@@ -72,6 +72,8 @@ def _loss(given: Given, result: Conversion, mode: str) -> None:
         result.remarks.append("clip_ratio_c is PPOClip.dual_clip: on by default in verl")
         if mode != "vanilla":
             result.leave(given, ACTOR + "policy_loss.loss_mode", "PPOClip is written")
+    if mode != "sapo":
+        result.idle(given, [ACTOR + "tau_pos", ACTOR + "tau_neg"], f"loss_mode {mode}")
     _aggregation(given, result, mode)
     if given[ACTOR + "entropy_coeff"]:
         result.put_class("model.entropy", "EntropyBonus", coef=given[ACTOR + "entropy_coeff"])
@@ -98,9 +100,9 @@ def _geometric(given: Given, result: Conversion) -> None:
 def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:
     said = given[ACTOR + "loss_agg_mode"]
     mode = "seq-mean-token-mean" if loss_mode in BY_SEQUENCE else said
-    given.cover(ACTOR + "tau_pos", ACTOR + "tau_neg")  # of no effect but with sapo
     # Responses are padded to their greatest length, which stands in for null.
-    longest = given[ACTOR + "loss_scale_factor"] or given.look("data.max_response_length")
+    factor = ACTOR + "loss_scale_factor"
+    longest = given.look(factor) or given.look("data.max_response_length")
     known = {
         "token-mean": instance("TokenMean"),
         "seq-mean-token-mean": instance("SequenceMean"),
@@ -108,6 +110,10 @@ def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:
         "seq-mean-token-sum-norm": instance("TokenSum", max_tokens=longest),
     }
     result.put("model.aggregation", known.get(mode, known["token-mean"]))
+    if mode == "seq-mean-token-sum-norm":
+        given.cover(factor)
+    else:
+        result.idle(given, [factor], f"loss_agg_mode {mode}")
     if mode not in known:
         result.leave(
             given,
@@ -145,7 +151,6 @@ def _advantage(given: Given, result: Conversion) -> None:
     """Set the advantage, and the critic that it needs."""
     key = "algorithm.adv_estimator"
     name, alone = str(given[key]), group_size(given) == 1
-    given.cover("critic.enable", "critic.ppo_epochs", "critic.ppo_mini_batch_size")
     if name == "gae":
         _critic(given, result)
     elif name.startswith("reinforce_plus_plus"):
@@ -193,10 +198,8 @@ def _critic(given: Given, result: Conversion) -> None:
     result.put_class("model.critic.head", "SeparateValueHead")
     result.put("model.critic.loss", {"coef": 1.0, "clip": given["critic.cliprange_value"]})
     result.put("model.critic.lr", given["critic.optim.lr"])
-    given.cover("critic.grad_clip", "critic.optim.clip_grad")  # as the policy's
-    if given.says("critic.loss_agg_mode") and given["critic.loss_agg_mode"] != given.look(
-        ACTOR + "loss_agg_mode"
-    ):
+    averaged = (given.look(place + "loss_agg_mode") for place in ("critic.", ACTOR))
+    if given.says("critic.loss_agg_mode") and len(set(averaged)) > 1:
         result.leave(
             given, "critic.loss_agg_mode", "the critic's loss is averaged like the policy's"
         )
@@ -273,13 +276,16 @@ def _optimizer(given: Given, result: Conversion, total: int | None) -> None:
     unset = given.look(newer) == given.row(newer).default
     result.put("model.max_grad_norm", given[ACTOR + "grad_clip" if unset else newer])
     kind, warmup = given[name + "lr_scheduler_type"], given[name + "lr_warmup_steps"]
-    share, final = given[name + "lr_warmup_steps_ratio"], given[name + "min_lr_ratio"] or 0.0
     if warmup is None or warmup <= 0:
+        share = given.look(name + "lr_warmup_steps_ratio")
         warmup = round((share or 0.0) * total) if total is not None else 0
-        if share and total is None:
+        if total is not None:
+            given.cover(name + "lr_warmup_steps_ratio")
+        elif share:
             result.leave(given, name + "lr_warmup_steps_ratio", "set trainer.total_training_steps")
     if kind == "cosine" and total is not None:
         steps = {"warmup_steps": warmup, "total_steps": total}
+        final = given[name + "min_lr_ratio"] or 0.0
         result.put_class("model.lr_scheduler", "WarmupCosine", **steps, final=final)
         return
     if kind == "cosine":

@@ -11,9 +11,11 @@ from typing import Any
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.convert.conversion import Conversion
+from lightning_rl.convert.hydra import flat, parse_overrides
 from lightning_rl.convert.prime_rl import convert_prime_rl
-from lightning_rl.convert.sources import Source, flat, read
-from lightning_rl.convert.trl import convert_trl, require_grpo_config
+from lightning_rl.convert.sources import Source, read
+from lightning_rl.convert.trainers_trl import require_known, trainer_of_options
+from lightning_rl.convert.trl import convert_trl
 from lightning_rl.convert.verl import convert_verl
 from lightning_rl.errors import ConfigError, DiskError, require_at_least
 
@@ -73,7 +75,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = CommandParser(
         "convert",
-        "Read a configuration of TRL (GRPOConfig, DistillationConfig), verl (PPO trainer) or "
+        "Read a configuration of TRL (GRPOConfig, SFTConfig, ...), verl (PPO trainer) or "
         "prime-rl (rl.toml) and write ours. What could not be carried over, and what a number "
         "means here, is listed above it and on stderr.",
         "In a Python script, the arguments of a trainer, its config, LoraConfig and load_dataset "
@@ -87,22 +89,32 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="YAML, JSON, TOML, the Python script, or the shell script that starts it",
     )
     parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="name=value",
+        help="values that count more than the file's, as verl takes them: name=value, +name=value, "
+        "++name=value, ~name",
+    )
+    parser.add_argument(
         "--from",
         dest="library",
         choices=("trl", "verl", "prime-rl"),
         help="whose it is (default: guessed from its names)",
+    )
+    parser.add_argument(
+        "--trainer", help="TRL's trainer: grpo, sft, dpo, ... (default: guessed likewise)"
     )
     parser.add_argument("--output", type=Path, help="the file to write (default: print it)")
     parser.add_argument(
         "--devices", type=int, help="training processes (default: what theirs says, or 1)"
     )
     parser.add_argument(
-        "--model", help="directory or hub name, which a GRPOConfig does not contain"
+        "--model", help="directory or hub name, which TRL's configurations do not contain"
     )
     parser.add_argument("--prompts", help="file or folder of prompts to train on")
     parser.add_argument("--eval_prompts", help="file or folder of held-out prompts")
     parser.add_argument("--rewards", nargs="+", help="import paths of reward functions")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
     require_at_least(1, devices=parsed.devices)
     return parsed
 
@@ -134,15 +146,20 @@ def convert(source: Source, options: argparse.Namespace) -> Conversion:
     if options.library not in (None, source.library or options.library):
         raise ConfigError(f"--from {options.library}: {options.file} is for {source.library}")
     library = source.library or options.library or "trl"
-    added = {n: v for n, v in _ADDED[library](options).items() if v is not None}
+    added = parse_overrides(options.overrides)
+    added |= {n: v for n, v in _ADDED[library](options).items() if v is not None}
     if library == "prime-rl":
         conversion = convert_prime_rl(source.values, added)
     elif library == "verl":
-        conversion = convert_verl(flat(source.values) | added, options.rewards)
+        values = parse_overrides(options.overrides, flat(source.values))
+        conversion = convert_verl(values | added, options.rewards)
     else:
-        require_grpo_config(source.values)  # before anything is added to it
+        require_known(source.values)  # before anything is added to it
+        called = "grpo" if options.rewards else options.file.stem
+        trainer = options.trainer or source.trainer
+        trainer = trainer or trainer_of_options(source.values | added, called)
         devices = options.devices or source.devices or 1
-        conversion = convert_trl(source.values | added, devices, options.eval_prompts)
+        conversion = convert_trl(source.values | added, devices, options.eval_prompts, trainer)
     doubts = {n: doubts for n, doubts in source.doubts.items() if n not in added}
     unread = (doubt for doubts_of_one in doubts.values() for doubt in doubts_of_one)
     conversion.missing += dict.fromkeys([*unread, *source.missing])

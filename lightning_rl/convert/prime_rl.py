@@ -7,7 +7,7 @@ from typing import Any
 from lightning_rl.convert import learning_prime_rl as learning
 from lightning_rl.convert.checked import check_parts
 from lightning_rl.convert.conversion import Conversion, Given, instance, table
-from lightning_rl.convert.sources import flat
+from lightning_rl.convert.hydra import flat
 from lightning_rl.errors import ConfigError
 
 PRIME_RL = table("prime_rl")
@@ -55,7 +55,7 @@ def convert_prime_rl(
     learning.carry(given, result)
     _trainer(given, result)
     _callbacks(given, result)
-    result.left += given.left()
+    result.leave_rest(given)
     check_parts(result)
     return result
 
@@ -86,7 +86,6 @@ def _model(given: Given, result: Conversion) -> None:
     if given.has("trainer.model.lora"):
         targets = given[_LORA + "target_modules"]
         result.put_lora(given[_LORA + "rank"], given[_LORA + "alpha"], targets)
-        given.cover(_VLLM + "enable_lora")
         if given[_LORA + "modules_to_save"]:
             saved = {"modules_to_save": given[_LORA + "modules_to_save"]}
             result.put("model.lora.options", saved)

@@ -7,8 +7,11 @@ from lightning_rl.convert.distillation_trl import defaults_of
 from lightning_rl.convert.peft import KEY
 from lightning_rl.convert.python_script import PythonScript
 from lightning_rl.convert.python_values import Called, Local, Named, Unread, plain
+from lightning_rl.convert.trainers_trl import trainer_of
 from lightning_rl.errors import ConfigError
 
+_OF_ROWS = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
+_COMPARED = ("model", "ref_model", *_OF_ROWS[1:])
 _OF_ANSWERS = ("model", "teacher_model", "args", "data_collator", "train_dataset", "eval_dataset")
 _TRAINERS = {
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
@@ -16,6 +19,10 @@ _TRAINERS = {
     "ServerDistillationTrainer": ("model", "args", "train_dataset", "eval_dataset"),
     "GKDTrainer": _OF_ANSWERS,
     "GOLDTrainer": _OF_ANSWERS,
+    "SFTTrainer": _OF_ROWS,
+    "RewardTrainer": _OF_ROWS,
+    "DPOTrainer": _COMPARED,
+    "KTOTrainer": _COMPARED,
 }
 """The trainers that are read, with their positional arguments."""
 _CONFIGS = {name.replace("Trainer", "Config") for name in _TRAINERS}
@@ -24,6 +31,8 @@ _ELSEWHERE = {
     "environment_factory": "an environment belongs to an agent here: data.agent with MultiTurn",
     "rollout_func": "an agent makes the rollouts here: data.agent",
     "callbacks": "callbacks of transformers; write Lightning's under trainer.callbacks",
+    "ref_model": "write model.reference: a FrozenReference with its model",
+    "formatting_func": "write rows with a prompt and a completion, or messages",
     "optimizers": "write model.optimizer and model.lr_scheduler",
 }
 _LORA = {"r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "bias"}
@@ -37,6 +46,7 @@ class ReadScript:
     values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    trainer: str | None = None
 
     def put(self, name: str, value: Any, what: str | None = None) -> None:
         """Keep a value if it is known, otherwise note it as missing."""
@@ -88,12 +98,15 @@ def read_trl_script(text: str, place: str) -> ReadScript:
     if not trainers and not configs:
         others = sorted({call.last for call in script.calls if call.last.endswith("Trainer")})
         found = f" (it starts {', '.join(others)})" if others else ""
-        raise ConfigError(f"{place}: it has no call of GRPOConfig or GRPOTrainer{found}")
+        raise ConfigError(
+            f"{place}: it has no call of GRPOTrainer, SFTTrainer, ... or its config{found}"
+        )
     trainer = trainers[0] if trainers else Called(configs[0].last.replace("Config", "Trainer"))
     given = dict(zip(_TRAINERS[trainer.last], trainer.args, strict=False)) | trainer.kwargs
-    result = ReadScript(defaults_of(trainer.last))
+    result = ReadScript(defaults_of(trainer.last), trainer=trainer_of(trainer.last))
     if len(trainers) > 1:
-        result.missing.append(f"{len(trainers)} calls of {trainer.last}: the first is converted")
+        called = ", ".join(call.last for call in trainers)
+        result.missing.append(f"{len(trainers)} trainers ({called}): the first is converted")
     config = given.get("args", configs[0] if configs else None)
     _config(config, trainer.last.replace("Trainer", "Config"), result)
     _model(given.get("model"), "", result)
@@ -112,6 +125,8 @@ def read_trl_script(text: str, place: str) -> ReadScript:
 
 
 def _config(config: Any, name: str, result: ReadScript) -> None:
+    if config is None:  # TRL's defaults
+        return
     if not isinstance(config, Called):
         result.missing.append(f"{name}: {said_of(config)} could not be read")
         return

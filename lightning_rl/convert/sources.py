@@ -4,17 +4,18 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.config.yaml_text import DEEPEST, parse_yaml
 from lightning_rl.convert.distillation_trl import defaults_of
-from lightning_rl.convert.hydra import parse_overrides
+from lightning_rl.convert.hydra import flat, parse_overrides
 from lightning_rl.convert.python_trl import read_trl_script
 from lightning_rl.convert.shell import read_script
 from lightning_rl.convert.shell_branches import Word
+from lightning_rl.convert.trainers_trl import trainer_of
 from lightning_rl.errors import ConfigError
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -22,7 +23,10 @@ VERL_SECTIONS = {"actor_rollout_ref", "algorithm", "critic"}
 """Top-level names of verl's configuration that no GRPOConfig has."""
 _LARGEST = 10_000_000
 _VERL_PROGRAM = re.compile(r"-m (\w+\.)*main_(ppo|dapo)\w*|\S+ (\S*/)?main_(ppo|dapo)\w*\.py")
-_TRL_PROGRAM = re.compile(r"trl (grpo|distillation)|\S+ (\S*/)?(grpo|distillation|gkd|gold)\w*\.py")
+_TRL_PROGRAM = re.compile(
+    r"trl (grpo|rloo|distillation|sft|dpo|kto|reward)"
+    r"|\S+ (\S*/)?((grpo|rloo|distillation|gkd|gold|sft|dpo|kto)\w*|reward(_model\w*)?)\.py"
+)
 _PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)[ =](\d{1,4})\b")
 
 
@@ -37,6 +41,7 @@ class Source:
         remarks: values that were read as something else.
         doubts: by name, what only a run would tell about its value.
         devices: number of training processes given to a launcher.
+        trainer: TRL's trainer, as :func:`.trainer_of` names it; None: its options tell.
     """
 
     values: dict[str, Any]
@@ -45,6 +50,7 @@ class Source:
     remarks: list[str] = field(default_factory=list)
     doubts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     devices: int | None = None
+    trainer: str | None = None
 
 
 def read(path: Path) -> Source:
@@ -62,7 +68,7 @@ def read(path: Path) -> Source:
     text = _text(path)
     if path.suffix == ".py":
         script = read_trl_script(text, str(path))
-        return Source(script.values, "trl", script.missing, script.remarks)
+        return Source(script.values, "trl", script.missing, script.remarks, trainer=script.trainer)
     if path.suffix in SCRIPTS:
         return _from_script(text, path)
     if path.suffix in (".json", ".toml"):
@@ -81,21 +87,6 @@ def read(path: Path) -> Source:
         return Source(values, "prime-rl")
     verl = VERL_SECTIONS & {name.partition(".")[0] for name in values}
     return Source(flat(values), "verl") if verl else Source(values)
-
-
-def flat(values: dict[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
-    """Join nested names by dots, but below those of ``whole``, whose values stay mappings.
-
-    Interpolations, which follow another value, are left out.
-    """
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, dict) and value and path not in whole:
-            found |= flat(value, f"{path}.", whole)
-        elif not (isinstance(value, str) and value.startswith("${")):
-            found[path] = value
-    return found
 
 
 def _text(path: Path) -> str:
@@ -142,6 +133,7 @@ def _from_script(text: str, path: Path) -> Source:
             if at := _after(words, program):
                 found.append(source_of(words[at:], path.parent))
                 if program is _TRL_PROGRAM:
+                    found[-1].trainer = trainer_of(Path(words[at - 1]).name)
                     found[-1].values = defaults_of(words[at - 1]) | found[-1].values
                 found[-1].devices = _processes(words[: at - 1]) or found[-1].devices
     if not found:

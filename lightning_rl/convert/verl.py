@@ -7,6 +7,7 @@ from typing import Any
 from lightning_rl.convert import learning_verl as learning
 from lightning_rl.convert.checked import check_parts
 from lightning_rl.convert.conversion import (
+    MOST_LISTED,
     Conversion,
     Given,
     Left,
@@ -16,7 +17,7 @@ from lightning_rl.convert.conversion import (
     table,
 )
 from lightning_rl.convert.distillation_verl import other_teachers, teaches_alone
-from lightning_rl.convert.hydra import parse_overrides
+from lightning_rl.convert.hydra import parse_overrides, resolved
 from lightning_rl.errors import ConfigError
 
 VERL = table("verl")
@@ -34,8 +35,6 @@ _LAYOUT = re.compile(
     r"|teacher_models\.\w+\.(inference|num_replicas)|distillation\.n(_gpus|nodes)"
 )
 """Matches names that decide where things are placed, not what is learned."""
-_MOST_LISTED = 40
-"""Maximum names listed in full: a dump of all of verl's settings holds hundreds."""
 
 
 def convert_verl(
@@ -52,6 +51,9 @@ def convert_verl(
     """
     values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     values = {_newest_name(name): value for name, value in values.items()}
+    values = resolved(values, {name: row.default for name, row in VERL.items()})
+    unread = {name: value for name, value in values.items() if "${" in str(value) and name in VERL}
+    values = {name: value for name, value in values.items() if name not in unread}
     given = Given({k: v for k, v in values.items() if k in VERL}, VERL, {})
     result = Conversion()
     result.put("trainer.max_epochs", 1)
@@ -64,8 +66,12 @@ def convert_verl(
     learning.carry(given, result, steps, None if total is None else total * steps)
     _trainer(given, result)
     _callbacks(given, result)
-    result.left += given.left()
+    result.leave_rest(given)
     result.missing += other_teachers(values)
+    result.missing += [
+        f"{name}: {value} refers to what is not said here; verl's default is used"
+        for name, value in unread.items()
+    ]
     _left_out(values, result)
     check_parts(result)
     return result
@@ -83,13 +89,22 @@ def _left_out(values: Mapping[str, Any], result: Conversion) -> None:
     others = [
         name
         for name, value in values.items()
-        if name not in VERL and not name.endswith("_target_") and value is not None
+        if name not in VERL
+        and not name.endswith("_target_")
+        and (value is not None or name.startswith("~"))
     ]
     listed = [name for name in others if not _LAYOUT.search(name)]
-    if len(listed) > _MOST_LISTED:
+    if len(listed) > MOST_LISTED:
         listed = []
     result.left += [
-        Left(name, values[name], "it is in no table of counterparts") for name in listed
+        Left(
+            name,
+            values[name],
+            "verl's default is used for what is removed"
+            if name.startswith("~")
+            else "it is in no table of counterparts",
+        )
+        for name in listed
     ]
     if named := [name for name in others if name not in listed]:
         result.remarks.append(f"in no table, and left out: {', '.join(named)}")
@@ -109,7 +124,6 @@ def _model(given: Given, result: Conversion) -> None:
 
 def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> None:
     options: dict[str, Any] = {"max_prompt_tokens": given["data.max_prompt_length"]}
-    given.cover("data.filter_overlong_prompts")  # always
     if given["data.prompt_key"] != "prompt":
         options["prompt_column"] = given["data.prompt_key"]
     train = dict(options)
@@ -159,11 +173,10 @@ def _rewards(given: Given, result: Conversion, rewards: Sequence[str] | None) ->
     if rewards is None and not teaches_alone(given):
         result.missing.append("data.rewards: import paths of your reward functions")
         written = ["MODULE.FUNCTION"]
-    buffer, factor = given[_OVERLONG + "len"], given[_OVERLONG + "penalty_factor"]
-    if given[_OVERLONG + "enable"] and buffer is None:
+    if given[_OVERLONG + "enable"] and (buffer := given[_OVERLONG + "len"]) is None:
         result.leave(given, _OVERLONG + "enable", "overlong_buffer_cfg.len is not set")
     elif given[_OVERLONG + "enable"]:
-        given.cover("reward.reward_manager.name")
+        factor = given[_OVERLONG + "penalty_factor"]
         longest = given["reward.reward_kwargs.max_resp_len"] or given["data.max_response_length"]
         result.put("data.reward_weights", [*(1.0 for _ in written), float(factor)])
         written.append(instance("OverlongPenalty", max_tokens=longest, buffer=buffer))
@@ -229,13 +242,12 @@ def _batches(given: Given, result: Conversion) -> int:
 
 def _length(given: Given, result: Conversion) -> int | None:
     """Set the length of the run; return its iterations, if the configuration has them."""
-    epochs, steps = given["trainer.total_epochs"], given["trainer.total_training_steps"]
-    if steps is not None:
+    if (steps := given["trainer.total_training_steps"]) is not None:
         result.put("data.iterations_per_epoch", steps)
         return int(steps)
     result.missing.append(
-        f"data.iterations_per_epoch: trainer.total_epochs {epochs:g} x prompts / train_batch_size "
-        "(it is 100 now)"
+        f"data.iterations_per_epoch: trainer.total_epochs {given['trainer.total_epochs']:g} x "
+        "prompts / train_batch_size (it is 100 now)"
     )
     result.put("data.iterations_per_epoch", 100)
     return None
@@ -253,7 +265,8 @@ def _trainer(given: Given, result: Conversion) -> None:
     result.remarks.append("verl's actor computes in bfloat16 (mixed) unless its strategy says else")
     if given["trainer.default_local_dir"] is not None:
         result.put("trainer.default_root_dir", given["trainer.default_local_dir"])
-    project, name = given["trainer.project_name"], given["trainer.experiment_name"]
+    named = "trainer.project_name", "trainer.experiment_name"
+    project, name = (given.look(key) for key in named)
     loggers = {
         "wandb": instance("WandbLogger", project=project, name=name),
         "tensorboard": instance("TensorBoardLogger", save_dir=project, name=name),
@@ -261,12 +274,14 @@ def _trainer(given: Given, result: Conversion) -> None:
     }
     if given.says("trainer.logger"):
         result.put_loggers(given, "trainer.logger", loggers, {"console"})
+    if "logger" in result.config["trainer"]:
+        given.cover(*named)
 
 
 def _callbacks(given: Given, result: Conversion) -> None:
     callbacks = [instance("WeightSync")]
-    first, every = bool(given["trainer.val_before_train"]), given["trainer.test_freq"]
-    if every > 0:
+    if (every := given["trainer.test_freq"]) > 0:
+        first = bool(given["trainer.val_before_train"])
         callbacks.append(instance("Evaluate", every_n_iterations=every, before_training=first))
         if given.look("data.val_files") is None:
             result.missing.append("data.eval_prompts: held-out prompts")

@@ -111,3 +111,47 @@ def test_fit_runs_it(convert, tmp_path):
     assert main(["fit", "--config", convert(theirs)]) == 0
     (summary,) = (tmp_path / "out").rglob("summary.json")
     assert json.loads(summary.read_text())["iterations"] == 2
+
+
+ROWS = {
+    "sft": {"prompt": "312=", "completion": "123"},
+    "dpo": {"prompt": "312=", "chosen": "123", "rejected": "321"},
+    "kto": {"prompt": "312=", "completion": "123", "label": True},
+    "reward": {"prompt": "312=", "chosen": "123", "rejected": "321"},
+}
+
+
+@pytest.mark.parametrize("trainer", ROWS)
+def test_what_is_learned_from_rows_is_fitted_as_trl_counts_it(
+    trainer, tiny_model, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROWS[trainer])}\n" * 16)
+    values = {
+        "model_name_or_path": str(tiny_model),
+        "dataset_name": "rows.jsonl",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,  # of which an epoch has four
+        "warmup_ratio": 0.5,
+        "learning_rate": 1e-3,
+        "max_length": 16,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "bf16": False,
+        "use_cpu": True,
+        "output_dir": "out",
+    }
+    (tmp_path / f"{trainer}.yaml").write_text(yaml.safe_dump(values))
+    said = ["--eval_prompts", "rows.jsonl", "--output", "ours.yaml"]
+    assert main(["convert", f"{trainer}.yaml", *said]) == 0
+    assert main(["check", "--config", "ours.yaml", "--no_rollout"]) == 0
+    assert "configuration: good" in capsys.readouterr().out
+    assert main(["fit", "--config", "ours.yaml"]) == 0
+    (summary,) = (tmp_path / "out").rglob("summary.json")
+    assert json.loads(summary.read_text())["iterations"] == 6
+    lines = (summary.parent / "metrics.jsonl").read_text().splitlines()
+    validated = [row for row in map(json.loads, lines) if any("val_loss" in key for key in row)]
+    assert [row["iteration"] for row in validated] == [3, 6]

@@ -13,10 +13,12 @@ from lightning_rl import PolicyModule, RLDataModule
 from lightning_rl.config.names import MODULE_OF, public
 from lightning_rl.convert.main import as_yaml, main
 from lightning_rl.convert.prime_rl import PRIME_RL
+from lightning_rl.convert.supervised_trl import SECTIONS
 from lightning_rl.convert.trl import TRL, convert_trl
 from lightning_rl.convert.verl import VERL, convert_verl
 from lightning_rl.errors import ConfigError
 from tests.unit.convert import counterpart_tables
+from tests.unit.convert.vanishing import as_written, vanished
 
 GRPO_CONFIG = """
 learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
@@ -53,7 +55,12 @@ def is_ours(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "row", [*TRL.values(), *VERL.values(), *PRIME_RL.values()], ids=lambda row: row.theirs
+    "row",
+    [
+        *(*TRL.values(), *VERL.values(), *PRIME_RL.values()),
+        *(row for rows in SECTIONS.values() for row in rows),
+    ],
+    ids=lambda row: row.theirs,
 )
 def test_each_counterpart_exists(row):
     names = [name for name in row.ours.split(", ") if name]
@@ -156,13 +163,11 @@ def another(name: str):
 
 @pytest.mark.parametrize("name", TRL)
 def test_no_parameter_is_dropped_in_silence(name):
-    start = beside(name)
-    before = convert_trl(start)
-    after = convert_trl(start | {name: another(name)})
-    told = [item.key for item in after.left] + after.missing + after.remarks
-    carried = after.config != before.config
-    assert carried or any(name in text for text in told), (name, another(name))
+    for start in (beside(name), START, {}):  # that enables it, and that does not
+        values = (as_written(TRL[name]), another(name))
+        assert vanished(convert_trl, start, name, values) == []
     if not TRL[name].ours:
+        after = convert_trl({name: another(name)})
         assert any(item.key == name and item.reason for item in after.left)
 
 
@@ -342,14 +347,16 @@ VERL_OTHER = {
     "trainer.logger": ["tensorboard"], "trainer.device": "cpu", "data.train_files": "other.parquet",
     "data.val_files": "other.parquet", "trainer.default_local_dir": "out", "data.seed": 3,
     "algorithm.adv_estimator": "grpo", "algorithm.kl_penalty": "mse", "data.shuffle": False,
-    "algorithm.kl_ctrl.type": "fixed", "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.kl_ctrl.type": "adaptive", "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_rs": "token_k1", "trainer.rollout_data_dir": "out",
-    "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0",
+    "algorithm.rollout_correction.rollout_rs_threshold": "0.4_3.0",
     "trainer.v1.trainer_mode": "colocate_async",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo", "critic.loss_agg_mode": "token-sum",
     "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum", "critic.enable": True,
     "actor_rollout_ref.actor.optim.betas": [0.8, 0.9], "actor_rollout_ref.rollout.top_k": 5,
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant", "trainer.save_freq": 5,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine", "trainer.save_freq": 5,
+    "trainer.test_freq": 5, "actor_rollout_ref.model.lora_rank": 8,
+    "algorithm.filter_groups.max_num_gen_batches": 2,
     "actor_rollout_ref.actor.optim.lr_warmup_steps": 4, "actor_rollout_ref.actor.clip_ratio_c": 4.0,
     "actor_rollout_ref.actor.kl_loss_type": "k1", "actor_rollout_ref.rollout.name": "hf",
     "actor_rollout_ref.rollout.val_kwargs.top_k": 5, "actor_rollout_ref.model.path": "m",
@@ -396,32 +403,35 @@ VERL_BESIDE = {
     },
     "distillation.teacher_models": {"distillation.distillation_loss.loss_mode": "forward_kl_topk"},
 }  # fmt: skip
-# They hold here always, or are covered by what is written for the policy.
-ALWAYS = (
-    "use_dynamic_bsz", "filter_overlong_prompts", "critic.grad_clip", "critic.enable",
-    "critic.optim.clip_grad", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
-    "critic.loss_agg_mode",
+# Off in the result as in verl, where something else is lacking that would let it be on.
+OFF_WITHOUT = (
+    "algorithm.filter_groups.enable", "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample",
+    "reward.reward_kwargs.overlong_buffer_cfg.enable",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in VERL if not name.endswith(ALWAYS)])
-def test_no_parameter_of_verl_is_dropped_in_silence(name):
-    start = dict(VERL_START)
-    for prefix, values in VERL_BESIDE.items():
-        start |= values if name.startswith(prefix) else {}
-    value = start.get(name, VERL[name].default)
+def another_of_verl(name, value):
     value = value if value is not None or VERL[name].kind != "flag" else False
     other = VERL_OTHER.get(name)
     if other is None or other == value:
         other = not value if isinstance(value, bool) else value * 2 if value else 0.5
         if not isinstance(value, bool | int | float):
             other = f"other_{name}" if isinstance(value, str) else 16
-    before, after = (
-        convert_verl([f"{key}={json.dumps(v)}" for key, v in values.items()])
-        for values in (start, start | {name: other})
-    )
-    told = [item.key for item in after.left] + after.missing + after.remarks
-    assert after.config != before.config or any(name in text for text in told), (name, other)
+    return other
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_no_parameter_of_verl_is_dropped_in_silence(name):
+    def convert(values):
+        return convert_verl([f"{key}={json.dumps(value)}" for key, value in values.items()])
+
+    enabled = dict(VERL_START)
+    for prefix, values in VERL_BESIDE.items():
+        enabled |= values if name.startswith(prefix) else {}
+    for start in (enabled, VERL_START, {})[: 1 if name in OFF_WITHOUT else 3]:
+        values = (as_written(VERL[name]), another_of_verl(name, VERL[name].default))
+        assert vanished(convert, start, name, values) == []
 
 
 @pytest.mark.parametrize(
@@ -433,7 +443,9 @@ def test_either_bound_that_verl_has_for_a_gradient_is_carried_over(older, newer)
     said = [f"actor_rollout_ref.actor.{key}={bound}" for key, bound in values.items() if bound]
     done = convert_verl(said)
     assert done.config["model"]["init_args"]["max_grad_norm"] == 0.5
-    assert [item.value for item in done.left] == ([older] if older == 0.7 else [])
+    assert [item.value for item in done.left] == [
+        bound for bound in (older, newer) if bound not in (0.5, None)
+    ]
 
 
 def test_verl_as_hydra_keeps_it(tmp_path, capsys):

@@ -82,7 +82,7 @@ GKDTrainer("a/small", teacher, args=GKDConfig(max_new_tokens=32, lmbda=1.0, temp
     [teacher] = data["rewards"]
     assert teacher["init_args"] == {"model": "a/large", "top_k": 16, "dtype": "bfloat16"}
     left = {item.key for item in result.left}
-    assert left == {"beta", "teacher_model_init_kwargs.device_map"}
+    assert left == {"beta", "lmbda", "teacher_model_init_kwargs.device_map"}
 
 
 def test_models_that_judge_may_be_on_another_machine():

@@ -173,8 +173,8 @@ GRPOTrainer(model=model.model_name_or_path, args=config, reward_funcs=[f])
     ("text", "message"),
     [
         ("x = (", "s.py:1: not valid Python"),
-        ("print(1)", "it has no call of GRPOConfig or GRPOTrainer"),
-        ("DPOTrainer(model)", r"GRPOTrainer \(it starts DPOTrainer\)"),
+        ("print(1)", "it has no call of GRPOTrainer, SFTTrainer"),
+        ("PPOTrainer(model)", r"its config \(it starts PPOTrainer\)"),
         ("x = " + "(" * 5000 + ")" * 5000, "s.py"),
         ("x = " + "1 + " * 50_000 + "1", "s.py"),
         ("x = 'a'\n" + "x = x + x\n" * 500 + "y = 9 ** 9 ** 9", "no call of"),

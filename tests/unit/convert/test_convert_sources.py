@@ -12,7 +12,7 @@ from lightning_rl.convert.hydra import parse_overrides
 from lightning_rl.convert.main import main, notes
 from lightning_rl.convert.shell import read_script
 from lightning_rl.convert.sources import read
-from lightning_rl.convert.trl import OTHERS, TRL, convert_trl
+from lightning_rl.convert.trl import TRL, convert_trl
 from lightning_rl.convert.verl import VERL, convert_verl
 from lightning_rl.errors import ConfigError
 
@@ -61,8 +61,8 @@ def test_a_value_of_verl_of_any_kind_is_carried_or_refused_in_one_line(name):
         ({"generation_kwargs": "{"}, "generation_kwargs='{': it takes names and values"),
         ({"epsilon": 1.5}, "these values convert to settings that are refused: clip_low=1.5"),
         ({"reward_funcs": ["a.b", "a.c"], "reward_weights": [1]}, "1 for 2 reward_funcs"),
-        ({"colour": "red"}, "no parameter of a GRPOConfig among these"),
-        ({"colour": "red", "size": 3, "seed": 1}, "colour, size: few parameters of a GRPOConfig"),
+        ({"colour": "red"}, "no parameter of TRL's trainers among these"),
+        ({"colour": "red", "size": 3, "seed": 1}, "colour, size: few parameters of TRL's"),
     ],
 )
 def test_the_message_names_value_and_bound(values, message):
@@ -91,12 +91,15 @@ def test_overrides_by_hydras_own_grammar():
         "a.b=16", "+a.c=1e-6", "++a.d=null", "a.e='16'", 'a.f="x y"', "a.g=[1,'b c',[2,3]]",
         "a.h={x:1,y:[2,z],url:http://h:1}", "a.i=no", "a.j=True", "a.k=/p/q=r.parquet",
         "a.l=", "a.m=it's", "a.n=${a.b}", "a.o=[]", "gone=1", "~gone", "a.b=17", r"a.q='it\'s'",
+        r"a.r=b\,c\=d", "a.s=str(16)", "a.t=[int(3.7),float(2)]", "a.u=json_str([1,x])",
+        "a.v.x=5", "a.v={x:6,y:7}", "a.v.y=8", "b.c.d=1", "b.c.e=2", "~b.c", "b.cc=3", "~a.w=9",
     ]  # fmt: skip
     assert parse_overrides(lines) == {
         "a.b": 17, "a.c": 1e-6, "a.d": None, "a.e": "16", "a.f": "x y", "a.g": [1, "b c", [2, 3]],
-        "a.h": {"x": 1, "y": [2, "z"], "url": "http://h:1"}, "a.i": "no", "a.j": True,
+        "a.h.x": 1, "a.h.y": [2, "z"], "a.h.url": "http://h:1", "a.i": "no", "a.j": True,
         "a.k": "/p/q=r.parquet", "a.l": "", "a.m": "it's", "a.n": "${a.b}", "a.o": [],
-        "a.q": "it's",
+        "a.q": "it's", "a.r": "b,c=d", "a.s": "16", "a.t": [3, 2.0], "a.u": '[1, "x"]',
+        "a.v.x": 6, "a.v.y": 8, "b.cc": 3, "~gone": None, "~b.c": None, "~a.w": "9",
     }  # fmt: skip
 
 
@@ -111,11 +114,67 @@ def test_overrides_by_hydras_own_grammar():
         ("a.b={x}", "names and values"),
         ("a.b=" + "[" * 50 + "]" * 50, "levels deep"),
         ("", "not an override"),
+        ("a.b=int(x)", "x is no int"),
     ],
 )
 def test_an_override_that_cannot_be_read_is_named(line, message):
     with pytest.raises(ConfigError, match=message):
         parse_overrides([line])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "{0}=8",
+        "+{0}=8",
+        "++{0}=8",
+        "{0}=int(8.5)",
+        "{1}={{{2}:8}}",
+        "~{1} ++{0}=8",
+        "{0}=${{max}} max=8",
+    ],
+)
+@pytest.mark.parametrize("written", ["command line", "script", "overrides.yaml"])
+def test_an_override_is_what_verl_makes_of_it_wherever_it_stands(
+    tmp_path, capsys, override, written
+):
+    """They count more than the file, in whatever order options stand beside them."""
+    name = "actor_rollout_ref.rollout.n"
+    values = {"algorithm.adv_estimator": "grpo", name: 4}
+    said = override.format(name, *name.rsplit(".", 1)).split()
+    lines = [*(f"{key}={value}" for key, value in values.items()), *said]
+    file, more = tmp_path / "config.yaml", []
+    if written == "command line":
+        file.write_text(yaml.safe_dump(values))
+        more = said
+    elif written == "script":
+        file = tmp_path / "run.sh"
+        quoted = " ".join(f"'{line}'" for line in lines)
+        file.write_text(f"python3 -m verl.trainer.main_ppo {quoted}\n")
+    else:
+        file.write_text(yaml.safe_dump(lines))
+    assert main([str(file), "--model", "m", *more, "--rewards", "a.b"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["group_size"] == 8
+
+
+def test_what_is_removed_or_refers_to_another_is_put_in_or_named():
+    actor = "actor_rollout_ref.actor."
+    done = convert_verl(
+        [
+            *(actor + "clip_ratio_c=5", f"~{actor}clip_ratio_c", "algorithm.adv_estimator=grpo"),
+            *("trainer.default_local_dir=out/${trainer.project_name}", "trainer.project_name=p"),
+            *(actor + "ppo_mini_batch_size=${data.train_batch_size}", "data.train_batch_size=64"),
+            *(actor + "optim.lr=${oc.select:mine.lr,2e-6}", "critic.optim.lr=${there}", "~gone"),
+            *("trainer.save_freq=${trainer.test_freq}", "trainer.test_freq=${trainer.save_freq}"),
+        ]
+    )
+    model, trainer = done.config["model"]["init_args"], done.config["trainer"]
+    assert model["loss"]["init_args"]["dual_clip"] == 3.0  # verl's own
+    assert trainer["default_root_dir"] == "out/p"
+    assert (model["minibatches"], model["optimizer"]["init_args"]["lr"]) == (1, 2e-6)
+    assert {f"~{actor}clip_ratio_c", "~gone"} <= {item.key for item in done.left}
+    told = [line.partition(":")[0] for line in done.missing if "refers to" in line]
+    assert told == ["critic.optim.lr", "trainer.save_freq", "trainer.test_freq"]
 
 
 VERL_SCRIPT = r"""#!/usr/bin/env bash
@@ -373,12 +432,3 @@ def test_adapters_of_peft_beside_a_config():
     assert [item.key for item in result.left] == ["peft_config.fan_in_fan_out"]
     with pytest.raises(ConfigError, match="only LoRA"):
         convert_trl({"peft_config": {"peft_type": "PROMPT_TUNING"}})
-
-
-@pytest.mark.parametrize(
-    ("config", "name"), [(config, name) for config in OTHERS for name in sorted(OTHERS[config][0])]
-)
-def test_a_configuration_of_another_trainer_is_refused_by_name(config, name):
-    values = {"learning_rate": 1e-5, "output_dir": "out", "beta": 0.1, name: 1}
-    with pytest.raises(ConfigError, match=f"{name}: it looks like TRL's {config}, .* help "):
-        convert_trl(values)
