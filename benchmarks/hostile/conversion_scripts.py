@@ -20,8 +20,8 @@ SCRIPTS: list[tuple[str, str, tuple[str, ...], bool]] = [
         ("devices: 8", "it may be 16"),
         True,
     ),
-    ("5,000 defaults", "x=" + "${A:-" * 5000 + "}" * 5000, ("more than 50 branches",), False),
-    ("5,000 branches", "if a; then " * 5000, ("more than 50 branches",), False),
+    ("5,000 defaults", "x=" + "${A:-" * 5000 + "}" * 5000, ("50 nested branches",), False),
+    ("5,000 branches", "if a; then " * 5000, ("50 nested branches",), False),
     ("a quote that stays open", f"{PPO} a='b", ("is not closed",), False),
     ("a list that stays open", "A=(1 2", ("is not closed",), False),
     ("a command that stays open", f"{PPO} a=$(date", ("is not closed",), False),
@@ -53,5 +53,5 @@ SCRIPTS: list[tuple[str, str, tuple[str, ...], bool]] = [
         False,
     ),
     ("a sum of 9 to the 9 to the 9", f"{PPO} data.seed=$((9**9**9))", ("data.seed=",), False),
-    ("half a character", "\x00\x01" + PPO + " =", ("no ",), False),
+    ("half a character", "\x00\x01" + PPO + " =", ("is not an override",), False),
 ]

@@ -25,7 +25,7 @@ def file(
 
 def trl(name: str, *says: str, right: bool = False, **values: Any) -> Call:
     """Values of a GRPOConfig, as JSON."""
-    return file(name, "json", json.dumps(values), *says, right=right)
+    return file(name, "json", json.dumps(values), *says, right=right, options="--trainer grpo")
 
 
 def verl(name: str, *says: str, right: bool = False, **values: Any) -> Call:
@@ -73,8 +73,19 @@ ZEROS = (
 )  # fmt: skip
 
 CALLS: list[Call] = [
-    *(file(f"{n} is 0", "json", json.dumps({n: 0}), f"{n}=0: it takes") for n in ZEROS),
-    *(file(f"{n} is null", "json", json.dumps({n: None}), f"{n}=null: it takes") for n in ZEROS),
+    *(
+        file(f"{n} is {v}", "json", f'{{"{n}": {v}}}', f"{n}={v}: it", options="--trainer grpo")
+        for n in ZEROS
+        for v in ("0", "null")
+    ),
+    file("no trainer's own option", "json", '{"learning_rate": 1e-5}', "say whose they are"),
+    file("a trainer that is not read", "sh", "trl rloo --beta 0.1", "rloo: convert reads"),
+    file("SFT of shared options", "sh", "trl sft --learning_rate 1e-5", "SFTModule", right=True),
+    file("a beta of 0 for DPO", "sh", "trl dpo --beta 0", "beta='0': it takes a number > 0"),
+    file("a cast that is none", "yaml", "- data.seed=int(x)", "x is no int"),
+    file("references in a circle", "yaml", "- data.seed=${a}\n- a=${data.seed}", "refers to",
+         right=True),
+    file("a key that is removed", "yaml", "- ~trainer.logger", "~trainer.logger", right=True),
     trl("a learning rate of words", "learning_rate='fast'", learning_rate="fast"),
     trl("a number of 5,000 digits", "num_generations=", num_generations="9" * 5000),
     trl("a list where a number belongs", "epsilon=[0.2]: it takes a number", epsilon=[0.2]),
@@ -82,13 +93,13 @@ CALLS: list[Call] = [
     trl("weights in a mapping", "reward_weights={'a': 1}", reward_weights={"a": 1}),
     trl("fewer weights than rewards", "1 for 2", reward_funcs=["a.b", "a.c"], reward_weights=[1]),
     trl("a mapping in broken JSON", "generation_kwargs='{'", generation_kwargs="{"),
-    trl("clipping at 150 %", "is refused: clip_low=1.5", epsilon=1.5),
+    trl("clipping at 150 %", "are refused: clip_low=1.5", epsilon=1.5),
     trl("a path with a zero byte", "dataset_name=", dataset_name="a\0b"),
     trl("a path of 10,000 characters", "does not exist here", dataset_name="a/" * 5000, right=True),
-    trl("names that nobody has", "no parameter of a GRPOConfig", colour="red"),
+    trl("names that nobody has", "no parameter of TRL's trainers", colour="red"),
     trl("sections of NeMo-RL", "it looks like NeMo-RL's", grpo={}, policy={}, data={}, cluster={}),
     trl("infinity", "learning_rate=inf", learning_rate=float("inf")),
-    trl("a kind of correction that is none", "it is none of sequence_mask", use_vllm=True,
+    trl("a kind of correction that is none", "it is not one of sequence_mask", use_vllm=True,
         vllm_importance_sampling_mode="all_mask", right=True),
     trl("numbers in quotes", "group_size: 4", num_generations="4", right=True),
     verl("zero prompts", "train_batch_size=0: it takes", data={"train_batch_size": 0}),
@@ -115,7 +126,7 @@ CALLS: list[Call] = [
     file("a script of Python", "py", "GRPOTrainer('m', 'f', GRPOConfig(beta=rate()))",
          "beta: rate(...) (line 1) could not be read", right=True),
     file("Python that does not end", "py", "x = (", "not valid Python"),
-    file("Python without a trainer", "py", "import os; os.abort()", "no call of GRPOConfig"),
+    file("Python without a trainer", "py", "import os; os.abort()", "no call of GRPOTrainer"),
     file("50,000 terms", "py", "x = " + "1 + " * 50_000 + "1", "cannot be read"),
     file("a zero byte", "yaml", b"a: \x00", "not valid YAML"),
     file("aliases of aliases", "yaml", _aliases(12), "more than 100,000 keys and values"),
@@ -125,7 +136,7 @@ CALLS: list[Call] = [
     file("half a JSON", "json", '{"loss_type": ', "cannot be read"),
     file("a date of no calendar", "yaml", "seed: 2024-13-01", "month must be in"),
     file("Python in YAML", "yaml", "a: !!python/object/apply:os.system [ls]", "not valid YAML"),
-    file("TRL's file as verl's list", "yaml", "- a=1", "is made for verl", options="--from trl"),
+    file("TRL's file as verl's list", "yaml", "- a=1", "is for verl", options="--from trl"),
     file("no devices", "json", '{"seed": 1}', "devices=0", options="--devices 0"),
     with_command("a folder", _folder, "is not a file"),
     with_command("a pipe that nobody writes", _pipe, "is not a file"),
