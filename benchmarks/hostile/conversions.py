@@ -73,8 +73,11 @@ ZEROS = (
 )  # fmt: skip
 
 CALLS: list[Call] = [
-    *(trl(f"{n} is 0", f"{n}=0: it takes", **{n: 0}) for n in ZEROS),
-    *(trl(f"{n} is null", f"{n}=null: it takes", **{n: None}) for n in ZEROS),
+    *(
+        file(f"{n} is {v}", "json", f'{{"{n}": {v}}}', f"{n}={v}: it", options="--trainer grpo")
+        for n in ZEROS
+        for v in ("0", "null")
+    ),
     file("no trainer's own option", "json", '{"learning_rate": 1e-5}', "say whose they are"),
     file("a trainer that is not read", "sh", "trl rloo --beta 0.1", "rloo: convert reads"),
     file("SFT of shared options", "sh", "trl sft --learning_rate 1e-5", "SFTModule", right=True),
