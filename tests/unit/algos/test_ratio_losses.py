@@ -11,6 +11,7 @@ from lightning_rl.algos.trust_regions import DPPO, GMPO, VESPO, OffPolicyMask
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
+from tests.support.losses import public_losses
 from tests.support.tolerances import distance, gradient_rounding
 
 # Below, at and above every bound used here, with advantages of either sign and none.
@@ -27,6 +28,7 @@ def evaluate(loss, ratios, advantages, row=None, old=-1.3, engine=-1.3):
             "old_logprobs": old_logprobs,
             "rollout_logprobs": torch.full_like(old_logprobs, engine),
             "advantages": torch.tensor(advantages, dtype=torch.double),
+            "expert": torch.zeros(count, dtype=torch.bool),
             "row": torch.tensor(row or list(range(count))),
         },
         batch_size=[count],
@@ -236,9 +238,8 @@ def test_bad_rollouts_that_have_become_unlikely_are_left_out():
 
 @pytest.mark.parametrize(
     "loss",
-    [Reinforce(), PPOClip(), PPOClip(dual_clip=3.0), GSPO(), CISPO(), SAPO(), SAPO(0.5, 3.0),
-     DPPO(), GMPO(), VESPO(), OffPolicyMask()],
-)  # fmt: skip
+    [*public_losses(), PPOClip(dual_clip=3.0), SAPO(0.5, 3.0)],
+)
 def test_on_policy_all_have_the_gradient_of_reinforce(loss):
     _, gradient, metrics = evaluate(loss, [1.0] * 3, [2.0, -1.0, 0.0], row=[0, 1, 1])
     # GSPO's bounds are met exactly at 1; the two tokens of its second rollout share s = 1.

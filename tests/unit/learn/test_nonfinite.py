@@ -18,6 +18,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.schedulers import WarmupLinear
 from lightning_rl.rewards.base import Rewards
+from tests.support.losses import public_losses
 from tests.support.small_run import adamw, data_module, grpo
 
 # ---------------------------------------------------------------- settings
@@ -28,7 +29,7 @@ SETTINGS = [
     (rl.CISPO, "clip_low"), (rl.CISPO, "clip_high"),
     (rl.SAPO, "tau_positive"), (rl.SAPO, "tau_negative"),
     (rl.DPPO, "low"), (rl.DPPO, "square"), (rl.GMPO, "clip_low"), (rl.GMPO, "clip_high"),
-    (rl.VESPO, "k_positive"), (rl.OffPolicyMask, "threshold"),
+    (rl.VESPO, "k_positive"),  (rl.OffPolicyMask, "threshold"),
     (rl.SFTMix, "coef"), (ValueLoss, "coef"), (ValueLoss, "clip"),
     (rl.GRPO, "eps"), (rl.GDPO, "eps"), (rl.GAE, "gamma"), (rl.GAE, "lam"), (rl.OPMD, "tau"),
     (rl.PassAtK, "success_reward"), (rl.RunningBaseline, "decay"),
@@ -113,8 +114,7 @@ def test_others_are_not(kind):
 
 # ---------------------------------------------------------------- log ratios
 
-LOSSES = [rl.PPOClip(), rl.PPOClip(dual_clip=3.0), rl.GSPO(), rl.CISPO(), rl.SAPO(),
-          rl.DPPO(square=0.0), rl.GMPO(), rl.VESPO()]  # fmt: skip
+LOSSES = [*public_losses(), rl.PPOClip(dual_clip=3.0)]
 
 
 def gradient_of(loss, log_ratio: float, advantage: float):
@@ -123,7 +123,9 @@ def gradient_of(loss, log_ratio: float, advantage: float):
     tokens = TensorDict(
         {
             "old_logprobs": torch.tensor([-1.0 - log_ratio]),
+            "rollout_logprobs": torch.tensor([-1.0 - log_ratio]),
             "advantages": torch.tensor([advantage]),
+            "expert": torch.tensor([False]),
             "row": torch.tensor([0]),
         },
         batch_size=[1],
