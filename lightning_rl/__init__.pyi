@@ -69,6 +69,7 @@ from lightning_rl.algos.tree import (
 from lightning_rl.algos.trust_regions import (
     DPPO as DPPO,
     GMPO as GMPO,
+    TOPR as TOPR,
     VESPO as VESPO,
     OffPolicyMask as OffPolicyMask,
 )

@@ -1,5 +1,6 @@
 """Policy losses that bound an update by other measures than PPO's clip of each token's ratio."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -151,6 +152,39 @@ class VESPO(PolicyLoss):
 
 
 _SMALLEST_LOG_WEIGHT = -18.420680743952367  # log 1e-8
+
+
+@configurable
+@dataclass(frozen=True)
+class TOPR(PolicyLoss):
+    """-c A log p: good rollouts are imitated, bad ones taper off (Le Roux et al. 2025, TOPR,
+    arXiv 2503.14286).
+
+    With w the product of a rollout's token ratios p / p_old, the weight c, without gradient, is 1
+    where A >= 0, and min(w, ``bound``) where A < 0: what has become unlikely is pushed no further,
+    so that data may be old. Use it with ``TokenSum``, as the paper sums a rollout's tokens.
+
+    Args:
+        bound: the largest weight of a negative advantage.
+
+    Raises:
+        ConfigError: unless ``bound`` is positive and finite.
+    """
+
+    bound: float = 1.0
+    zero_at_zero_advantage: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_finite(bound=self.bound)
+        if self.bound <= 0:
+            raise ConfigError(f"TOPR(bound={self.bound}): it bounds a ratio, and must be > 0")
+
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        advantages = tokens["advantages"]
+        log_w = row_sums(logprobs.detach() - tokens["old_logprobs"], tokens["row"])
+        tapered = log_w.clamp(max=math.log(self.bound)).exp()
+        weight = torch.where(advantages < 0, tapered, 1.0)
+        return -weight * advantages * logprobs, divergence(logprobs, tokens) | {"taper": weight}
 
 
 @configurable

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PPOClip, Reinforce
-from lightning_rl.algos.trust_regions import DPPO, GMPO, VESPO, OffPolicyMask
+from lightning_rl.algos.trust_regions import DPPO, GMPO, TOPR, VESPO, OffPolicyMask
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
@@ -219,6 +219,19 @@ def test_vespo_by_hand():
         assert metrics["sequence_weight"].tolist() == pytest.approx(weights)
 
 
+def test_topr_by_hand():
+    """Good rollouts weigh 1; bad ones their ratio, 2 * 3 / 2 = 3 and 0.25, as far as the bound."""
+    ratios, row = [2.0, 2.0, 3.0, 0.5, 0.25], [0, 1, 1, 1, 2]
+    logp = [-2 + math.log(w) for w in ratios]
+    advantages = [3.0, -2.0, -2.0, -2.0, -1.0]
+    for bound, weights in ((1.0, [1, 1, 1, 1, 0.25]), (2.5, [1, 2.5, 2.5, 2.5, 0.25])):
+        value, gradient, metrics = evaluate(TOPR(bound), ratios, advantages, row, old=-2.0)
+        terms = list(zip(weights, advantages, logp, strict=True))
+        assert value == pytest.approx([-w * a * x for w, a, x in terms])
+        assert gradient == pytest.approx([-w * a for w, a, _ in terms])
+        assert metrics["taper"].tolist() == pytest.approx(weights)
+
+
 def test_bad_rollouts_that_have_become_unlikely_are_left_out():
     """The mean over the rollout counts, and the engine's logprobs, not the old policy's."""
     loss = OffPolicyMask(Reinforce(), threshold=0.1)
@@ -259,6 +272,8 @@ def test_on_policy_all_have_the_gradient_of_reinforce(loss):
         (lambda: DPPO(low=0.0), r"DPPO\(low=0.0, high=0.2\): .* > 0 and <= 1"),
         (lambda: DPPO(square=-1.0), "square=-1.0 must be >= 0"),
         (lambda: GMPO(clip_high=0.0), r"GMPO\(clip_low=0.4, clip_high=0.0\)"),
+        (lambda: TOPR(bound=0.0), r"TOPR\(bound=0.0\): .* must be > 0"),
+        (lambda: TOPR(bound=math.nan), "bound=nan must be finite"),
         (lambda: VESPO(k_negative=-1.0), "k_negative=-1.0 must be >= 0"),
     ],
 )
@@ -270,7 +285,7 @@ def test_impossible_parameters_are_refused(loss, message):
 @pytest.mark.parametrize(
     "loss",
     [Reinforce(), PPOClip(dual_clip=1.5), GSPO(0.01, 0.02), CISPO(0.2, 0.3), SAPO(),
-     DPPO(0.01, 0.01), GMPO(0.1, 0.1), VESPO(), OffPolicyMask(threshold=0.01)],
+     DPPO(0.01, 0.01), GMPO(0.1, 0.1), VESPO(), TOPR(), OffPolicyMask(threshold=0.01)],
 )  # fmt: skip
 def test_updates_do_not_depend_on_packs_or_order(tiny_model, train_on, random_rollouts, loss):
     """Two epochs of large steps, so that ratios leave 1; the first has no ratio but 1."""
