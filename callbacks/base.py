@@ -70,7 +70,7 @@ class RLCallback(Callback):
         """Called when ``RunReport`` has written its files, also for a run that failed."""
 
     def module_of(self, pl_module: LightningModule) -> RecordingModule:
-        """A hook's ``pl_module``, by its type: whatever counts iterations.
+        """Return ``pl_module`` as a module that counts iterations.
 
         Raises:
             ConfigError: if it does not, as in supervised training.

@@ -286,7 +286,7 @@ class WeightSync(RLCallback):
         call_hook(trainer, "on_weights_synced", module.iteration)
 
     def _compare_awake(self) -> None:
-        """Engines have slept, and are to go on with the weights of an earlier push."""
+        """Verify the weights of engines that woke up without a new push."""
         with every_rank():
             for link in self._links.values():
                 holds = link.engine.version >= 0 and drives_engine(link.engine)

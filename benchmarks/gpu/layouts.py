@@ -74,7 +74,7 @@ def shared_push(bench: Bench) -> None:
 
 
 def _gpus(bench: Bench, least: int) -> int:
-    """How many there are; of a trial as many as it takes.
+    """Return the number of GPUs; in a trial run, the smallest that suffices.
 
     Raises:
         Skipped: if they are fewer.

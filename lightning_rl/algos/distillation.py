@@ -166,8 +166,8 @@ class TeacherDivergence(PolicyLoss):
             return loss, metrics
         if "likeliest_logprobs" not in tokens:
             raise ConfigError(
-                "TeacherDivergence has to be model.loss itself, or the policy does not score the "
-                "teacher's likeliest tokens; give it the other loss as beside"
+                "TeacherDivergence must be model.loss itself: only then does the policy score the "
+                "teacher's likeliest tokens; pass the other loss as beside"
             )
         # A token that the policy lacks, of a larger vocabulary, is one of the others.
         filled = ~tokens["likeliest_logprobs"].isneginf()

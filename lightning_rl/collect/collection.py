@@ -36,8 +36,8 @@ class Collection:
         collector: decides when which group is generated.
         source: issues the groups.
         filters: rejected groups are replaced by groups of new prompts (DAPO's dynamic sampling).
-        max_rounds: a batch takes at most so many times ``source.num_groups`` groups.
-        refill_seconds: after which no more are asked for; None: no limit.
+        max_rounds: draw at most ``max_rounds * source.num_groups`` groups per batch.
+        refill_seconds: issue no further groups for a batch after so many seconds; None: no limit.
         train_on_rest: groups that are still missing then are made up by the last that filters
             rejected, in place of an error; what is still written after ``refill_seconds`` as a
             replacement is evicted, and what is finished is kept.
@@ -251,7 +251,7 @@ class Collection:
         run_async(in_loop())
 
     def ack(self) -> None:
-        """Take note that the batch is in safe hands, and begin to work on the next one."""
+        """Acknowledge the batch, so that the collector can start the next one."""
         # Nobody waits: the loop may be in the middle of an engine's step.
         runtime.loop.call_soon_threadsafe(self.collector.ack, self.selection.taken)
         self._acked = time.perf_counter()
@@ -279,7 +279,7 @@ class Collection:
         return run_async(snapshot())
 
     def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on where all ranks stood; what they had in hand is dealt out anew to another number.
+        """Resume from all ranks' states; unfinished groups are shared out anew among new ranks.
 
         An engine that serves all ranks is fed by the first of them only.
         """

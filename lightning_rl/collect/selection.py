@@ -22,8 +22,8 @@ class GroupSelection:
     Args:
         source: its ``num_groups`` is the size of the batch.
         filters: each keeps or rejects a graded group.
-        max_rounds: a batch takes at most so many times ``num_groups`` groups.
-        refill_seconds: after which no more are asked for.
+        max_rounds: draw at most ``max_rounds * num_groups`` groups per batch.
+        refill_seconds: issue no further groups for a batch after so many seconds.
         train_on_rest: groups that are still missing then are made up by the last rejected ones, in
             place of an error.
     """
@@ -105,7 +105,7 @@ class GroupSelection:
                 rollout.status = RolloutStatus.SKIPPED
 
     def _make_up(self, missing: int) -> None:
-        """Train on what there is: take the last rejected groups back, if that is wanted."""
+        """Fill the batch with the groups rejected last, if ``train_on_rest`` is set."""
         if not self.train_on_rest:
             raise FilterError(
                 f"of {len(self.taken)} groups generated only {len(self.kept)} of "

@@ -241,8 +241,8 @@ def _check_teacher(path: str, module: OwnLoop, rows: Sequence[Row]) -> None:
             )
     if module.objective.loss.needs_teacher and not any(one.ids.shape[1] for one in read):
         raise DataError(
-            f"{path}: its teacher told no likeliest tokens, with which model.loss="
-            f"{type(module.objective.loss).__name__} compares; record with top_k, 16 for example"
+            f"{path} was recorded without its teacher's likeliest tokens, which model.loss="
+            f"{type(module.objective.loss).__name__} needs; record with top_k, for example 16"
         )
 
 

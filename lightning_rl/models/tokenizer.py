@@ -157,8 +157,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
 class RunDay(Mapping[str, str]):
     """The day that chat templates tell (``strftime_now``): the one on which a run began.
 
-    It is today, unless a run goes on, or is done again: then ``date`` is what was recorded. Its
-    items are what stands for each directive of ``strftime``, such as ``%d``.
+    It is today, or the recorded date when a run is resumed or rerun. Its items are the values of
+    the directives of ``strftime``, such as ``%d``.
     """
 
     def __init__(self) -> None:

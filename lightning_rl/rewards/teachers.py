@@ -131,7 +131,7 @@ class Teacher:
         if prompt.pictures or self._encoded(prompt.asked, prompt) != prompt.token_ids:
             raise DataError(
                 f"prompt {prompt.key!r} has pictures, tools or other options of its chat template, "
-                "beside which a teacher can have no hint; leave out hint"
+                "which cannot be combined with a teacher's hint; remove hint"
             )
         hinted = replace(prompt, prompt=_with_hint(prompt.prompt, text))
         return self._encoded(hinted.asked, prompt)

@@ -48,7 +48,7 @@ def call_hook(trainer: Trainer, hook: str, *arguments: Any) -> None:
 def answers(
     trainer: Trainer, hook: str, *arguments: Any, module: LightningModule | None = None
 ) -> Iterator[Any]:
-    """Call a hook likewise, and yield each callback's result unless None, before the next is
+    """Like :func:`call_hook`, but yield each result that is not None before the next callback is
     called.
 
     ``module`` is passed to the callbacks in place of the trainer's.

@@ -186,7 +186,7 @@ def test_a_student_learns_from_texts_that_a_teacher_has_read(tiny_model, tmp_pat
 
     apart = trained(top_k=4, epochs=8)
     assert apart[-1] < 0.5 * apart[0]
-    with pytest.raises(DataError, match=r"its teacher told no likeliest tokens, with which"):
+    with pytest.raises(DataError, match=r"recorded without its teacher's likeliest tokens, which"):
         trained(top_k=0, epochs=1)
 
 

@@ -31,8 +31,8 @@ class TensorRanks:
     """Neighbouring ranks that have a model's matrices together.
 
     Args:
-        mesh: of one dimension, over them; None: there is but one of so many, which stands for all
-            (to plan what it would keep).
+        mesh: the one-dimensional mesh of these ranks; None when planning: one rank stands in for
+            all of them.
         size: how many they are; None: as the mesh has.
     """
 

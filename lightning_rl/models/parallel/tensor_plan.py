@@ -13,7 +13,7 @@ def require_divisible(model: PreTrainedModel, size: int) -> None:
     """Check that ranks can share a model's heads and vocabulary.
 
     Raises:
-        ConfigError: naming what so many do not divide.
+        ConfigError: naming the dimension that the number of ranks does not divide.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads

@@ -72,7 +72,7 @@ class Runtime:
             return self._loop
 
     def abandon_loop(self) -> None:
-        """Give a loop up that no longer turns; whoever asks next gets a new one."""
+        """Abandon a blocked event loop; the next caller gets a new one."""
         with self._lock:
             if self._loop is not None and self.thread is not None:
                 leave_behind(self.thread)
