@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -375,6 +376,7 @@ def table() -> str:
 
 def row(case: str, message: str) -> str:
     """The case's line of the table."""
+    message = re.sub("(?<=, completion )'[^']*'", "'...'", message)  # another model's is another
     return f"| `{case}` | {_cell(message.removeprefix('lightning-rl: ').splitlines()[0])} |"
 
 
