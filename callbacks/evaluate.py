@@ -5,6 +5,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.config.arguments import configurable
@@ -85,7 +86,9 @@ class Evaluate(RLCallback):
         """Roll out the held-out prompts with the present weights, and record the results."""
         for sync in find_callbacks(trainer, WeightSync):
             sync.catch_up(trainer, module)
-        _, metrics = self.data_of(trainer).evaluate()
+        rollouts, metrics = self.data_of(trainer).evaluate()
+        for report in find_callbacks(trainer, RunReport) if trainer.is_global_zero else ():
+            report.keep_failed(trainer, rollouts)
         module.record(metrics)
         self._evaluated = module.iteration
 

@@ -1,8 +1,11 @@
 """RunReport: a run's results, for scripts (JSON) and for people (curves.png)."""
 
+import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
+from lightning_rl.config.schema import one_line
 from lightning_rl.data.rollouts.files import as_record
-from lightning_rl.data.rollouts.jsonl import as_lines
-from lightning_rl.data.rollouts.pictures import PictureFolder
+from lightning_rl.data.rollouts.jsonl import JSONLRollouts
 from lightning_rl.errors import ConfigError, DiskError, RewardError, RunInterrupted
-from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollout import Rollout, RolloutStatus
 from lightning_rl.run.files.metrics import MetricsLog, strict_json
 from lightning_rl.run.files.rundir import run_dir, write_whole
 from lightning_rl.run.hooks import STAGES, call_hook, find_callbacks
@@ -183,8 +186,11 @@ class RunReport(RLCallback):
     ``rollouts`` and ``tokens`` (of all batches together; steps in environments have no tokens),
     ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and
     the last row of metrics; ``stopped_early`` says why a run ended before its last iteration, else
-    it is null, and ``alarms`` holds what ``LearningAlarms`` warned of, by kind. If a
-    ``RewardError`` stops the run, the rollouts concerned are written to ``failed_<rank>.jsonl``.
+    it is null, and ``alarms`` holds what ``LearningAlarms`` warned of, by kind.
+
+    Rollouts that fail are appended to ``failed_<rank>.jsonl``, with the traceback of what a reward
+    raised; the first of each reward or agent is a warning. If a ``RewardError`` stops the run, all
+    rollouts of the iteration or evaluation are.
 
     "Before" is an evaluation of the policy that the run began with, "after" one of the policy that
     it ended with; without an evaluation they are null. A resumed run continues rows and times from
@@ -193,6 +199,7 @@ class RunReport(RLCallback):
 
     def __init__(self) -> None:
         self._log = MetricsLog()
+        self._blamed = set[str]()
         # A run can also fail before setup.
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
@@ -207,6 +214,28 @@ class RunReport(RLCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log.go_on(trainer)
+
+    def on_collect_end(
+        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
+    ) -> None:
+        self.keep_failed(trainer, rollouts)
+
+    def keep_failed(self, trainer: Trainer, rollouts: Sequence[Any]) -> None:
+        """Append those that failed to a file, and warn of each reward or agent that is new."""
+        failed = [r for r in rollouts if getattr(r, "status", None) is RolloutStatus.FAILED]
+        if not failed:
+            return
+        file = _written(trainer, failed)
+        for rollout in failed:
+            reason = one_line(rollout.error, 1000)
+            blamed = re.split("[:,;]", reason)[0]
+            if blamed not in self._blamed:
+                self._blamed.add(blamed)
+                warnings.warn(
+                    f"{len(failed)} of {len(rollouts)} rollouts failed: {reason}; they are in "
+                    f"{file}, and so will later ones be, without a warning",
+                    stacklevel=2,
+                )
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -225,12 +254,12 @@ class RunReport(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         try:
-            if trainer.state.fn == "fit":
-                self._write(trainer, pl_module, exception)
-            if isinstance(exception, RewardError):
-                file = run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl"
-                PictureFolder(file).write(exception.rollouts)
-                write_whole(file, as_lines(map(as_record, exception.rollouts)))
+            try:
+                if isinstance(exception, RewardError) and exception.rollouts:
+                    exception.file = _written(trainer, exception.rollouts)
+            finally:
+                if trainer.state.fn == "fit":
+                    self._write(trainer, pl_module, exception)
         # What stopped the run comes first, and saving it.
         except (ConfigError, DiskError, OSError) as error:
             rank_zero_warn(str(error))
@@ -330,6 +359,14 @@ class RunReport(RLCallback):
             f"Results are in {directory}: {', '.join(files)}"
             + "".join(f"\nALARM ({kind}): {said}" for kind, said in _alarms(trainer).items())
         )
+
+
+def _written(trainer: Trainer, rollouts: Sequence[Rollout]) -> Path:
+    """Append rollouts to this rank's file of those that failed, and return it."""
+    file = JSONLRollouts(run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl")
+    file.pictures.write(rollouts)
+    file.write(map(as_record, rollouts))
+    return file.path
 
 
 def _stopped_early(trainer: Trainer) -> str | None:

@@ -38,6 +38,12 @@ class RewardError(LightningRLError):
     def __init__(self, message: str, rollouts: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.rollouts = list(rollouts)
+        self.file: Path | None = None
+        """Where ``RunReport`` has written them; None if it has not."""
+
+    def __str__(self) -> str:
+        kept = f"; all {len(self.rollouts)} rollouts are in {self.file}" if self.file else ""
+        return super().__str__() + kept
 
 
 class AgentError(RewardError):

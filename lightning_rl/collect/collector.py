@@ -204,6 +204,7 @@ def _retried(rollout: Rollout) -> Rollout:
     else:
         rollout.status = RolloutStatus.COMPLETED
     rollout.error = None
+    rollout.extra.pop("traceback", None)
     rollout.reward_parts = {}
     return rollout
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.lora import ADAPTER, LoRA
 from lightning_rl.models.parallel.sharding import full_tensor
-from lightning_rl.models.pretrained import Loading, load_config
+from lightning_rl.models.pretrained import Loading, base_of, load_config
 from lightning_rl.models.soundness import held_dtypes
 from lightning_rl.models.tokenizer import save_tokenizer
 from lightning_rl.run.files.checkpoint_io import in_host_memory
@@ -149,7 +149,9 @@ class ModelExport:
         )
         named = {f"base_model.model.{name}": w.contiguous() for name, w in adapters.items()}
         save_file(named, place / "adapter_model.safetensors", metadata=_METADATA)
-        lm.peft_config[ADAPTER].save_pretrained(place)
+        name, revision = base_of(self._policy.model, self._policy.loading)
+        config = replace(lm.peft_config[ADAPTER], base_model_name_or_path=name, revision=revision)
+        config.save_pretrained(place)
 
 
 def _apart(weight: Tensor) -> Tensor:

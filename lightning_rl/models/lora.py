@@ -78,6 +78,11 @@ class LoRA:
         )
 
     @property
+    def max_rank(self) -> int:
+        """The largest rank of a layer's adapter."""
+        return max([self.rank, *(self.options.get("rank_pattern") or {}).values()])
+
+    @property
     def trains_base(self) -> bool:
         """True if weights of the model itself are trained besides the adapters."""
         options = self.options
@@ -144,7 +149,6 @@ class LoRA:
                 lora_alpha=self.alpha,
                 target_modules=names,
                 task_type="CAUSAL_LM" if lm.can_generate() else "SEQ_CLS",
-                base_model_name_or_path=lm.name_or_path,
                 **options,
             )
             # Not lm.add_adapter: transformers 5.24 asks for a peft there that is not released.

@@ -1,6 +1,7 @@
 """Loads pretrained models from files or objects, with their weights or as skeletons."""
 
 import logging
+import re
 import shutil
 from collections.abc import Mapping
 from copy import copy, deepcopy
@@ -332,9 +333,13 @@ def not_found(model: str, what: str, error: Exception) -> str:
 
 
 class GivenModel(str):
-    """The directory of a model's copy, removed with the last reference to this object."""
+    """The directory of a model's copy, removed with the last reference to this object.
+
+    ``origin`` is where transformers read the model; empty: nowhere.
+    """
 
     directory: TemporaryDirectory[str]
+    origin: str
 
     def __deepcopy__(self, memo: Any) -> "GivenModel":
         return self
@@ -361,8 +366,24 @@ def model_of(value: Any) -> Any:
     written.save_pretrained(directory.name)
     (_tokenizer_of(lm) if tokenizer is None else tokenizer).save_pretrained(directory.name)
     given = GivenModel(directory.name)
-    given.directory = directory
+    given.directory, given.origin = directory, lm.config.name_or_path
     return given
+
+
+_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([^/]+)$")
+
+
+def base_of(model: str, loading: Loading) -> tuple[str, str | None]:
+    """Return the name by which others find the model, and its revision (None: the latest).
+
+    Of a snapshot in the hub's cache that is the hub's name, of an object where transformers read
+    it, of any other folder its whole path.
+    """
+    name = getattr(model, "origin", model)
+    path = str(Path(name).absolute()) if name and Path(name).is_dir() else name
+    if cached := _SNAPSHOT.search(path):
+        return cached[1].replace("--", "/"), cached[2]
+    return path, loading.model_kwargs.get("revision")
 
 
 def _require_plain(lm: nn.Module) -> None:

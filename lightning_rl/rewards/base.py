@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.config.schema import one_line
 from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
 from lightning_rl.rewards.calling import (
     RewardCaller,
@@ -21,7 +22,7 @@ from lightning_rl.rewards.calling import (
 )
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
-from lightning_rl.rollout import Rollout, RolloutStatus, own
+from lightning_rl.rollout import Message, Rollout, RolloutStatus, as_text, own
 from lightning_rl.run.loop.background import note_progress, run_async
 from lightning_rl.vision.decoded import DecodedPictures, seen_in
 
@@ -104,8 +105,9 @@ class Rewards:
 
         A function that raises, or returns a wrong number of scores, marks all rollouts it was given
         FAILED; a score that is not a finite number within ±1e6, or is a :class:`RewardFailure`,
-        only its own rollout. The reason is kept in ``rollout.error``. Rollouts that already have a
-        reward do not change.
+        only its own rollout. The reason is kept in ``rollout.error``, the traceback of what a
+        function raised in ``rollout.extra["traceback"]``. Rollouts that already have a reward do
+        not change.
         """
         await self.grade_ahead(groups)
         await self._score(_flatten(groups), self._of_batch, self._calls.call_in_loop)
@@ -198,11 +200,11 @@ class Rewards:
             if not isinstance(scores, RewardFailure):
                 scores = _complete(scores, log, len(rollouts))
             if isinstance(scores, RewardFailure):
-                _fail(rollouts, f"reward {name}: {scores.reason}")
+                _fail(rollouts, f"reward {name}: {scores.reason}", scores.traceback)
                 continue
             for rollout, score in zip(rollouts, scores, strict=True):
                 if isinstance(score, RewardFailure):
-                    _fail([rollout], f"reward {name}: {score.reason}")
+                    _fail([rollout], f"reward {name}: {score.reason}", score.traceback)
                     continue
                 try:
                     rollout.reward_parts |= parts_of(name, score)
@@ -304,8 +306,17 @@ def _flatten(groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group]
 
 
-def _fail(rollouts: Sequence[Rollout], error: str) -> None:
+def _fail(rollouts: Sequence[Rollout], error: str, traceback: str = "") -> None:
+    several = f" (one of {len(rollouts)} in the call)" if len(rollouts) > 1 else ""
     for rollout in rollouts:
         rollout.status = RolloutStatus.FAILED
         rollout.reward = None
-        rollout.error = error
+        asked, said = _shown(rollout.prompt.prompt), _shown(rollout.completion)
+        rollout.error = f"{error}; prompt {asked!r}, completion {said!r}{several}"
+        if traceback:
+            rollout.extra["traceback"] = traceback
+
+
+def _shown(content: str | Sequence[Message]) -> str:
+    """Return text, or the last of some chat messages, at a length that fits into a message."""
+    return one_line(as_text(content if isinstance(content, str) else content[-1:]), 200)

@@ -11,12 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from traceback import TracebackException
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import PlainScore
 from lightning_rl.run.loop.background import wait
+from lightning_rl.run.loop.stacks import where_raised
 from lightning_rl.run.loop.threads import CallingThread
 from lightning_rl.run.processes.exits import EndsProcess, UsesSignals, function_called_here
 
@@ -50,9 +52,26 @@ class HoldsModel(Protocol):
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Takes the place of a score that could not be computed: only that rollout is FAILED."""
+    """Takes the place of a score that could not be computed: only that rollout is FAILED.
+
+    Args:
+        reason: why, in a line.
+        traceback: of the exception that was the reason, as Python prints it; empty: there was none.
+    """
 
     reason: str
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, reason: str | None = None) -> Self:
+        """Return the failure that an exception is, with the line of the user's code that raised it.
+
+        ``reason`` replaces the exception's own message.
+        """
+        told = TracebackException.from_exception(error)  # whose message may itself raise
+        place = where_raised(told.stack)
+        said = f"{type(error).__name__}: {told}" if reason is None else reason
+        return cls(f"{said}, at {place}" if place else said, "".join(told.format()))
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -224,12 +243,11 @@ def _scores(result: Any) -> list[Any]:
 
 def _failure(error: BaseException) -> RewardFailure:
     if isinstance(error, UsesSignals):
-        return _NeedsMain(f"{error}, but rewards run in another: wrap it in Isolated")
+        return _NeedsMain.of(error, f"{error}, but rewards run in another: wrap it in Isolated")
     if isinstance(error, EndsProcess):
-        return RewardFailure(
-            f"called {error}, which would have ended the run as if it had finished"
-        )
-    return RewardFailure(f"{type(error).__name__}: {error}")
+        end = f"called {error}, which would have ended the run as if it had finished"
+        return RewardFailure.of(error, end)
+    return RewardFailure.of(error)
 
 
 SHARED = ("trainer_state", "log_extra", "log_metric")

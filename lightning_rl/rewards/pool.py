@@ -88,7 +88,7 @@ class Isolated(PerSample):
             return _logged(RewardLog.of(sample), result)
         if "fault" in result:
             return self.fault(sample, str(result["fault"]))
-        return RewardFailure(str(result.get("error")))
+        return RewardFailure(str(result.get("error")), str(result.get("traceback", "")))
 
     def fault(self, sample: dict[str, Any], reason: str) -> Score:
         """Return the score of a completion whose process broke a limit or died."""

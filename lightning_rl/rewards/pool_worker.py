@@ -28,7 +28,7 @@ from lightning_rl.run.processes.keeper import adopt_orphans, die_with_parent, en
 FILES_MB = 64
 """Megabytes per file that a sample may write."""
 _RESULT_BYTES = 65536  # what a pipe holds: the sample never waits for a reader
-_ERROR_CHARACTERS = 2000
+_ERROR_CHARACTERS, _TRACEBACK_CHARACTERS = 1000, 4000  # at most 12 bytes each in JSON
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def _serve(connection: Connection, home: str) -> None:
 class Server:
     """Answers each request, a pickled sample, with its result as JSON.
 
-    ``{"score": x, "log": {...}}``, ``{"error": reason}`` if the function failed or could not be
-    called, or ``{"fault": reason}`` if its process broke a limit or died.
+    ``{"score": x, "log": {...}}``, ``{"error": reason, "traceback": text}`` if the function failed
+    or could not be called, or ``{"fault": reason}`` if its process broke a limit or died.
     """
 
     connection: Connection
@@ -79,7 +79,7 @@ class Server:
             if {"pictures", "images"} & inspect.signature(function).parameters.keys():
                 import_module("lightning_rl.vision.decoded")  # here, not in each process anew
         except Exception as error:  # importing a user's module may raise anything; it is sent on
-            self.connection.send_bytes(_json(error=_describe(error)))
+            self.connection.send_bytes(_failed(RewardFailure.of(error)))
             return
         self.connection.send_bytes(_json())
         at_first = _own_limits()
@@ -122,7 +122,8 @@ class Server:
             try:
                 _confine(place, self.limits, mapped)
             except Exception as error:  # nothing of the sample has run: it is not to blame
-                result = _json(error=f"its process could not be confined: {_describe(error)}")
+                failure = RewardFailure.of(error)
+                result = _json(error=f"its process could not be confined: {failure.reason}")
             else:
                 result = _grade(function, request, self.limits)
             if os.getpid() == me:  # and no copy that the function forked
@@ -176,7 +177,7 @@ def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
         sample = pickle.loads(request)
         score = only_score(function(**sample))
         if isinstance(score, RewardFailure):
-            return _json(error=score.reason[:_ERROR_CHARACTERS])
+            return _failed(score)
         log = RewardLog.of(sample) or RewardLog(1)
         log.require_complete()
         result = _json(score=plain_score(score), log=log.to_dict())
@@ -186,11 +187,12 @@ def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
     except MemoryError:
         return _json(fault=f"needed more than memory_mb={limits.memory_mb}")
     except BaseException as error:  # also SystemExit and KeyboardInterrupt end the sample only
-        return _json(error=_describe(error))
+        return _failed(RewardFailure.of(error))
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+def _failed(failure: RewardFailure) -> bytes:
+    reason, traceback = failure.reason, failure.traceback
+    return _json(error=reason[:_ERROR_CHARACTERS], traceback=traceback[-_TRACEBACK_CHARACTERS:])
 
 
 def _json(**fields: Any) -> bytes:

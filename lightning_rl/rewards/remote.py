@@ -1,6 +1,7 @@
 """Rewards that wait for a remote service, with limits on concurrency, time and retries."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -79,5 +80,6 @@ class Remote(PerSample):
             try:
                 return await retry(attempt, self.retries, self.timeout_s, self.first_wait_s)
             except Exception as error:  # anything may come from afar; it is kept, not hidden
-                why = f"{type(error).__name__}: {one_line(error)}"
-                return RewardFailure(f"{why} (after {attempts} attempts)")
+                failure = RewardFailure.of(error)
+                why = f"{one_line(failure.reason)} (after {attempts} attempts)"
+                return replace(failure, reason=why)

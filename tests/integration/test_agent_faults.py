@@ -101,7 +101,8 @@ def test_in_an_evaluation_it_counts_as_wrong(tiny_model, tmp_path):
     data = data_module(
         agent=agent, iterations_per_epoch=1, success_reward=-1.0, max_failed_share=0.25
     )
-    trainer.fit(grpo(tiny_model), data)
+    with pytest.warns(UserWarning, match=r"8 of 32 rollouts failed: agent .*failed_0\.jsonl"):
+        trainer.fit(grpo(tiny_model), data)
     # All that end are right: each of eight prompts loses one of four.
     assert report.history[0]["eval/accuracy"] == pytest.approx(0.75)
 

@@ -1,11 +1,15 @@
 """HFExport: on the way and at the end, whole or not there."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from hashlib import sha256
+from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -24,7 +28,9 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.data.rollouts.ledger import Ledger
 from lightning_rl.errors import ConfigError, DiskError
+from lightning_rl.models.export import ModelExport
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading
 from lightning_rl.run.files.rundir import run_dir
 from tests.support.small_run import SaveAfter, data_module, grpo, trainer_of
 
@@ -83,8 +89,18 @@ def test_a_monitor_that_nobody_records_is_refused(tiny_model, tmp_path):
         fitted(tiny_model, tmp_path, HFExport(monitor="eval/acuracy"))
 
 
-def test_an_adapter_is_exported_by_itself(tiny_model, tmp_path):
-    module, _ = fitted(tiny_model, tmp_path, HFExport(str(tmp_path / "model")), lora=LoRA(rank=4))
+def printed(card, *places):
+    """The blocks of Python in a card, with real places for those it leaves to the reader."""
+    for name, place in zip(("this/folder", "merged"), places, strict=True):
+        card = card.replace(f"path/to/{name}", str(place))
+    return re.findall("```python\n(.*?)```", card, re.DOTALL)
+
+
+def test_an_adapter_is_exported_by_itself(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny_model.parent)  # from elsewhere, a relative name would say nothing
+    name = tiny_model.name
+    module, _ = fitted(name, tmp_path, HFExport(str(tmp_path / "model")), lora=LoRA(rank=4))
+    monkeypatch.chdir(tmp_path)
     files = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files
     assert "model.safetensors" not in files
@@ -97,6 +113,60 @@ def test_an_adapter_is_exported_by_itself(tiny_model, tmp_path):
         theirs = loaded(input_ids=ids).logits
         ours = merged(input_ids=ids).logits
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    card = (tmp_path / "model/README.md").read_text()
+    count = f"{sum(w.numel() for w in merged.parameters()):,}"
+    [weights] = tiny_model.glob("*.safetensors")
+    told = f"a {type(merged).__name__} of {count} parameters, `{weights.name}` with the SHA-256 "
+    assert f"{told}`{sha256(weights.read_bytes()).hexdigest()}`" in card
+    load, _, merge, train = printed(card, tmp_path / "model", tmp_path / "merged")
+    names = {}
+    exec(load, names)
+    with torch.no_grad():
+        loaded = names["model"](input_ids=ids).logits
+    torch.testing.assert_close(loaded, ours, rtol=1e-5, atol=1e-5)
+    exec(merge + train, names)
+    with torch.no_grad():
+        own = AutoModelForCausalLM.from_pretrained(names["module"].model)(input_ids=ids).logits
+    torch.testing.assert_close(own, ours, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_vllm_loads_an_adapter_as_its_card_says(tiny_model, tmp_path):
+    fitted(tiny_model, tmp_path, HFExport(str(tmp_path / "model")), lora=LoRA(rank=4))
+    card = (tmp_path / "model/README.md").read_text()
+    _, vllm, _, _ = printed(card, tmp_path / "model", tmp_path / "merged")
+    end = "\nassert answers[0].lora_request.lora_path\n"
+    (tmp_path / "load.py").write_text(f"if __name__ == '__main__':\n{indent(vllm + end, '    ')}")
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run([sys.executable, tmp_path / "load.py"], env=environment, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "base"),
+    [
+        ("hub/models--me--base/snapshots/0a1b", {}, ("me/base", "0a1b")),
+        ("me/base", {"revision": "v2"}, ("me/base", "v2")),
+        (None, {}, ("me/base", None)),
+    ],
+    ids=["cached", "named", "object"],
+)
+def test_an_adapter_names_its_base_as_the_hub_does(
+    tiny_model, tmp_path, monkeypatch, folder, options, base
+):
+    monkeypatch.chdir(tmp_path)
+    if folder is None:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model.config.name_or_path = "me/base"
+        policy = Policy((model, AutoTokenizer.from_pretrained(tiny_model)), lora=LoRA(rank=4))
+    else:
+        shutil.copytree(tiny_model, folder)
+        policy = Policy(folder, lora=LoRA(rank=4), loading=Loading(model_kwargs=options))
+    if folder == "me/base":
+        shutil.rmtree("me")  # which only stood in for the hub
+    ModelExport(policy, merge_adapters=False).write("out")
+    config = json.loads(Path("out/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == base
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ import os
 def length(completion_ids, completions, fate, trainer_state, log_metric):
     if fate[0] == "die":
         os.abort()
+    if fate[0] == "raise":
+        raise KeyError("answer")
     log_metric("step", trainer_state.global_step)
     log_metric("steps", trainer_state.max_steps)
     return [float(len(completion_ids[0]))]
@@ -81,14 +84,23 @@ def test_a_crashing_reward_costs_its_group_and_the_share_is_recorded(
 
 
 def test_too_many_failures_stop_the_run_and_keep_the_rollouts(tiny_model, tmp_path, run_rewards):
-    with pytest.raises(
-        RewardError, match=r"2 of 8 .*25%.*length: its process was killed by SIGABRT"
+    fates = ["", "raise", "", "", "", "die", "raise", ""]  # of two iterations
+    file = tmp_path / "csv" / "version_0" / "failed_0.jsonl"
+    raised = "KeyError: 'answer', at .*run_rewards.py:10 in length; prompt '101=', completion "
+    told = rf"2 of 8 rollouts failed: reward length: {raised}.*; they are in {re.escape(str(file))}"
+    stop = r"4 of 8 .*50%.*length: its process was killed by SIGABRT.* rollouts are in "
+    with (
+        pytest.warns(UserWarning, match=told),
+        pytest.raises(RewardError, match=stop + re.escape(str(file))) as stopped,
     ):
-        fit(tiny_model, tmp_path, [run_rewards.length], ["", "die", "", ""])
-    directory = tmp_path / "csv" / "version_0"
-    assert json.loads((directory / "summary.json").read_text())["status"] == "failed"
-    kept = [json.loads(line) for line in (directory / "failed_0.jsonl").read_text().splitlines()]
-    assert [r["status"] for r in kept] == ["completed"] * 2 + ["failed"] * 2 + ["completed"] * 4
-    assert [r["reward"] is None for r in kept] == [False] * 2 + [True] * 2 + [False] * 4
-    assert kept[2]["error"] == "reward length: its process was killed by SIGABRT"
+        fit(tiny_model, tmp_path, [run_rewards.length], fates, max_failed_share=0.25)
+    summary = json.loads(file.with_name("summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", f"RewardError: {stopped.value}")
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    # The two of the first iteration, and all of the second.
+    good = [False] * 2 + [True] * 2 + [False] * 4 + [True] * 2
+    assert [r["status"] == "completed" for r in kept] == good
+    assert [r["reward"] is not None for r in kept] == good
+    assert kept[4]["error"].startswith("reward length: its process was killed by SIGABRT; prompt ")
+    assert 'run_rewards.py", line 10, in length' in kept[0]["extra"]["traceback"]
     assert all(r["rows"][0]["token_ids"] for r in kept)

@@ -24,6 +24,7 @@ Place = tuple[str, int, str]
 """File, line and function."""
 
 _STANDARD = sysconfig.get_path("stdlib")
+_OURS = str(Path(__file__).parents[2])
 
 
 def describe(loop: asyncio.AbstractEventLoop) -> str:
@@ -49,7 +50,21 @@ def where_thread_is(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "the end of its thread"
-    return innermost([(f.filename, f.lineno or 0, f.name) for f in traceback.extract_stack(frame)])
+    return innermost(_places(traceback.extract_stack(frame)))
+
+
+def where_raised(stack: traceback.StackSummary) -> str | None:
+    """Return the innermost place of a traceback in a user's code; None if it did not get there.
+
+    Code that is installed counts only where there is no other.
+    """
+    others = [p for p in _places(stack) if not (_is_standard(p) or p[0].startswith(_OURS))]
+    written = [place for place in others if "site-packages" not in place[0]] or others
+    return tell(written[-1]) if written else None
+
+
+def _places(stack: traceback.StackSummary) -> list[Place]:
+    return [(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
 
 
 def innermost(stack: Sequence[Place]) -> str:

@@ -63,7 +63,9 @@ def test_one_that_raises_fails_the_whole_batch(make_rollout):
 
     rollouts = graded(make_rollout, broken)
     assert {r.status for r in rollouts} == {RolloutStatus.FAILED}
-    assert rollouts[0].error == "reward broken: KeyError: 'ranks'"
+    assert rollouts[0].error.startswith(
+        "reward broken: KeyError: 'ranks', at rewards/test_batch_rewards.py:"
+    )
 
 
 @pytest.mark.parametrize("wrapper", [Isolated, Remote])

@@ -124,7 +124,8 @@ def test_a_failed_verdict_costs_one_rollout_and_not_its_group(server, make_rollo
     asyncio.run(Rewards([judge(server)]).grade([group]))
     assert [r.status for r in group] == [RolloutStatus.COMPLETED, RolloutStatus.FAILED]
     assert (group[0].reward, group[0].reward_parts) == (0.8, {"judge": 0.8})
-    assert group[1].error == "reward judge: no score in the judge's answer 'none'"
+    told = "reward judge: no score in the judge's answer 'none'; prompt 'text', completion 'none'"
+    assert group[1].error == told
 
 
 # ---------------------------------------------------------------- what is asked

@@ -6,7 +6,6 @@ from random import Random
 import pytest
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.remote import Remote
 from lightning_rl.run.retry import retry
 
@@ -118,10 +117,12 @@ def test_remote_fails_only_what_does_not_answer(waits):
         return [1.0, 1.0] if completions == ["two"] else [1.0]
 
     scores = asyncio.run(Remote(judge, retries=2)(completions=["a", "down", "two"]))
-    assert scores == [
+    line = judge.__code__.co_firstlineno + 2
+    assert [getattr(score, "reason", score) for score in scores] == [
         1.0,
-        RewardFailure("ConnectionError: refused (after 3 attempts)"),
-        RewardFailure("ValueError: returned 2 scores for 1 completion (after 3 attempts)"),
+        f"ConnectionError: refused, at rewards/test_remote_rewards.py:{line} in judge "
+        "(after 3 attempts)",
+        "ValueError: returned 2 scores for 1 completion (after 3 attempts)",
     ]
 
 

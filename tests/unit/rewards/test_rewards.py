@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from importlib import import_module
 
 import pytest
 
@@ -18,7 +19,10 @@ from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, StalledError
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rewards.calling import RewardFailure
+from lightning_rl.rewards.by_set import RewardsBySet
+from lightning_rl.rewards.calling import RewardFailure, batch_reward, reward_name
+from lightning_rl.rewards.pool import Isolated
+from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run.loop.background import run_async, runtime
 from tests.support.tiny_models import chat_tokenizer
@@ -205,8 +209,69 @@ def own_failure(completions, **columns):
 def test_a_score_that_is_none_fails_its_rollout_and_no_other(groups, function, message):
     assert grade(groups, function, last_digit, max_failed_share=0.25) == [[1, None], [1, 2]]
     assert groups[0][1].status is RolloutStatus.FAILED
-    assert groups[0][1].error == message
+    assert groups[0][1].error == f"{message}; prompt 'text', completion 'a1'"
     assert groups[0][0].status is RolloutStatus.COMPLETED
+
+
+GRADERS = """
+import json
+
+
+def parse(text):
+    return json.loads("{" + text)
+
+
+def broken(completions):
+    return [parse(text) for text in completions]
+
+
+async def broken_async(completions):
+    return broken(completions)
+
+
+class Broken:
+    def __call__(self, completions):
+        return broken(completions)
+"""
+KINDS = {
+    "plain": lambda g: g.broken,
+    "async": lambda g: g.broken_async,
+    "class": lambda g: g.Broken(),
+    "partial": lambda g: partial(g.broken),
+    "batch": lambda g: batch_reward(g.broken),
+    "Isolated": lambda g: Isolated(g.broken, workers=1),
+    "Remote": lambda g: Remote(g.broken_async, retries=0),
+}
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["after generating", "while generating"])
+@pytest.mark.parametrize("of_set", [True, False], ids=["of a prompt set", "of all prompts"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_part_of_a_sum_raises_is_told_with_its_place_prompt_and_completion(
+    groups, kind, of_set, here, tmp_path, monkeypatch
+):
+    (tmp_path / "graders.py").write_text(GRADERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "graders", raising=False)
+    function = KINDS[kind](import_module("graders"))
+    rollouts = [rollout for group in groups for rollout in group]
+    for number, rollout in enumerate(rollouts):
+        rollout.completion += "\x1b" + 9999 * "y"
+        asked = f"{number}?" + 9999 * "z"
+        rollout.prompt.prompt = [{"role": r, "content": asked} for r in ("system", "user")]
+    rewards = Rewards([lambda completions: [1.0] * len(completions), function], [2.0, 0.5])
+    grader = RewardsBySet({"": rewards}) if of_set else rewards
+    grader.grade_here(groups) if here else run_async(grader.grade(groups))
+    rewards.close()
+    for number, rollout in enumerate(rollouts):
+        assert rollout.status is RolloutStatus.FAILED
+        assert rollout.error.startswith(f"reward {reward_name(function)}: JSONDecodeError: ")
+        assert f"{tmp_path.name}/graders.py:6 in parse" in rollout.error
+        assert f"prompt 'user: {number}?zzz" in rollout.error
+        assert f"completion '{rollout.completion[:2]}\N{REPLACEMENT CHARACTER}yyy" in rollout.error
+        assert len(rollout.error) < 700
+        assert rollout.extra["traceback"].startswith("Traceback (most recent call last):\n")
+        assert f'"{tmp_path}/graders.py", line 6, in parse' in rollout.extra["traceback"]
 
 
 def test_what_failed_is_not_given_to_the_next_reward(groups):
@@ -346,6 +411,17 @@ def stops(completions):
     return [1.0] * len(completions)
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def unspeakable(completions):
+    if completions[0] == "a0":
+        raise Unspeakable
+    return [1.0] * len(completions)
+
+
 def as_async(function):
     async def reward(completions):
         return function(completions)
@@ -358,7 +434,7 @@ def as_async(function):
 @pytest.mark.parametrize(
     ("function", "message"),
     [(leaves, r"called os\._exit\(0\), which would"), (exits, "SystemExit: 0"),
-     (interrupts, "KeyboardInterrupt"), (stops, "StopIteration")],
+     (interrupts, "KeyboardInterrupt"), (stops, "StopIteration"), (unspeakable, "Unspeakable: ")],
 )  # fmt: skip
 def test_no_reward_ends_the_process_or_the_loop(groups, function, message, kind, here):
     if kind is as_async and function is stops:
