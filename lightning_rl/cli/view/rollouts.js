@@ -5,8 +5,8 @@ const rollouts = { open: null, page: 0, sort: "place", descending: false, found:
 
 const COLUMNS = [
   { name: "iteration", key: (r) => r.iteration, number: true },
-  { name: "prompt", key: (r) => r.prompt, cell: (r) => r.prompt, text: true },
-  { name: "completion", key: (r) => r.completion, cell: (r) => r.completion, text: true },
+  { name: "prompt", key: (r) => r.asked, cell: (r) => el("bdi", {}, r.asked), text: "begin", title: "the last message of the user" },
+  { name: "completion", key: (r) => r.answered, cell: (r) => el("bdi", {}, r.answered), text: "end", title: "the end of the answer" },
   { name: "reward", key: (r) => r.reward, number: true },
   { name: "tokens", key: (r) => r.tokens, number: true },
   { name: "gap", key: (r) => r.gap, number: true },
@@ -14,6 +14,15 @@ const COLUMNS = [
   { name: "end", key: (r) => r.status + r.finish_reason, cell: (r) => (r.status === "completed" ? r.finish_reason ?? "–" : r.status) },
   { name: "flags", key: (r) => Object.keys(r.flags).length, cell: (r) => Object.keys(r.flags).map((flag) => el("span", { class: "flag" }, flag)) },
 ];
+
+// Those above, with one for each part of the reward behind the reward, if there are several.
+function columns() {
+  const names = view.parts ??= [...new Set(view.rollouts.flatMap((r) => Object.keys(r.reward_parts ?? {})))];
+  if (names.length < 2) return COLUMNS;
+  const parts = names.map((name) => ({ name: `reward/${name}`, label: name, key: (r) => r.reward_parts?.[name], number: true, title: `reward/${name}, unweighted` }));
+  const at = COLUMNS.findIndex((column) => column.name === "reward") + 1;
+  return [...COLUMNS.slice(0, at), ...parts, ...COLUMNS.slice(at)];
+}
 
 function drawRollouts() {
   const section = $("#rollouts");
@@ -78,7 +87,7 @@ function compare(a, b) {
 }
 
 function applyFilters() {
-  const column = COLUMNS.find((c) => c.name === rollouts.sort);
+  const column = columns().find((c) => c.name === rollouts.sort);
   const found = view.rollouts.map((row, place) => ({ row, place })).filter(({ row }) => matches(row));
   if (column) found.sort((a, b) => compare(column.key(a.row), column.key(b.row)) || a.place - b.place);
   rollouts.found = found.map(({ place }) => place);
@@ -95,9 +104,9 @@ function sortBy(column) {
 function drawList() {
   const pages = Math.max(1, Math.ceil(rollouts.found.length / PAGE));
   rollouts.page = Math.min(rollouts.page, pages - 1);
-  const head = COLUMNS.map((column) => {
+  const head = columns().map((column) => {
     const arrow = rollouts.sort === column.name ? (rollouts.descending ? " ↓" : " ↑") : "";
-    return el("th", { class: `sortable${column.number ? " number" : ""}`, "data-sort": column.name, onclick: () => sortBy(column) }, column.name + arrow);
+    return el("th", { class: `sortable${column.number ? " number" : column.text ? " text" : ""}`, "data-sort": column.name, title: column.title, onclick: () => sortBy(column) }, el("div", {}, (column.label ?? column.name) + arrow));
   });
   const shown = rollouts.found.slice(rollouts.page * PAGE, (rollouts.page + 1) * PAGE);
   const turn = (by) => { rollouts.page += by; drawList(); };
@@ -109,12 +118,21 @@ function drawList() {
       el("button", { disabled: rollouts.page >= pages - 1, "data-turn": "on", onclick: () => turn(1) }, "On →")));
 }
 
+// A cell that is too narrow cuts its text where the line of its own direction ends: to see the end
+// of a text, that is the other way round than the text itself reads.
+function cutting(text, shown) {
+  const first = text.match(/\p{L}/u)?.[0] ?? "";
+  const leftward = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]|[\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u.test(first);
+  return leftward === (shown === "end") ? "ltr" : "rtl";
+}
+
 function listRow(place) {
   const row = view.rollouts[place];
-  const cells = COLUMNS.map((column) => {
+  const cells = columns().map((column) => {
     const content = column.cell ? column.cell(row) : format(column.key(row));
     const kind = column.number ? "number" : column.text ? "text mono" : "";
-    return el("td", { class: kind, title: column.text ? String(content).slice(0, 300) : null }, ...[content].flat());
+    const about = column.text ? { title: column.key(row), dir: cutting(column.key(row), column.text) } : {};
+    return el("td", { class: kind, ...about }, ...[content].flat());
   });
   const run = view.runs.length > 1 ? el("td", {}, el("i", { class: "dot", title: view.runs[row.run].name, style: `display: inline-block; background: ${runColour(row.run)}` })) : null;
   return el("tr", { "data-rollout": place, "aria-selected": String(place === rollouts.open), onclick: () => openRollout(place) }, run, ...cells);

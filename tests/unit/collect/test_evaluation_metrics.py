@@ -1,7 +1,10 @@
 """What an evaluation says of held-out rollouts, set by set."""
 
+import json
+
 import pytest
 
+from lightning_rl.callbacks import Evaluate, LearningAlarms, RunReport, WeightSync
 from lightning_rl.collect.mixture import Mixture, PromptSet
 from lightning_rl.collect.stats import evaluation_metrics, scores_by_prompt
 from lightning_rl.envs import stats as env_stats
@@ -133,3 +136,22 @@ def test_a_set_names_the_bound_that_is_its_own(caplog):
     assert data.evaluation._success_rewards == {"long": None, "free": 0.0}
     assert "prompt set 'long': success_reward=0.5 is above 0.0" in caplog.text
     assert "'free'" not in caplog.text
+
+
+def test_a_run_without_accuracy_reports_the_parts_and_still_has_its_alarm(tiny_model, tmp_path):
+    held_out = Mixture([PromptSet("one", numbers(2)), PromptSet("two", numbers(2))])
+    rewards = [Sevens("a", (0, 1)), Sevens("b", (0, 1))]
+    data = data_module(
+        rewards=rewards, reward_weights=[0.25, 0.125], eval_prompts=held_out,
+        group_size=2, groups_per_iteration=2, iterations_per_epoch=1,
+    )  # fmt: skip
+    alarms, report = LearningAlarms(), RunReport()
+    alarms.first_evaluation = {"eval/reward_mean": 1.0, "eval/reward_std": 0.0}  # as if resumed
+    trainer = trainer_of(tmp_path, [WeightSync(), Evaluate(), alarms, report])
+    trainer.fit(grpo(tiny_model), data)
+    [first, last], summary = report.history, json.loads(next(tmp_path.rglob("*.json")).read_text())
+    assert [summary["accuracy_before"], summary["accuracy_after"]] == [None, None]
+    assert "eval/reward_mean of 4 prompts is" in summary["alarms"]["evaluation"]
+    for row, told in ((first, summary["parts_before"]), (last, summary["parts_after"])):
+        assert told == {"a": row["eval/reward/a"], "b": row["eval/reward/b"]}
+        assert row["eval/one/reward/a"] + row["eval/two/reward/a"] == pytest.approx(2 * told["a"])
