@@ -5,12 +5,12 @@ const rollouts = { open: null, page: 0, sort: "place", descending: false, found:
 
 const COLUMNS = [
   { name: "iteration", key: (r) => r.iteration, number: true },
-  { name: "prompt", key: (r) => r.asked, cell: (r) => el("bdi", {}, r.asked), text: "begin", title: "the last message of the user" },
-  { name: "completion", key: (r) => r.answered, cell: (r) => el("bdi", {}, r.answered), text: "end", title: "the end of the answer" },
+  { name: "prompt", key: (r) => r.asked, cell: (r) => el("bdi", { class: "mono" }, r.asked), text: "begin", title: "the last message of the user" },
+  { name: "completion", key: (r) => r.answered, cell: (r) => el("bdi", { class: "mono" }, r.answered), text: "end", title: "the end of the answer" },
   { name: "reward", key: (r) => r.reward, number: true },
   { name: "tokens", key: (r) => r.tokens, number: true },
-  { name: "gap", key: (r) => r.gap, number: true },
-  { name: "version", key: (r) => r.oldest, cell: (r) => (r.oldest === r.newest ? format(r.oldest) : `${r.oldest}–${r.newest}`), number: true },
+  { name: "gap", key: (r) => r.gap, number: true, told: true },
+  { name: "version", key: (r) => r.oldest, cell: (r) => (r.oldest === r.newest ? format(r.oldest) : `${r.oldest}–${r.newest}`), number: true, told: true },
   { name: "end", key: (r) => r.status + r.finish_reason, cell: (r) => (r.status === "completed" ? r.finish_reason ?? "–" : r.status) },
   { name: "flags", key: (r) => Object.keys(r.flags).length, cell: (r) => Object.keys(r.flags).map((flag) => el("span", { class: "flag" }, flag)) },
 ];
@@ -31,8 +31,7 @@ function drawRollouts() {
     return;
   }
   const list = el("div", { class: "card list" });
-  const detail = el("aside", { class: "card detail" }, el("p", { class: "empty" }, "Choose a rollout; ↑ and ↓ go on."));
-  section.replaceChildren(...notes(), filterBar(), el("div", { class: "browser" }, list, detail));
+  section.replaceChildren(...notes(), filterBar(), el("div", { class: "browser" }, list, el("aside", { class: "card detail" })));
   applyFilters();
 }
 
@@ -106,7 +105,7 @@ function drawList() {
   rollouts.page = Math.min(rollouts.page, pages - 1);
   const head = columns().map((column) => {
     const arrow = rollouts.sort === column.name ? (rollouts.descending ? " ↓" : " ↑") : "";
-    return el("th", { class: `sortable${column.number ? " number" : column.text ? " text" : ""}`, "data-sort": column.name, title: column.title, onclick: () => sortBy(column) }, el("div", {}, (column.label ?? column.name) + arrow));
+    return el("th", { class: `sortable ${kindOf(column)}`, "data-sort": column.name, title: column.title, onclick: () => sortBy(column) }, el("div", {}, (column.label ?? column.name) + arrow));
   });
   const shown = rollouts.found.slice(rollouts.page * PAGE, (rollouts.page + 1) * PAGE);
   const turn = (by) => { rollouts.page += by; drawList(); };
@@ -114,8 +113,14 @@ function drawList() {
     el("table", {}, el("thead", {}, el("tr", {}, view.runs.length > 1 ? el("th", {}) : null, ...head)), el("tbody", {}, ...shown.map(listRow))),
     el("div", { class: "pager" },
       el("button", { disabled: rollouts.page === 0, "data-turn": "back", onclick: () => turn(-1) }, "← Back"),
-      el("span", { id: "count", class: "soft" }, `${rollouts.found.length} of ${view.rollouts.length} rollouts · page ${rollouts.page + 1} of ${pages}`),
+      el("span", { id: "count", class: "soft" }, `${rollouts.found.length} of ${view.rollouts.length} rollouts · page ${rollouts.page + 1} of ${pages} · choose one; ↑ and ↓ go on`),
       el("button", { disabled: rollouts.page >= pages - 1, "data-turn": "on", onclick: () => turn(1) }, "On →")));
+}
+
+// What an open rollout tells beside the list gives way to the parts of the reward.
+function kindOf(column) {
+  const told = column.told && view.parts.length > 1 && rollouts.sort !== column.name;
+  return [column.number && "number", column.text && "text", told && "told"].filter(Boolean).join(" ");
 }
 
 // A cell that is too narrow cuts its text where the line of its own direction ends: to see the end
@@ -130,9 +135,8 @@ function listRow(place) {
   const row = view.rollouts[place];
   const cells = columns().map((column) => {
     const content = column.cell ? column.cell(row) : format(column.key(row));
-    const kind = column.number ? "number" : column.text ? "text mono" : "";
     const about = column.text ? { title: column.key(row), dir: cutting(column.key(row), column.text) } : {};
-    return el("td", { class: kind, ...about }, ...[content].flat());
+    return el("td", { class: kindOf(column), ...about }, ...[content].flat());
   });
   const run = view.runs.length > 1 ? el("td", {}, el("i", { class: "dot", title: view.runs[row.run].name, style: `display: inline-block; background: ${runColour(row.run)}` })) : null;
   return el("tr", { "data-rollout": place, "aria-selected": String(place === rollouts.open), onclick: () => openRollout(place) }, run, ...cells);
@@ -140,6 +144,7 @@ function listRow(place) {
 
 function openRollout(place) {
   rollouts.open = place;
+  $(".browser").classList.add("open");
   const at = rollouts.found.indexOf(place);
   if (at >= 0) rollouts.page = Math.floor(at / PAGE);
   drawList();
