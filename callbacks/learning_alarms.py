@@ -244,7 +244,7 @@ class LearningAlarms(RLCallback):
 
     def _evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> str | None:
         datamodule = datamodule_of(trainer)
-        if "eval/accuracy" not in metrics or not isinstance(datamodule, RLDataModule):
+        if "eval/reward_mean" not in metrics or not isinstance(datamodule, RLDataModule):
             return None
         first = self.first_evaluation
         if not first or datamodule.eval_prompts is None:

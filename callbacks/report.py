@@ -182,7 +182,8 @@ class RunReport(RLCallback):
     row of an iteration is merged with the first. ``curves.png`` shows reward, accuracy and the
     parts of the step time. ``summary.json`` holds ``status`` (completed, failed or interrupted),
     ``error``, ``accuracy_before`` and ``accuracy_after`` with ``accuracy_after_iteration``,
-    ``reward_before`` and ``reward_after`` (likewise for the mean held-out reward), ``iterations``,
+    ``reward_before`` and ``reward_after`` (likewise for the mean held-out reward), ``parts_before``
+    and ``parts_after`` (of its parts by name, if there are several), ``iterations``,
     ``rollouts`` and ``tokens`` (of all batches together; steps in environments have no tokens),
     ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and
     the last row of metrics; ``stopped_early`` says why a run ended before its last iteration, else
@@ -302,6 +303,8 @@ class RunReport(RLCallback):
             "accuracy_after_iteration": after["iteration"] if "eval/accuracy" in after else None,
             "reward_before": before.get("eval/reward_mean"),
             "reward_after": after.get("eval/reward_mean"),
+            "parts_before": _parts(before),
+            "parts_after": _parts(after),
             "iterations": module.iteration,
             **self._totals(),
             "wall_s": self._wall_seconds(),
@@ -367,6 +370,13 @@ def _written(trainer: Trainer, rollouts: Sequence[Rollout]) -> Path:
     file.pictures.write(rollouts)
     file.write(map(as_record, rollouts))
     return file.path
+
+
+def _parts(row: Row) -> Row | None:
+    """Return the held-out means of the reward's parts; None without any."""
+    place = "eval/reward/"
+    means = {name[len(place) :]: mean for name, mean in row.items() if name.startswith(place)}
+    return means or None
 
 
 def _stopped_early(trainer: Trainer) -> str | None:

@@ -526,10 +526,10 @@ def as_text(content: str | Sequence[Message]) -> str:
     """Return text as it is, and chat messages as ``role: content`` lines."""
     if isinstance(content, str):
         return content
-    return "\n".join(f"{m.get('role')}: {_said(m.get('content'))}" for m in content)
+    return "\n".join(f"{m.get('role')}: {said_in(m.get('content'))}" for m in content)
 
 
-def _said(content: Any) -> Any:
+def said_in(content: Any) -> Any:
     """Return a message's content; of content parts, the joined texts, with ``[image]`` for
     pictures.
     """

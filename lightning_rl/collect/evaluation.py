@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.collect.stats import evaluation_metrics, own_metrics, scores_by_prompt
 from lightning_rl.collect.tasks import Task
@@ -46,9 +49,22 @@ class Evaluation:
         """Return accuracy and reward of each prompt."""
         return scores_by_prompt(rollouts, self._success_rewards)
 
-    @property
-    def _success_rewards(self) -> dict[str, float]:
-        return {task.name: task.success_reward for task in self.tasks}
+    @cached_property
+    def _success_rewards(self) -> dict[str, float | None]:
+        """The bar of each set; None where no reward can reach it, which is said once."""
+        bars = {task.name: (task.success_reward, task.rewards.highest) for task in self.tasks}
+        missed = [
+            f"{f'prompt set {name!r}: ' if name else ''}success_reward={bar} is above {highest}, "
+            "the most that its rewards can sum to with their weights"
+            for name, (bar, highest) in bars.items()
+            if bar > highest
+        ]
+        if missed:
+            rank_zero_info(
+                f"evaluations leave out accuracy and pass@k, since {'; '.join(missed)}; lower "
+                "success_reward to have them"
+            )
+        return {name: None if bar > highest else bar for name, (bar, highest) in bars.items()}
 
     def all_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return ``eval/*`` of graded rollouts, including ``own_metrics``.

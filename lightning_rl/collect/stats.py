@@ -201,8 +201,12 @@ def _share(flags: object) -> float:
     return sum(values) / len(values)
 
 
+SuccessReward = float | Mapping[str, float | None]
+"""The reward from which a rollout is correct: of all prompts, or by set; None: no reward is."""
+
+
 def evaluation_metrics(
-    rollouts: Sequence[Rollout], success_reward: float | Mapping[str, float]
+    rollouts: Sequence[Rollout], success_reward: SuccessReward
 ) -> dict[str, float]:
     """Return ``eval/*``: accuracy, reward, length, truncated share and pass@k, k = 2, 4, ... <= n.
 
@@ -211,7 +215,9 @@ def evaluation_metrics(
     samples per prompt. Where a reward gives the ``extra`` ``answer`` (:data:`ANSWER`), there is
     maj@k too. Each of these has its 95 % interval over prompts, ``_low`` and ``_high``. If
     ``success_reward`` is a mapping, it has one value per prompt set, and ``eval/<set>/*`` are the
-    metrics of each named set; a set without rollouts is left out.
+    metrics of each named set; a set without rollouts is left out. A set whose value is None has no
+    accuracy, pass@k or maj@k, and does not count in those of the whole. If the reward has several
+    parts, ``eval/reward/<part>`` are their means.
 
     Raises:
         DataError: without any rollouts, or for a rollout of a set without ``success_reward``.
@@ -220,42 +226,79 @@ def evaluation_metrics(
         raise DataError("there are no rollouts to evaluate; generate some, e.g. with evaluate()")
     names = [name for name in success_reward if name] if isinstance(success_reward, Mapping) else []
     right = [_is_right(rollout, success_reward) for rollout in rollouts]
-    metrics = _accuracies("eval", rollouts, right)
+    metrics = _held_out("eval", rollouts, right)
     for name in names:
         mine = [i for i, rollout in enumerate(rollouts) if rollout.prompt.set == name]
         if mine:
             own = [rollouts[i] for i in mine], [right[i] for i in mine]
-            metrics |= _accuracies(f"eval/{name}", *own)
+            metrics |= _held_out(f"eval/{name}", *own)
     return metrics
 
 
-def _is_right(rollout: Rollout, success_reward: float | Mapping[str, float]) -> bool:
+def _is_right(rollout: Rollout, success_reward: SuccessReward) -> bool | None:
+    """Tell whether a rollout is correct; None if no rollout of its set can be."""
     if isinstance(success_reward, Mapping):
         if rollout.prompt.set not in success_reward:
             raise DataError(
                 f"rollout {rollout.id} belongs to the prompt set {rollout.prompt.set!r}, which has "
                 f"no success_reward; the sets with one are {', '.join(map(repr, success_reward))}"
             )
-        success_reward = success_reward[rollout.prompt.set]
+        bar = success_reward[rollout.prompt.set]
+        if bar is None:
+            return None
+        success_reward = bar
     return rollout.completed and rollout.reward is not None and rollout.reward >= success_reward
 
 
-def _accuracies(place: str, rollouts: Sequence[Rollout], flags: Sequence[bool]) -> dict[str, float]:
-    groups: dict[str, list[tuple[bool, Any]]] = defaultdict(list)
-    for rollout, flag in zip(rollouts, flags, strict=True):
-        groups[rollout.group_id].append((flag, rollout.extra.get(ANSWER)))
-    right = [[flag for flag, _ in group] for group in groups.values()]
-    answers = [[answer for _, answer in group] for group in groups.values()]
-    count, sizes = len(rollouts), list(map(len, right))
+def _held_out(
+    place: str, rollouts: Sequence[Rollout], flags: Sequence[bool | None]
+) -> dict[str, float]:
+    """Return all metrics of an evaluation's rollouts, or of those of one set."""
+    count = len(rollouts)
     reward_mean, reward_std = summarize([r.reward or 0.0 for r in rollouts])
-    metrics = {
-        **_share_metrics(f"{place}/accuracy", list(map(sum, right)), sizes, count),
+    return {
+        **_accuracies(place, rollouts, flags),
         f"{place}/reward_mean": reward_mean,
         f"{place}/reward_std": reward_std,
+        **{f"{place}/reward/{name}": value for name, value in _part_means(rollouts).items()},
         f"{place}/tokens_mean": sum(r.length for r in rollouts) / count,
         f"{place}/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
+        **{f"{place}/{name}": value for name, value in logged_metrics(rollouts).items()},
     }
-    metrics |= {f"{place}/{name}": value for name, value in logged_metrics(rollouts).items()}
+
+
+def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each part of the reward; {} unless there are several.
+
+    A rollout that could not be graded counts as 0, as it does in the mean reward.
+    """
+    sets: dict[str, set[str]] = defaultdict(set)  # which may have different rewards
+    for rollout in rollouts:
+        for name in rollout.reward_parts:
+            sets[name].add(rollout.prompt.set)
+    means = {}
+    for name, own in sets.items():
+        mine = [r for r in rollouts if r.prompt.set in own]
+        scores = [0.0 if r.reward is None else r.reward_parts.get(name) for r in mine]
+        if applying := [score for score in scores if score is not None]:
+            means[name] = mean(applying)
+    return means if len(sets) > 1 else {}
+
+
+def _accuracies(
+    place: str, rollouts: Sequence[Rollout], flags: Sequence[bool | None]
+) -> dict[str, float]:
+    """Return accuracy, pass@k and maj@k of the rollouts that can be correct, if there are any."""
+    groups: dict[str, list[tuple[bool, Any]]] = defaultdict(list)
+    for rollout, flag in zip(rollouts, flags, strict=True):
+        if flag is not None:
+            groups[rollout.group_id].append((flag, rollout.extra.get(ANSWER)))
+    if not groups:
+        return {}
+    right = [[flag for flag, _ in group] for group in groups.values()]
+    answers = [[answer for _, answer in group] for group in groups.values()]
+    sizes = list(map(len, right))
+    metrics = _share_metrics(f"{place}/accuracy", list(map(sum, right)), sizes, sum(sizes))
     votes = any(answer is not None for own in answers for answer in own)
     k = 2
     while k <= min(sizes):
@@ -277,14 +320,15 @@ def _share_metrics(
 
 
 def scores_by_prompt(
-    rollouts: Sequence[Rollout], success_reward: float | Mapping[str, float]
+    rollouts: Sequence[Rollout], success_reward: SuccessReward
 ) -> dict[str, dict[str, float]]:
-    """Return ``accuracy`` and ``reward`` of each prompt, by its key; ungraded rollouts have no
-    reward.
+    """Return ``accuracy`` and ``reward`` of each prompt that has them, by its key; ungraded
+    rollouts have no reward.
     """
+    right = ((r.prompt.key, _is_right(r, success_reward)) for r in rollouts)
     graded = [r for r in rollouts if r.reward is not None]
     return {
-        "accuracy": mean_by_prompt((r.prompt.key, _is_right(r, success_reward)) for r in rollouts),
+        "accuracy": mean_by_prompt((key, flag) for key, flag in right if flag is not None),
         "reward": mean_by_prompt((r.prompt.key, r.reward or 0.0) for r in graded),
     }
 

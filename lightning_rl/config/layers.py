@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import yaml  # type: ignore[import-untyped]
-from torch import nn
 
 from lightning_rl.config.yaml_text import parse_yaml, parse_yaml_nodes
 from lightning_rl.errors import ConfigError, kind_of_path
@@ -268,7 +266,7 @@ def config_files(directory: Path) -> dict[int, Path]:
     """Return a run's configurations by the iteration from which each holds; config.yaml's is 0."""
     later = directory.glob("config_*.yaml")
     numbers = {p.stem.removeprefix("config_"): p for p in later}
-    return {0: directory / "config.yaml"} | {int(n): p for n, p in numbers.items() if n.isdigit()}
+    return {0: directory / "config.yaml"} | {int(n): p for n, p in numbers.items() if n.isdecimal()}
 
 
 def _optimizer(module: Any, place: str) -> Table:
@@ -278,7 +276,9 @@ def _optimizer(module: Any, place: str) -> Table:
     make = getattr(module, "optimizer", None)
     if not callable(make):
         return {}
-    optimizer = make([{"params": [nn.Parameter(torch.zeros(1))]}])
+    import torch  # here, and below, since the viewer reads tables without it
+
+    optimizer = make([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
     table: Table = {f"{place}.optimizer": type(optimizer).__name__}
     settings = {name: _plain(value) for name, value in optimizer.defaults.items()}
     table |= {f"{place}.optimizer.{name}": value for name, value in settings.items()}
@@ -302,6 +302,8 @@ def _described(value: Any, depth: int = 0) -> Any:
         return _UNKNOWN
     if inspect.isroutine(value):
         return f"{value.__module__}.{value.__qualname__}"
+    import torch
+
     if isinstance(value, torch.Tensor) or not hasattr(value, "__dict__"):
         return _UNKNOWN
     inits = [vars(c)["__init__"] for c in type(value).__mro__ if "__init__" in vars(c)]

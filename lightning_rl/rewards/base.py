@@ -19,9 +19,10 @@ from lightning_rl.rewards.calling import (
     is_async,
     is_batch_reward,
     reward_names,
+    score_range,
 )
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
-from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
+from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of, require_declared
 from lightning_rl.rollout import Message, Rollout, RolloutStatus, as_text, own
 from lightning_rl.run.loop.background import note_progress, run_async
 from lightning_rl.vision.decoded import DecodedPictures, seen_in
@@ -47,8 +48,9 @@ class Rewards:
         max_failed_share: the run stops if a larger share of a batch fails.
 
     Raises:
-        ConfigError: if weights and functions differ in number, a weight is not finite, or two
-            functions share a name (see :func:`~.calling.reward_names`).
+        ConfigError: if weights and functions differ in number, a weight is not finite, two
+            functions share a name (see :func:`~.calling.reward_names`), or one declares no proper
+            range (:func:`~.calling.score_range`).
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Rewards:
         self.functions = dict(zip(reward_names(functions), functions, strict=True))
         self.weights = dict(zip(self.functions, weights or [1.0] * len(functions), strict=True))
         self.max_failed_share = max_failed_share
+        self._ranges = {name: score_range(function) for name, function in self.functions.items()}
         self._of_batch = {n: f for n, f in self.functions.items() if is_batch_reward(f)}
         self._of_group = {n: f for n, f in self.functions.items() if n not in self._of_batch}
         self.state = TrainerState()
@@ -91,6 +94,14 @@ class Rewards:
         for function in self.functions.values():
             if (configure := getattr(function, "configure", None)) is not None:
                 configure(tokenizer)
+
+    @property
+    def highest(self) -> float:
+        """The highest reward that weights and declared ranges of scores allow."""
+        best = [max(self.weights[n] * end for end in ends) for n, ends in self._ranges.items()]
+        # Any reward may not apply, but not all of them.
+        most = math.fsum(part for part in best if part > 0) if max(best) > 0 else max(best)
+        return min(most, LARGEST_REWARD)
 
     @property
     def of_batch(self) -> list[str]:
@@ -207,7 +218,9 @@ class Rewards:
                     _fail([rollout], f"reward {name}: {score.reason}", score.traceback)
                     continue
                 try:
-                    rollout.reward_parts |= parts_of(name, score)
+                    parts = parts_of(name, score)
+                    require_declared(parts[name], self._ranges[name])
+                    rollout.reward_parts |= parts
                 except ValueError as error:
                     _fail([rollout], f"reward {name}: {error}")
             log.write_to(rollouts)

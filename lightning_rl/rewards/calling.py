@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 import itertools
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
-from lightning_rl.rewards.parts import PlainScore
+from lightning_rl.rewards.parts import LARGEST_REWARD, PlainScore
 from lightning_rl.run.loop.background import wait
 from lightning_rl.run.loop.stacks import where_raised
 from lightning_rl.run.loop.threads import CallingThread
@@ -133,6 +134,27 @@ def batch_reward(function: F) -> F:
 def is_batch_reward(function: RewardFunction) -> bool:
     """Tell whether :func:`batch_reward` has marked a function."""
     return bool(getattr(function, "per_batch", False))
+
+
+def score_range(function: RewardFunction) -> tuple[float, float]:
+    """Return the lowest and highest score that a function declares as its ``score_range``.
+
+    Without it, these are the bounds of any score.
+
+    Raises:
+        ConfigError: if what it declares is no pair of such numbers, the lower one first.
+    """
+    declared = getattr(function, "score_range", (-LARGEST_REWARD, LARGEST_REWARD))
+    try:
+        low, high = map(float, declared)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not -LARGEST_REWARD <= low <= high <= LARGEST_REWARD:
+        raise ConfigError(
+            f"reward {reward_name(function)}: score_range={declared!r} must be its lowest and its "
+            "highest score, within ±1e6, such as (0, 1)"
+        )
+    return low, high
 
 
 class RewardCaller:
@@ -290,7 +312,7 @@ class PerSample(ABC):
     """Wraps a reward function, and calls it for all completions concurrently, one per call.
 
     The arguments of each call are lists of one element. The wrapper keeps the function's name,
-    under which scores are logged, and its parameters, which select columns.
+    under which scores are logged, its parameters, which select columns, and its declared range.
     """
 
     def __init__(self, function: RewardFunction) -> None:
@@ -300,6 +322,8 @@ class PerSample(ABC):
                 "grades one completion at a time; remove one of the two"
             )
         self.function = function
+        if hasattr(function, "score_range"):
+            self.score_range = score_range(function)
         self.__name__ = reward_name(function)
         self.__signature__ = inspect.signature(function)
 

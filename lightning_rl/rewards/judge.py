@@ -159,6 +159,8 @@ class LLMJudge(Remote):
         ConfigError: for values out of range, or a question that does not show the completion.
     """
 
+    score_range = (0.0, 1.0)
+
     def __init__(
         self,
         judge: JudgeModel,

@@ -78,6 +78,8 @@ class Compare:
     math-verify's own limits need signals, which only the main thread may use.
     """
 
+    score_range = (0.0, 1.0)
+
     def __init__(self, column: str) -> None:
         self.column = column
         self.__name__ = "math_verify"

@@ -22,6 +22,7 @@ from lightning_rl.rewards.calling import (
     Score,
     is_async,
     reward_name,
+    score_range,
 )
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.pool_worker import Limits
@@ -72,6 +73,9 @@ class Isolated(PerSample):
         require_at_least(0.001, timeout_s=timeout_s)
         require_finite(fault_score=fault_score)
         super().__init__(function)
+        if fault_score is not None:
+            low, high = score_range(function)
+            self.score_range = (min(low, fault_score), max(high, fault_score))
         self.workers = workers or usable_cores()
         self.limits = Limits(timeout_s, memory_mb)
         self.fault_score = fault_score

@@ -30,6 +30,8 @@ class OverlongPenalty:
         ConfigError: unless 0 < buffer <= max_tokens.
     """
 
+    score_range = (-1.0, 0.0)
+
     def __init__(self, max_tokens: int, buffer: int) -> None:
         if not 0 < buffer <= max_tokens:
             raise ConfigError(
@@ -89,6 +91,8 @@ class PythonTests:
     Raises:
         ConfigError: if values are out of range, or the machine does not allow a sandbox.
     """
+
+    score_range = (0.0, 1.0)
 
     def __init__(
         self,

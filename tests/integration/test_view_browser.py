@@ -212,6 +212,74 @@ def test_the_flags_are_in_sight_on_a_screen_of_1400_pixels(show, planted):
     assert page.locator(".list").evaluate(hidden) == 0
 
 
+ARABIC = "الجواب"
+
+
+def test_the_list_shows_the_question_and_the_end_of_the_answer(show, planted):
+    """Whatever is cut: its middle is not told apart by a browser's text, so by what is in sight."""
+    chat = [{"role": "system", "content": "Be brief. " * 99}, {"role": "user", "content": HOSTILE}]
+    texts = [
+        f"{'on and on ' * 99}so it is 7.",
+        f"{(ARABIC + ' ') * 99}7.",
+        f"{'on ' * 99}{HOSTILE}",
+        "7.",
+    ]
+    planted.rollouts = [
+        good_rollout(
+            id=str(i), completion=text, prompt=planted.rollouts[0]["prompt"] | {"prompt": chat}
+        )
+        for i, text in enumerate(texts)
+    ]
+    page = show(planted, fragment="#rollouts")
+    ends = """(cell) => {
+        const text = cell.querySelector('bdi').firstChild, range = document.createRange();
+        const box = cell.getBoundingClientRect();
+        const sees = (at) => {
+            range.setStart(text, at);
+            range.setEnd(text, at + 1);
+            const letter = range.getBoundingClientRect();
+            return box.left <= letter.left && letter.right <= box.right;
+        };
+        return [sees(0), sees(text.length - 1)];
+    }"""
+    cells = [row.locator("td.text") for row in page.locator("[data-rollout]").all()]
+    assert [row.nth(0).inner_text() for row in cells] == [HOSTILE] * 4
+    assert [row.nth(0).evaluate(ends)[0] for row in cells] == [True] * 4
+    shown = [row.nth(1).evaluate(ends) for row in cells]
+    assert shown == [[False, True], [False, True], [False, True], [True, True]]
+    assert page.title() != "hacked"
+
+
+def test_parts_of_the_reward_are_columns_to_sort_by(show, planted):
+    planted.rollouts[3]["reward_parts"] = {"exact": 2.0, "style": None}
+    page = show(planted, fragment="#rollouts")
+    heads = page.locator(".list th").all_inner_texts()
+    assert heads[heads.index("reward") :][:4] == ["reward", "exact", "style", "tokens"]
+    page.click("[data-sort='reward/exact']")
+    assert page.locator("[data-rollout='3'] td.number").all_inner_texts()[1:4] == ["0.03", "2", "–"]
+    assert listed(page)[0] == "0/0/3/0"
+    for rollout in planted.rollouts:  # a single part is the reward
+        rollout["reward_parts"] = {"exact": 1.0}
+    assert "exact" not in show(planted, fragment="#rollouts").locator(".list th").all_inner_texts()
+
+
+def test_runs_say_in_what_they_differ(show, planted, tmp_path):
+    runs = [planted, *(read_run(write_run(tmp_path / name), 100) for name in ("b", "c"))]
+    for run, rate in zip(runs, (0.001, 0.01), strict=False):
+        run.settings = {"model.optimizer.lr": rate, "model.lr_scheduler.lr": rate, "seed": 1}
+    page = show(*runs)
+    chips = page.locator(".chip")
+    assert [" ".join(chip.split()) for chip in chips.all_inner_texts()] == [
+        "planted optimizer.lr 0.001 · lr_scheduler.lr 0.001",
+        "b optimizer.lr 0.01 · lr_scheduler.lr 0.01",
+        "c",
+    ]
+    assert chips.nth(1).get_attribute("title").split("\n")[1:] == [
+        "model.optimizer.lr: 0.01",
+        "model.lr_scheduler.lr: 0.01",
+    ]
+
+
 def test_every_planted_error_is_seen_and_found_by_its_flag(show, planted):
     page = show(planted, fragment="#rollouts")
     choose(page, "flag", "any")

@@ -75,10 +75,10 @@ function format(value) {
 
 const runColour = (place) => COLOURS[place % COLOURS.length];
 
-// The last parts of a path tell runs apart.
-function shortNames(names) {
+// The last parts of a path, or of a key, tell several apart.
+function shortNames(names, between = "/") {
   for (let count = 1; count < 8; count++) {
-    const short = names.map((name) => name.split("/").slice(-count).join("/"));
+    const short = names.map((name) => name.split(between).slice(-count).join(between));
     if (new Set(short).size === names.length) return short;
   }
   return names;

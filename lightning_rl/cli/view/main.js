@@ -13,18 +13,26 @@ function showTab(name) {
   if (name === "rollouts" && rollouts.open !== null) openRollout(rollouts.open);
 }
 
+const SETTINGS = 3; // of those in which runs differ, what a run shows without being pointed at
+const SETTING = 24; // characters of a value, of which the last tell paths apart
+
 function drawRuns() {
   const names = shortNames(view.runs.map((run) => run.name));
+  const keys = [...new Set(view.runs.flatMap((run) => Object.keys(run.settings)))];
+  const short = shortNames(keys, ".");
   $("#runs").replaceChildren(...view.runs.map((run, place) => {
     const { status, accuracy_after: accuracy, reward_after: reward, error } = run.summary;
     const figures = [["accuracy", accuracy], ["held-out reward", reward === accuracy ? null : reward]];
     const after = figures.filter(([, value]) => value != null).map(([name, value]) => `${name} ${format(value)}`);
-    const said = [run.name, status, error, ...after].filter(Boolean).join(" · ");
+    const differs = keys.map((key) => `${key}: ${run.settings[key] ?? "–"}`);
+    const said = [[run.name, status, error, ...after].filter(Boolean).join(" · "), ...(Object.keys(run.settings).length ? differs : [])].join("\n");
+    const shown = keys.map((key, at) => [short[at], run.settings[key]]).filter(([, value]) => value !== undefined).slice(0, SETTINGS);
+    const settings = shown.map(([key, value]) => `${key} ${value.length > SETTING ? `…${value.slice(-SETTING)}` : value}`).join(" · ");
     return el("button", { class: "chip", "aria-pressed": String(!curves.hiddenRuns.has(place)), title: said, onclick: () => {
       if (!curves.hiddenRuns.delete(place)) curves.hiddenRuns.add(place);
       drawRuns();
       showTab(tab);
-    } }, el("i", { class: "dot", style: `background: ${runColour(place)}` }), names[place], status === "failed" ? el("b", { class: "bad" }, "failed") : null);
+    } }, el("i", { class: "dot", style: `background: ${runColour(place)}` }), names[place], settings ? el("small", {}, settings) : null, status === "failed" ? el("b", { class: "bad" }, "failed") : null);
   }));
 }
 

@@ -16,10 +16,11 @@ from typing import Any
 from lightning_rl.cli.view.flags import FLAGS, find_flags, gaps
 from lightning_rl.cli.view.pictures import places_of
 from lightning_rl.cli.view.runs import Record, Run
+from lightning_rl.config.layers import differences
 from lightning_rl.data.rollouts.pieces import pieces_of
 from lightning_rl.data.rollouts.rows import rows_of
 from lightning_rl.data.rollouts.turns import turns_of
-from lightning_rl.rollout import as_text
+from lightning_rl.rollout import Message, as_text, said_in
 
 TOKEN_COLUMNS = (
     "logprobs",
@@ -38,6 +39,8 @@ SCRIPTS = (
     "rollouts.js",
     "main.js",
 )
+SHOWN = 300
+"""Characters of a text, or of a setting's value, that a list shows at most."""
 ROLLOUTS_PER_BLOCK = 256
 """Rollouts per block of tokens, which the page unpacks when one of them is opened."""
 
@@ -59,7 +62,7 @@ def build_page(runs: Sequence[Run]) -> str:
         for start in range(0, len(rollouts), ROLLOUTS_PER_BLOCK)
     ]
     index = {
-        "runs": [_run_entry(run) for run in runs],
+        "runs": [_run_entry(run, keys) for keys in [differing(runs)] for run in runs],
         "rollouts": [_rollout_row(place, record) for place, record in rollouts],
         "texts": list(texts),
         "columns": TOKEN_COLUMNS,
@@ -81,13 +84,26 @@ def build_page(runs: Sequence[Run]) -> str:
     return re.sub(r"\{\{\w+\}\}", lambda found: parts[found[0]], _asset("page.html"))
 
 
-def _run_entry(run: Run) -> Record:
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Return the keys whose values differ between the runs that have a configuration."""
+    known = [run.settings for run in runs if run.settings]
+    changes = (change for other in known[1:] for change in differences(known[0], other))
+    return list(dict.fromkeys(change.key for change in changes))
+
+
+def _run_entry(run: Run, keys: Sequence[str]) -> Record:
     return {
         "name": run.name,
+        "settings": {key: _text(run.settings[key]) for key in keys if key in run.settings},
         "summary": _plain(run.summary),
         "metrics": _plain(run.metrics),
         "rollouts_total": run.rollouts_total,
     }
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _rollout_row(place: int, record: Record) -> Record:
@@ -109,6 +125,8 @@ def _rollout_row(place: int, record: Record) -> Record:
         "calls": _plain(record.get("calls") or []),
         "prompt": as_text(record["prompt"]["prompt"]),
         "completion": as_text(record["completion"]),
+        "asked": _last_of("user", record["prompt"]["prompt"])[:SHOWN],
+        "answered": _last_of("assistant", record["completion"])[-SHOWN:],
         "turns": turns_of(record["completion"]),
         "columns": _plain(record["prompt"].get("columns", {})),
         "set": record["prompt"].get("set") or None,
@@ -135,6 +153,15 @@ def _rollout_row(place: int, record: Record) -> Record:
             "fork",
         )
     }
+
+
+def _last_of(role: str, content: str | Sequence[Message]) -> str:
+    """Return, in one line, a text or the last message of a role (if none, of any) with a text."""
+    if isinstance(content, str):
+        content = [{"role": role, "content": content}]
+    told = [(m.get("role"), str(said_in(m.get("content")) or "").split()) for m in content]
+    mine = [words for speaker, words in told if words and speaker == role]
+    return " ".join((mine or [words for _, words in told if words] or [[]])[-1])
 
 
 def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:

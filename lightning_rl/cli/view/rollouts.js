@@ -5,15 +5,24 @@ const rollouts = { open: null, page: 0, sort: "place", descending: false, found:
 
 const COLUMNS = [
   { name: "iteration", key: (r) => r.iteration, number: true },
-  { name: "prompt", key: (r) => r.prompt, cell: (r) => r.prompt, text: true },
-  { name: "completion", key: (r) => r.completion, cell: (r) => r.completion, text: true },
+  { name: "prompt", key: (r) => r.asked, cell: (r) => el("bdi", { class: "mono" }, r.asked), text: "begin", title: "the last message of the user" },
+  { name: "completion", key: (r) => r.answered, cell: (r) => el("bdi", { class: "mono" }, r.answered), text: "end", title: "the end of the answer" },
   { name: "reward", key: (r) => r.reward, number: true },
   { name: "tokens", key: (r) => r.tokens, number: true },
-  { name: "gap", key: (r) => r.gap, number: true },
-  { name: "version", key: (r) => r.oldest, cell: (r) => (r.oldest === r.newest ? format(r.oldest) : `${r.oldest}–${r.newest}`), number: true },
+  { name: "gap", key: (r) => r.gap, number: true, told: true },
+  { name: "version", key: (r) => r.oldest, cell: (r) => (r.oldest === r.newest ? format(r.oldest) : `${r.oldest}–${r.newest}`), number: true, told: true },
   { name: "end", key: (r) => r.status + r.finish_reason, cell: (r) => (r.status === "completed" ? r.finish_reason ?? "–" : r.status) },
   { name: "flags", key: (r) => Object.keys(r.flags).length, cell: (r) => Object.keys(r.flags).map((flag) => el("span", { class: "flag" }, flag)) },
 ];
+
+// Those above, with one for each part of the reward behind the reward, if there are several.
+function columns() {
+  const names = view.parts ??= [...new Set(view.rollouts.flatMap((r) => Object.keys(r.reward_parts ?? {})))];
+  if (names.length < 2) return COLUMNS;
+  const parts = names.map((name) => ({ name: `reward/${name}`, label: name, key: (r) => r.reward_parts?.[name], number: true, title: `reward/${name}, unweighted` }));
+  const at = COLUMNS.findIndex((column) => column.name === "reward") + 1;
+  return [...COLUMNS.slice(0, at), ...parts, ...COLUMNS.slice(at)];
+}
 
 function drawRollouts() {
   const section = $("#rollouts");
@@ -22,8 +31,7 @@ function drawRollouts() {
     return;
   }
   const list = el("div", { class: "card list" });
-  const detail = el("aside", { class: "card detail" }, el("p", { class: "empty" }, "Choose a rollout; ↑ and ↓ go on."));
-  section.replaceChildren(...notes(), filterBar(), el("div", { class: "browser" }, list, detail));
+  section.replaceChildren(...notes(), filterBar(), el("div", { class: "browser" }, list, el("aside", { class: "card detail" })));
   applyFilters();
 }
 
@@ -78,7 +86,7 @@ function compare(a, b) {
 }
 
 function applyFilters() {
-  const column = COLUMNS.find((c) => c.name === rollouts.sort);
+  const column = columns().find((c) => c.name === rollouts.sort);
   const found = view.rollouts.map((row, place) => ({ row, place })).filter(({ row }) => matches(row));
   if (column) found.sort((a, b) => compare(column.key(a.row), column.key(b.row)) || a.place - b.place);
   rollouts.found = found.map(({ place }) => place);
@@ -95,9 +103,9 @@ function sortBy(column) {
 function drawList() {
   const pages = Math.max(1, Math.ceil(rollouts.found.length / PAGE));
   rollouts.page = Math.min(rollouts.page, pages - 1);
-  const head = COLUMNS.map((column) => {
+  const head = columns().map((column) => {
     const arrow = rollouts.sort === column.name ? (rollouts.descending ? " ↓" : " ↑") : "";
-    return el("th", { class: `sortable${column.number ? " number" : ""}`, "data-sort": column.name, onclick: () => sortBy(column) }, column.name + arrow);
+    return el("th", { class: `sortable ${kindOf(column)}`, "data-sort": column.name, title: column.title, onclick: () => sortBy(column) }, el("div", {}, (column.label ?? column.name) + arrow));
   });
   const shown = rollouts.found.slice(rollouts.page * PAGE, (rollouts.page + 1) * PAGE);
   const turn = (by) => { rollouts.page += by; drawList(); };
@@ -105,16 +113,30 @@ function drawList() {
     el("table", {}, el("thead", {}, el("tr", {}, view.runs.length > 1 ? el("th", {}) : null, ...head)), el("tbody", {}, ...shown.map(listRow))),
     el("div", { class: "pager" },
       el("button", { disabled: rollouts.page === 0, "data-turn": "back", onclick: () => turn(-1) }, "← Back"),
-      el("span", { id: "count", class: "soft" }, `${rollouts.found.length} of ${view.rollouts.length} rollouts · page ${rollouts.page + 1} of ${pages}`),
+      el("span", { id: "count", class: "soft" }, `${rollouts.found.length} of ${view.rollouts.length} rollouts · page ${rollouts.page + 1} of ${pages} · choose one; ↑ and ↓ go on`),
       el("button", { disabled: rollouts.page >= pages - 1, "data-turn": "on", onclick: () => turn(1) }, "On →")));
+}
+
+// What an open rollout tells beside the list gives way to the parts of the reward.
+function kindOf(column) {
+  const told = column.told && view.parts.length > 1 && rollouts.sort !== column.name;
+  return [column.number && "number", column.text && "text", told && "told"].filter(Boolean).join(" ");
+}
+
+// A cell that is too narrow cuts its text where the line of its own direction ends: to see the end
+// of a text, that is the other way round than the text itself reads.
+function cutting(text, shown) {
+  const first = text.match(/\p{L}/u)?.[0] ?? "";
+  const leftward = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]|[\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u.test(first);
+  return leftward === (shown === "end") ? "ltr" : "rtl";
 }
 
 function listRow(place) {
   const row = view.rollouts[place];
-  const cells = COLUMNS.map((column) => {
+  const cells = columns().map((column) => {
     const content = column.cell ? column.cell(row) : format(column.key(row));
-    const kind = column.number ? "number" : column.text ? "text mono" : "";
-    return el("td", { class: kind, title: column.text ? String(content).slice(0, 300) : null }, ...[content].flat());
+    const about = column.text ? { title: column.key(row), dir: cutting(column.key(row), column.text) } : {};
+    return el("td", { class: kindOf(column), ...about }, ...[content].flat());
   });
   const run = view.runs.length > 1 ? el("td", {}, el("i", { class: "dot", title: view.runs[row.run].name, style: `display: inline-block; background: ${runColour(row.run)}` })) : null;
   return el("tr", { "data-rollout": place, "aria-selected": String(place === rollouts.open), onclick: () => openRollout(place) }, run, ...cells);
@@ -122,6 +144,7 @@ function listRow(place) {
 
 function openRollout(place) {
   rollouts.open = place;
+  $(".browser").classList.add("open");
   const at = rollouts.found.indexOf(place);
   if (at >= 0) rollouts.page = Math.floor(at / PAGE);
   drawList();

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.cli.view.pictures import thumbnails
+from lightning_rl.config.layers import Table, config_files, flatten
+from lightning_rl.config.yaml_text import parse_yaml
 from lightning_rl.data.rollouts.files import (
     RUN_FILES,
     Record,
@@ -18,13 +20,14 @@ from lightning_rl.data.rollouts.files import (
 from lightning_rl.data.rollouts.form import shortened
 from lightning_rl.data.rollouts.jsonl import parsed, whole_lines
 from lightning_rl.data.rollouts.pieces import TokenPieces, pieces_of
-from lightning_rl.errors import DataError
+from lightning_rl.errors import ConfigError, DataError
 
 
 @dataclass
 class Run:
     """One run: metrics by iteration, its summary, and its last rollouts, oldest first.
 
+    ``settings`` are those of its newest configuration, by key, such as ``data.group_size``.
     ``pictures`` are thumbnails of the pictures that its rollouts use and that exist, as ``data:``
     URLs by digest.
     """
@@ -32,6 +35,7 @@ class Run:
     name: str
     metrics: list[Record] = field(default_factory=list)
     summary: Record = field(default_factory=dict)
+    settings: Table = field(default_factory=dict)
     rollouts: list[Record] = field(default_factory=list)
     rollouts_total: int = 0
     pictures: dict[str, str] = field(default_factory=dict)
@@ -79,6 +83,11 @@ def read_run(path: Path, max_rollouts: int) -> Run:
             _require_inside(path, path / name)
         run.metrics = _merge_rows(path / "metrics.jsonl")
         run.summary = _read_summary(path / "summary.json")
+        try:
+            run.settings = _read_settings(path)
+        except (ConfigError, UnicodeDecodeError) as error:
+            damaged = f"its configuration is damaged ({error})"
+            run.summary["error"] = run.summary.get("error") or damaged
         files = recorded_files(path)
     if files:
         run.rollouts, run.rollouts_total = _last_rollouts(files[0], max_rollouts)
@@ -117,6 +126,23 @@ def _read_summary(path: Path) -> Record:
         if isinstance(summary, dict)
         else {"error": f"{path.name} does not hold a JSON object"}
     )
+
+
+def _read_settings(run: Path) -> Table:
+    """Read the newest configuration; empty if there is none, as of a script's run.
+
+    Raises:
+        ConfigError: if it is invalid YAML.
+        UnicodeDecodeError: if it is no text.
+    """
+    files = config_files(run)
+    file = files[max(files)]
+    _require_inside(run, file)
+    require_plain_file(file)
+    if not file.exists():
+        return {}
+    config = parse_yaml(file.read_text(encoding="utf-8"), file.name)
+    return flatten(config) if isinstance(config, dict) else {}
 
 
 def _merge_rows(path: Path) -> list[Record]:

@@ -188,7 +188,7 @@ function details(row, place) {
   const versions = row.oldest === null ? "none" : row.oldest === row.newest ? row.oldest : `${row.oldest} to ${row.newest}`;
   const facts = [
     fact("reward", format(row.reward)),
-    ...Object.entries(row.reward_parts ?? {}).map(([name, value]) => fact(name, value === null ? "failed" : format(value))),
+    ...Object.entries(row.reward_parts ?? {}).map(([name, value]) => fact(name, format(value))),
     ...Object.entries(row.role_rewards ?? {}).map(([name, value]) => fact(`reward of ${name}`, format(value))),
     ...Object.entries(row.extra ?? {}).map(([name, value]) => fact(name, typeof value === "object" ? JSON.stringify(value) : String(value))),
     fact("iteration", row.iteration), fact("status", row.status), fact("end", row.finish_reason ?? "–"),

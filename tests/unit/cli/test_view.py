@@ -14,7 +14,7 @@ from lightning_rl.cli import main
 from lightning_rl.cli.view.command import main as view
 from lightning_rl.cli.view.flags import FLAGS, find_flags
 from lightning_rl.cli.view.page import TOKEN_COLUMNS, build_page
-from lightning_rl.cli.view.runs import find_runs, read_run
+from lightning_rl.cli.view.runs import Run, find_runs, read_run
 from lightning_rl.data.rollouts.pieces import TokenPieces
 from lightning_rl.data.rollouts.turns import turns_as_text, turns_of
 from lightning_rl.errors import DataError
@@ -252,6 +252,100 @@ def test_long_runs_are_cut_into_blocks(tmp_path):
     assert set(blocks) == {"index", "pictures", "tokens-0", "tokens-1", "tokens-2"}
 
 
+def listed(**changes):
+    """What the list shows of a rollout: the question, and the end of the answer."""
+    [row] = json.loads(
+        blocks_of(build_page([Run("a", rollouts=[good_rollout(**changes)])]))["index"]
+    )["rollouts"]
+    return row["asked"], row["answered"]
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+PICTURE = [{"type": "image"}, {"type": "text", "text": "How\nmany?"}]
+
+
+@pytest.mark.parametrize(
+    ("said", "prompt", "completion"),
+    [
+        (("Say hello.", "so, 7"), "Say  hello.\n", "so,\n\n7"),
+        (
+            ("[image]How many?", "7"),
+            [message("system", "Count."), message("user", "Hi"), message("user", PICTURE)],
+            [message("assistant", "Let me"), message("tool", "7!"), message("assistant", "7")],
+        ),
+        # The last turn only calls a tool; the others have names of their own.
+        (
+            ("?", "no"),
+            [message("user", "?"), message("assistant", "Let me see:")],
+            [message("assistant", "no"), message("assistant", None), message("tool", "?!")],
+        ),
+        (("", "so?"), [message("user", "")], [message("prover", "no"), message("verifier", "so?")]),
+        (("", ""), [], []),
+    ],
+)
+def test_the_list_shows_what_was_asked_last_and_what_was_said_last(said, prompt, completion):
+    changes = {"prompt": good_rollout()["prompt"] | {"prompt": prompt}, "completion": completion}
+    assert listed(**changes) == said
+
+
+def test_a_long_answer_is_shown_by_its_end_and_a_long_question_by_its_begin():
+    asked = good_rollout()["prompt"] | {"prompt": "What " + "is " * 999}
+    question, answer = listed(prompt=asked, completion="so " * 999 + HOSTILE)
+    assert question.startswith("What is is")
+    assert answer.endswith(f"so so {HOSTILE}")
+    assert (len(question), len(answer)) == (300, 300)
+
+
+CONFIG = """
+seed_everything: {seed}
+model: {{class_path: lightning_rl.PolicyModule, init_args: {{advantage: {advantage}}}}}
+data: {{class_path: RLDataModule, init_args: {{group_size: 8, rewards: [a.b, c.d]}}}}
+"""
+GRPO = "{class_path: lightning_rl.algos.advantages.GRPO, init_args: {scale: false}}"
+
+
+def settings_of(*runs):
+    entries = json.loads(blocks_of(build_page(runs))["index"])["runs"]
+    return [entry["settings"] for entry in entries]
+
+
+def test_runs_show_the_settings_in_which_they_differ(tmp_path):
+    folders = [write_run(tmp_path / name) for name in "abcde"]
+    gae = "{class_path: lightning_rl.GAE, init_args: {lam: 0.9}}"
+    for folder, seed, advantage in zip(folders, (1, 2, 2, 2), (GRPO, GRPO, gae, gae), strict=False):
+        (folder / "config.yaml").write_text(CONFIG.format(seed=seed, advantage=advantage))
+    newer = CONFIG.format(seed=2, advantage=GRPO).replace("8", "16")
+    (folders[3] / "config_10.yaml").write_text(newer)
+    (folders[3] / "config_9.yaml").write_text(CONFIG.format(seed=7, advantage=gae))
+    runs = [read_run(folder, 1) for folder in folders]
+    # A class is the value of its key; what is the same everywhere is left out.
+    differ = ("seed_everything", "model.advantage", "data.group_size")
+    values = [("1", "GRPO", "8"), ("2", "GRPO", "8"), ("2", "GAE", "8"), ("2", "GRPO", "16")]
+    told = [dict(zip(differ, each, strict=True)) for each in values]
+    assert settings_of(*runs) == [*told, {}]  # the last has no configuration
+    assert settings_of(runs[0]) == settings_of(runs[0], runs[4])[:1] == [{}]
+
+
+@pytest.mark.parametrize("content", [b"a: [1", b"\xff\xfe", b"a: &x [*x]"])
+def test_a_damaged_configuration_is_said_and_hides_nothing(tmp_path, content):
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_bytes(content)
+    read = read_run(run, 100)
+    assert read.settings == {}
+    assert read.summary["error"].startswith("its configuration is damaged (")
+    assert (read.summary["status"], len(read.rollouts)) == ("completed", 48)
+
+
+@pytest.mark.parametrize("content", ["", "just text", "[1, 2]"])
+def test_a_configuration_without_keys_has_no_settings(tmp_path, content):
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text(content)
+    assert (read_run(run, 1).settings, read_run(run, 1).summary["error"]) == ({}, None)
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -283,6 +377,7 @@ def test_a_wrong_command_is_refused_in_one_line(tmp_path, capsys, arguments, mes
 
 def test_the_command_starts_without_torch_and_lightning(tmp_path):
     run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text("data: {group_size: 8}")
     program = (
         "import sys; from lightning_rl.cli import main; main(['view', sys.argv[1]]);"
         "print([m for m in ('torch', 'lightning', 'transformers', 'numpy') if m in sys.modules])"
@@ -293,7 +388,9 @@ def test_the_command_starts_without_torch_and_lightning(tmp_path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "rollouts.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "summary.json", "rollouts.jsonl", "config.yaml", "config_9.yaml"]
+)
 def test_a_link_out_of_a_run_is_not_followed(tmp_path, name):
     (tmp_path / "secret").write_text('{"iteration": 0, "key": "sk-1"}\n')
     run = tmp_path / "run"
