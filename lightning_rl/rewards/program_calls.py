@@ -21,15 +21,8 @@ class ProgramCaller:
         self.unsent = ""
         """The error for a value that the tests passed and that cannot be sent; "" if none."""
 
-    def named(self, name: str) -> Any:
-        """Return what the program calls by a name; a name in CapWords is that of a class."""
-        return self._sure("name", name, own=name[:1].isupper() and "_" not in name)
-
-    def output_of(self, text: str) -> Any:
-        """Return what the program prints when it runs as a script and reads such input."""
-        return self._sure("output", text)
-
-    def _sure(self, what: str, text: str, own: bool = False) -> Any:
+    def ask_surely(self, what: str, text: str, own: bool = False) -> Any:
+        """Ask for what every right program gives: a test that catches a failure still fails."""
         self.used = True
         try:
             return self.ask(what, text, own=own)
@@ -49,7 +42,7 @@ class ProgramCaller:
         Raises:
             Exception: what the program raised, as the nearest built-in exception.
         """
-        told = self._written([list(given), named or {}])
+        told = written([list(given), named or {}], self._told)
         self._line.send({"do": what, "own": own, "given": told})
         answer = self._answer(what)
         value = read(answer["value"], self._object)
@@ -86,23 +79,17 @@ class ProgramCaller:
             self.failed = self.failed or isinstance(error, AssertionError)
             return {"raised": [k.__name__ for k in type(error).__mro__], "text": str(error)}
 
-    def _written(self, value: Any) -> Any:
-        try:
-            return written(value, self._told)
-        except TypeError as error:
-            self.unsent = self.unsent or str(error)
-            raise
-
     def _told(self, value: Any) -> dict[str, Any]:
         if isinstance(value, _Object):
             return {"kept": value._number}
         if callable(value):
             self._functions.append(value)
             return {"function": len(self._functions) - 1}
-        raise TypeError(
+        self.unsent = (
             f"the tests pass the program a {type(value).__name__}; pass only plain data, "
             "functions, and objects of its own classes"
         )
+        raise TypeError(self.unsent)
 
     def _object(self, kind: str, told: Any) -> Any:
         if kind == "function":
@@ -158,18 +145,12 @@ def _refuse(*_: Any) -> NoReturn:
     )
 
 
-def _of_its_class(what: str) -> Callable[..., Any]:
+def _of_its_class(what: str, two: bool) -> Callable[..., Any]:
     def method(self: _Object, *others: Any) -> Any:
-        return self._caller.ask(what, self, *others) if self._own else _refuse()
-
-    return method
-
-
-def _of_two(what: str) -> Callable[[_Object, Any], Any]:
-    def method(self: _Object, other: Any) -> Any:
         # With a number of the tests' a program could take it for the answer.
-        both = self._own and isinstance(other, _Object)
-        return self._caller.ask(what, self, other, own=True) if both else NotImplemented
+        if not self._own or (two and not isinstance(others[0], _Object)):
+            _refuse()
+        return self._caller.ask(what, self, *others, own=two)
 
     return method
 
@@ -177,9 +158,9 @@ def _of_two(what: str) -> Callable[[_Object, Any], Any]:
 for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "hash"):
     setattr(_Object, f"__{_name}__", _refuse)
 for _name in ("len", "str", "repr", "getitem", "setitem", "delitem"):
-    setattr(_Object, f"__{_name}__", _of_its_class(_name))
+    setattr(_Object, f"__{_name}__", _of_its_class(_name, two=False))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(_Object, f"__{_name}__", _of_two(_name))
+    setattr(_Object, f"__{_name}__", _of_its_class(_name, two=True))
 
 
 def _changed(old: Any, new: Any) -> Any:

@@ -17,6 +17,7 @@ import resource
 import socket
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from lightning_rl.rewards.program_calls import ProgramCaller
@@ -121,7 +122,8 @@ class _Names(dict[str, Any]):
     """The namespace of the tests: their own names, then built-in ones, then the program's."""
 
     def __init__(self, caller: ProgramCaller, modules: set[str]) -> None:
-        super().__init__(__name__="tests", __builtins__=builtins, output_of=caller.output_of)
+        output_of = partial(caller.ask_surely, "output")
+        super().__init__(__name__="tests", __builtins__=builtins, output_of=output_of)
         self._caller = caller
         self._modules = modules
 
@@ -130,4 +132,5 @@ class _Names(dict[str, Any]):
             raise KeyError(name)
         if name in self._modules:
             return importlib.import_module(_ALIASES.get(name, name))
-        return self._caller.named(name)
+        # By Python's convention a name in CapWords is that of a class.
+        return self._caller.ask_surely("name", name, own=name[0].isupper() and "_" not in name)

@@ -32,15 +32,14 @@ _JSON_INT = 2**53
 _ITEMS = (tuple, set, frozenset, deque, dict)
 _WRITTEN: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: (hex, lambda text: int(text, 16)),
-    bytes: (bytes.hex, bytes.fromhex),
-    bytearray: (bytearray.hex, bytearray.fromhex),
+    **{kind: (kind.hex, kind.fromhex) for kind in (bytes, bytearray)},
     complex: (lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
     range: (lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
-    decimal.Decimal: (str, decimal.Decimal),
-    fractions.Fraction: (str, fractions.Fraction),
-    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
-    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    **{kind: (str, kind) for kind in (decimal.Decimal, fractions.Fraction)},
+    **{
+        kind: (kind.isoformat, kind.fromisoformat)
+        for kind in (datetime.date, datetime.datetime, datetime.time)
+    },
     datetime.timedelta: (
         lambda t: [t.days, t.seconds, t.microseconds],
         lambda parts: datetime.timedelta(*parts),
