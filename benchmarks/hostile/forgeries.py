@@ -42,8 +42,8 @@ for fd in range(3, 256):
         pass
 {after}
 """
-_VALUE = b'{"value": true, "score": 1.0}'
-_MESSAGE = len(_VALUE).to_bytes(4, "big") + _VALUE
+_VALUE = b'{"value": true, "changed": [], "score": 1.0}'
+_MESSAGE = _VALUE + b"\n"
 
 FORGERIES: dict[str, Forgery] = {
     "nothing": Forgery("pass"),
@@ -176,6 +176,16 @@ FORGERIES: dict[str, Forgery] = {
         "def add(a, b): return Yes()\n",
         "assert add(1, 2).issubset({3})\n",
     ),
+    "a set that finds no difference": Forgery(
+        "class Set(set):\n    def symmetric_difference(self, other): return set()\n"
+        "    def union(self, other): return other\ndef add(a, b): return Set()\n",
+        "x = add(1, 2)\nassert not x.symmetric_difference({3}) and x.union({3}) == {3}\n",
+    ),
+    "a text whose rest is nothing": Forgery(
+        "class Text(str):\n    def replace(self, *a): return ''\n    def find(self, *a): return 0\n"
+        "def add(a, b): return Text('x')\n",
+        "x = add(1, 2)\nassert x.replace('three', '') == '' and x.find('three') == 0\n",
+    ),
     "a memory that numpy would read": Forgery(
         "class Array:\n    __array_interface__ = {'shape': (1,), 'typestr': '<i8', "
         "'data': (id(3), True), 'version': 3}\n    def __len__(self): raise TypeError\n"
@@ -238,12 +248,8 @@ FORGERIES: dict[str, Forgery] = {
         "        os.write(os.open(f'/proc/{os.getppid()}/fd/{fd}', 1), b'{\"score\": 1.0}')\n"
         "    except OSError: pass\nos._exit(0)\n"
     ),
-    "asks its judge to run a function of its own": Forgery(
-        _WRITES.format(data=(2).to_bytes(4, "big") + b"[]", after="")
-    ),
-    "answers in numbers beyond all": Forgery(
-        _WRITES.format(data=(2**31).to_bytes(4, "big"), after="")
-    ),
+    "asks its judge to run a function of its own": Forgery(_WRITES.format(data=b"[]\n", after="")),
+    "answers without an end": Forgery(_WRITES.format(data=b"[" * 2**16, after="")),
     # ------------------------------------------------ what it is given
     "swallows what a test's function finds": Forgery(
         "def add(a, then):\n    try: then(0)\n    except BaseException: pass\n",

@@ -72,9 +72,10 @@ class PythonTests:
 
     The program is the completion's last fenced block (marked python or unmarked), or else the whole
     completion; if there is a thought, only what follows its ``</think>`` counts. Tests are Python,
-    such as ``assert add(1, 2) == 3``. They run in a process that the program cannot reach: names
-    that they neither define nor import, and that are not built in, refer to the program, and its
-    results are compared as plain data. Tests that never use the program, so that none could fail
+    such as ``assert add(1, 2) == 3``, or ``assert output_of("1 2") == "3\\n"`` for what it prints.
+    They run in a process that the program cannot reach: names that they neither define nor import,
+    and that are not built in, refer to the program, and its results come back as values of exact
+    built-in types. Tests that never use the program, so that none could fail
     them, make the rollout FAILED. Each program has a sandbox of its own, made by bubblewrap; see
     docs/rewards.md for what can be tested, and what a sandbox does not prevent.
 

@@ -1,10 +1,9 @@
 """The process of a program under test: runs the program, and the judge's requests to it.
 
-A socket leads to the judge, in whose process the tests run. The first message is the program. Each
-further message is a request, answered by plain data, or by the number of an object that stays here.
-So whatever the program does to this process, it can only answer.
-
-Both sides share :class:`JSONSocket` and the form of values. Only the standard library is imported.
+A socket leads to the judge, in whose process the tests run. Each message is a line of JSON. The
+result of a request is written as a value of exact built-in types, or it stays here, and the judge
+knows it by number. So whatever the program does to this process, and whatever its classes say of
+themselves, it can only answer. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import fractions
 import io
 import json
 import operator
+import os
 import socket
 import sys
 import types
@@ -29,100 +29,69 @@ PROGRAM = "program"
 _LONGEST = 2**26  # bytes of a message
 _JSON_INT = 2**53
 
-ITEMS: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-    "dict": dict,
-}
-"""Container types of plain data, and how to make each from a list of its items."""
-WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "int": (hex, lambda text: int(text, 16)),
-    "bytes": (bytes.hex, bytes.fromhex),
-    "bytearray": (bytearray.hex, bytearray.fromhex),
-    "complex": (lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
-    "range": (lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
-    "Decimal": (str, decimal.Decimal),
-    "Fraction": (str, fractions.Fraction),
-    "date": (datetime.date.isoformat, datetime.date.fromisoformat),
-    "datetime": (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    "time": (datetime.time.isoformat, datetime.time.fromisoformat),
-    "timedelta": (
+_ITEMS = (tuple, set, frozenset, deque, dict)
+_WRITTEN: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: (hex, lambda text: int(text, 16)),
+    **{kind: (kind.hex, kind.fromhex) for kind in (bytes, bytearray)},
+    complex: (lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
+    range: (lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    **{kind: (str, kind) for kind in (decimal.Decimal, fractions.Fraction)},
+    **{
+        kind: (kind.isoformat, kind.fromisoformat)
+        for kind in (datetime.date, datetime.datetime, datetime.time)
+    },
+    datetime.timedelta: (
         lambda t: [t.days, t.seconds, t.microseconds],
         lambda parts: datetime.timedelta(*parts),
     ),
 }
-"""Types of plain data that JSON lacks: how to write and how to read each."""
-_WRITTEN_TYPES = {
-    kind: kind.__name__
-    for kind in (
-        *(int, bytes, bytearray, complex, range, decimal.Decimal, fractions.Fraction),
-        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta),
-    )
-}
-_ITEM_TYPES = {kind: kind.__name__ for kind in (tuple, set, frozenset, deque, dict)}
+"""Types of values that JSON lacks: how to write and how to read each."""
+VALUE_TYPES = {kind.__name__: kind for kind in (bool, float, str, list, *_ITEMS, *_WRITTEN)}
+"""The types of all values but ``None``, by name."""
 
 
-class JSONSocket:
-    """A socket on which each message is a JSON object, preceded by its length."""
+class JSONLines:
+    """A socket on which each message is a JSON object on a line."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._stream = connection.makefile("rb")
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message.
-
-        Raises:
-            ValueError: if it is too long, or cannot be written as JSON.
-        """
-        data = json.dumps(message).encode()
-        if len(data) > _LONGEST:
-            raise ValueError(
-                f"a message of {len(data)} bytes is too long; the maximum is {_LONGEST}"
-            )
-        self._connection.sendall(len(data).to_bytes(4, "big") + data)
+        """Send a message, whose values are already written."""
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any]:
         """Return the next message.
 
         Raises:
-            EOFError: if the connection has ended.
-            ValueError: if it is too long, or not a message of :meth:`send`.
+            EOFError: if the connection has ended, or the message is too long.
+            ValueError: if it is not a JSON object.
         """
-        length = int.from_bytes(self._exactly(4), "big")
-        if length > _LONGEST:
-            raise ValueError(f"a message of {length} bytes is too long; the maximum is {_LONGEST}")
-        message = json.loads(self._exactly(length))
+        line = self._stream.readline(_LONGEST)
+        if not line.endswith(b"\n"):
+            raise EOFError
+        message = json.loads(line)
         if not isinstance(message, dict):
             raise ValueError("a message must be a JSON object")
         return message
 
-    def _exactly(self, count: int) -> bytes:
-        data = self._stream.read(count)
-        if len(data) < count:
-            raise EOFError
-        return data
 
-
-def written(value: Any, other: Callable[[Any], dict[str, Any]]) -> Any:
-    """Return a value as JSON; ``other`` writes a value that is not plain data."""
+def written(value: Any, other: Callable[[Any], Any]) -> Any:
+    """Return a value as JSON; ``other`` writes what is not exactly of a value's type."""
     kind = type(value)
     if value is None or kind in (bool, float, str) or (kind is int and abs(value) < _JSON_INT):
         return value
     if kind is list:
         return [written(item, other) for item in value]
-    if kind in _ITEM_TYPES:
+    if kind in _ITEMS:
         items = value.items() if kind is dict else value
-        return {_ITEM_TYPES[kind]: [written(item, other) for item in items]}
-    if kind in _WRITTEN_TYPES:
-        return {_WRITTEN_TYPES[kind]: WRITTEN[_WRITTEN_TYPES[kind]][0](value)}
-    return other(value)
+        return {kind.__name__: [written(item, other) for item in items]}
+    return {kind.__name__: _WRITTEN[kind][0](value)} if kind in _WRITTEN else other(value)
 
 
 def read(value: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Return the value of its JSON; ``other`` reads, by kind, what is not plain data.
+    """Return the value of its JSON; ``other`` reads, by kind, what is not a value.
 
     Raises:
         Exception: of various types, if ``value`` was not written by :func:`written`.
@@ -131,139 +100,110 @@ def read(value: Any, other: Callable[[str, Any], Any]) -> Any:
         return [read(item, other) for item in value]
     if not isinstance(value, dict):
         return value
-    ((kind, told),) = value.items()
-    if kind in ITEMS:
-        return ITEMS[kind]([read(item, other) for item in told])
-    if kind in WRITTEN:
-        return WRITTEN[kind][1](told)
-    return other(kind, told)
+    ((name, told),) = value.items()
+    kind = VALUE_TYPES.get(name, object)
+    if kind in _ITEMS:
+        return kind(read(told, other))
+    return _WRITTEN[kind][1](told) if kind in _WRITTEN else other(name, told)
 
 
-_PLAIN: tuple[Any, ...] = (
-    int,
-    float,
-    str,
-    bytes,
-    list,
-    tuple,
-    set,
-    frozenset,
-    dict,
-    deque,
-)
-
-
-def plain_form(value: Any) -> Any:
-    """Return an instance of a plain type's subclass, such as a named tuple, as plain data.
-
-    Raises:
-        TypeError: if the value is not of such a class.
-    """
-    if type(value).__module__.partition(".")[0] == "numpy":
-        return value.tolist()
-    for kind in _PLAIN:
-        if isinstance(value, kind):
-            return kind(value)
-    raise TypeError(f"a {type(value).__name__} is not plain data")
+def error_of(names: list[str], text: str) -> Exception:
+    """Return a built-in exception: the first of these classes that is one."""
+    for name in names:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with contextlib.suppress(TypeError):  # it wants more than a text
+                return kind(text)
+    return RuntimeError(text)
 
 
 # ---------------------------------------------------------------- the program's own process
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, name)
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "abs")
-} | {
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
-    "attribute": getattr,
-    "set": setattr,
-    "item": operator.getitem,
-    "set_item": operator.setitem,
-    "delete_item": operator.delitem,
-    "length": len,
-    "iterate": iter,
-    "next": next,
-    "text": str,
-    "represent": repr,
-    "float": float,
-    "int": int,
-    "enter": lambda manager: manager.__enter__(),
-    "exit": lambda manager: manager.__exit__(None, None, None),
-    "plain": plain_form,
+_CONTENTS: dict[type, Callable[[Any], Any]] = {
+    **{kind: kind.__iter__ for kind in (list, tuple, set, frozenset, deque, bytes, bytearray)},
+    dict: dict.items,
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
 }
-"""Operations that a judge may request, on an object and with arguments."""
+"""How to find the contents of an object of a subclass, whatever its own methods say."""
 
 
-class Answers:
+class TestedProgram:
     """Serves the judge's requests; keeps the objects that the judge knows by number."""
 
-    def __init__(self, line: JSONSocket) -> None:
-        self.line = line
-        self.module = types.ModuleType(PROGRAM)
-        self.kept: list[Any] = []
-        sys.modules[PROGRAM] = self.module
-        OPERATIONS["name"] = self._named
+    def __init__(self, line: JSONLines) -> None:
+        self._line = line
+        self._source = line.receive()["program"]
+        self._module: types.ModuleType | None = None
+        self._kept: list[Any] = []
+        self._own = {"name": self._named, "output": self._output}
 
-    def serve(self) -> None:
-        """Run the program, then answer requests until the connection ends."""
-        source = self.line.receive()["program"]
-        self._answer(lambda: exec(compile(source, "<program>", "exec"), self.module.__dict__))
-        while True:
-            self._serve_one(self.line.receive())
-
-    def _serve_one(self, request: dict[str, Any]) -> None:
-        operation = OPERATIONS[request["do"]]
-        arguments = [self._read(value) for value in request["arguments"]]
-        named = {name: self._read(value) for name, value in request.get("named", {}).items()}
-        # A function that returns nothing may have changed what it was given.
-        self._answer(lambda: operation(*arguments, **named), lambda: (tuple(arguments[1:]), named))
-
-    def _answer(
-        self, work: Callable[[], Any], changed: Callable[[], Any] = lambda: ([], {})
-    ) -> None:
+    def serve_one(self, request: dict[str, Any]) -> None:
+        """Run what is asked for: an own operation, one of ``operator``, or a built-in one."""
+        name = request["do"]
+        work = self._own.get(name) or getattr(operator, name, None) or getattr(builtins, name)
+        given, named = read(request["given"], self._other)
         printed = io.StringIO()
-        answer: dict[str, Any] = {}
         try:
             with contextlib.redirect_stdout(printed):
-                value = work()
-            answer["value"] = self._written(value)
-            if value is None:
-                answer["changed"] = self._written(changed())
-            answer["printed"] = printed.getvalue()
-            self.line.send(answer)
+                value = work(*given, **named)
+            # An object of a class that the tests use may be a list or a dictionary, too.
+            own = request["own"] and (name != "call" or isinstance(given[0], type))
+            answer = {"value": written(value, self._keep if own else self._plain)}
+            if value is None:  # then it may have changed what it was given
+                answer["changed"] = self._written([*given[1:], named])
+            self._line.send(answer | {"printed": printed.getvalue()})
         except BaseException as error:  # whatever the program raises, SystemExit too
             names = [kind.__name__ for kind in type(error).__mro__]
-            self.line.send({"raised": names, "text": _text_of(error)})
+            self._line.send({"raised": names, "text": _text_of(error)})
 
     def _named(self, name: str) -> Any:
-        try:
-            return self.module.__dict__[name]
-        except KeyError:
-            raise NameError(f"name {name!r} is not defined") from None
+        if self._module is None:
+            self._module = sys.modules[PROGRAM] = types.ModuleType(PROGRAM)
+            exec(compile(self._source, "<program>", "exec"), self._module.__dict__)
+        return getattr(self._module, name)
+
+    def _output(self, text: str) -> str:
+        """Return what the program prints as a script, in a Python of its own, from such input."""
+        import subprocess  # only where it is needed: it takes a tenth of all imports
+
+        command = [sys.executable, "-S", "-c", self._source]
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            command, input=text.encode(), stdout=subprocess.PIPE, env=os.environ | path, check=True
+        )
+        return done.stdout.decode(errors="replace")
 
     def _written(self, value: Any) -> Any:
-        return written(value, self._keep)
+        return written(value, self._plain)
+
+    def _plain(self, value: Any) -> Any:
+        """Write an object by its contents if it has any, such as a named tuple; else keep it."""
+        if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
+            return self._written(value.tolist())
+        for kind, contents in _CONTENTS.items():
+            if isinstance(value, kind):
+                return self._written(kind(contents(value)))
+        return self._keep(value)
 
     def _keep(self, value: Any) -> dict[str, Any]:
-        self.kept.append(value)
-        return {"kept": len(self.kept) - 1}
-
-    def _read(self, value: Any) -> Any:
-        return read(value, self._other)
+        self._kept.append(value)
+        return {"kept": len(self._kept) - 1}
 
     def _other(self, kind: str, told: Any) -> Any:
-        return self.kept[told] if kind == "kept" else self._function(told)
+        return self._kept[told] if kind == "kept" else self._function(told)
 
     def _function(self, number: int) -> Callable[..., Any]:
         """Return a stand-in for a function of the tests, which runs in the judge's process."""
 
-        def call(*arguments: Any, **named: Any) -> Any:
-            told = {"arguments": self._written(arguments), "named": self._written(named)}
-            self.line.send({"call": number, **told})
-            while "value" not in (answer := self.line.receive()):
+        def call(*given: Any, **named: Any) -> Any:
+            self._line.send({"call": number, "given": self._written([list(given), named])})
+            while "value" not in (answer := self._line.receive()):
                 if "raised" in answer:
                     raise error_of(answer["raised"], answer["text"])
-                self._serve_one(answer)
-            return self._read(answer["value"])
+                self.serve_one(answer)
+            return read(answer["value"], self._other)
 
         return call
 
@@ -275,20 +215,11 @@ def _text_of(error: BaseException) -> str:
         return ""
 
 
-def error_of(names: list[str], text: str) -> Exception:
-    """Return a built-in exception: the first of these classes that is one."""
-    for name in names:
-        kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
-                return kind(text)
-            except TypeError:  # it wants more than a text
-                continue
-    return RuntimeError(text)
-
-
 def run_program(connection: socket.socket) -> None:
     """Serve the judge until the connection ends."""
     sys.argv = [PROGRAM]
+    line = JSONLines(connection)
     with contextlib.suppress(EOFError, OSError):
-        Answers(JSONSocket(connection)).serve()
+        program = TestedProgram(line)
+        while True:
+            program.serve_one(line.receive())

@@ -77,7 +77,39 @@ RIGHT = {
     ),
     "a named tuple": (
         f"{POINT}def f(): return Point(1, 2)",
-        "assert f() == (1, 2)\nassert f().y == 2\nassert f()[0] == 1\nassert f() < (1, 3)",
+        "assert f() == (1, 2)\nassert f()[0] == 1\nassert f() < (1, 3)\nassert Point(1, 2).y == 2",
+    ),
+    "contents of subclasses": (
+        "import collections, enum\nclass Side(enum.IntEnum): LEFT = 1\n"
+        "def f(x): return collections.Counter(x)\ndef g(): return [Side.LEFT, collections.deque()]",
+        "assert f('aab') == {'a': 2, 'b': 1}\nassert type(f('')) is dict\n"
+        "assert g()[0] == 1 and len(g()[1]) == 0",
+    ),
+    "a class of a built-in one": (
+        "from collections import OrderedDict\nclass LRUCache(OrderedDict):\n"
+        "    def put(self, k, v): self[k] = v\n    def get(self, k): return self.pop(k, -1)\n",
+        "c = LRUCache()\nc.put(1, 5)\nassert len(c) == 1\n"
+        "assert c.get(1) == 5\nassert c.get(1) == -1",
+    ),
+    "LeetCode's Solution": (
+        "class Solution:\n    def twoSum(self, a: list, t: int):\n"
+        "        return {frozenset(a) - {t - x} and x for x in a}",
+        "assert Solution().twoSum([2, 7], 9) == {2, 7}",
+    ),
+    "a linked list": (
+        "class Node:\n    def __init__(self, v, next=None): self.v, self.next = v, next\n"
+        "def f(n): return n.next or n",
+        "n = Node(1)\nn.next = Node(2)\nassert f(n).v == 2\nassert f(f(n)).next is None",
+    ),
+    "MBPP's rows": (
+        "def Extract(rows): return [row[0] for row in rows]\n"
+        "def is_Even(n): return n % 2 == 0\n",
+        ["assert Extract([[1, 2], [3]]) == [1, 3]", "assert is_Even(2) == True"],
+    ),
+    "text in, text out": (
+        "import sys\nprint(sum(map(int, sys.stdin.read().split())))\nif __name__ == '__main__':\n"
+        "    sys.exit()",
+        "assert output_of('1 2\\n').split() == ['3']\nassert output_of('40 2') == '42\\n'",
     ),
     "a generator": (
         "def f(n):\n    yield from range(n)",
@@ -145,10 +177,76 @@ def test_right_programs_pass(python_tests, name):
         ("x = []\nx.append(x)", "assert x == []"),
         ("def f(x):\n    x.sort()\n    return x", "x = [2, 1]\nassert f(x) == [2, 1]"),
         (POINT, "assert Point(1, 2) == Point(1, 2)"),
+        ("x = input()", "try:\n    x\nexcept EOFError:\n    pass"),
+        ("pass", "try:\n    add(1, 2)\nexcept Exception:\n    pass"),
+        ("print(int(input()))\nraise ValueError", "assert output_of('3') == '3\\n'"),
+        ("def f(x): x[0] = (2, 2)", "x = [(1, 1)]\nf(x)\nassert x == [(1, 1)]"),
     ],
 )  # fmt: skip
 def test_wrong_programs_and_what_cannot_be_compared_score_nothing(python_tests, program, tests):
     assert run(python_tests, completions=[program], tests=[tests]) == [0.0]
+
+
+LIAR = """
+import datetime, decimal, fractions
+from collections import deque
+def of(method, told, wrong, base):
+    lies = {method: lambda *args, **named: told}
+    if not base:
+        return type("Liar", (), lies)()
+    liar = type("Liar", (type(wrong),), lies)
+    try:
+        return liar(wrong)
+    except TypeError:
+        return liar(*wrong.__reduce__()[1])
+"""
+LIED_TO = """
+import builtins, datetime, decimal, fractions, operator
+from collections import deque
+day, second = datetime.datetime(2024, 1, 2, 3), datetime.timedelta(0, 1)
+pairs = [
+    ("three", "3x"), (b"ab", b"c"), (bytearray(b"ab"), bytearray()), (3, 4), (0.5, 2.5), (1j, 2j),
+    ([3], [4, 5]), ((3,), (4, 5)), ({3}, {4, 5}), (frozenset([3]), frozenset()), ({"a": 3}, {}),
+    (deque([3]), deque()), (range(3), range(5)), (decimal.Decimal(3), decimal.Decimal(4)),
+    (fractions.Fraction(1, 3), fractions.Fraction(2)), (second, second * 2),
+    (day, day.replace(year=2025)), (day.date(), datetime.date(2025, 1, 1)),
+]
+values = {type(right) for right, _ in pairs} | {bool, type(None)}
+def asked(value, name, args):
+    called = getattr(operator, name, None) or getattr(builtins, name.strip("_"), None)
+    if name.startswith("__") and called:
+        return called(value, *args)
+    return getattr(value, name)(*args)
+paid, tried = set(), 0
+for right, wrong in pairs:
+    for name in dir(right):
+        for args in ((), (right,), ("a",), (0,), (right, right)):
+            try:
+                told = asked(right, name, args)
+                if type(told) not in values or asked(wrong, name, args) == told:
+                    continue
+            except Exception:
+                continue
+            for base in (True, False):
+                tried += 1
+                try:
+                    if asked(of(name, told, wrong, base), name, args) == told:
+                        paid.add((type(right), name))
+                except Exception:
+                    pass
+assert tried > 500 and of("find", 0, "three", True) == "three"
+"""
+
+
+def test_no_method_of_an_object_speaks_for_a_value(python_tests):
+    """Each method of each type, in a subclass and in a class of its own, that knows the answer.
+
+    Compared in one process, as a naive judge does, hundreds of them are believed.
+    """
+    names = {}
+    exec(f"{LIAR}\n{LIED_TO}", names)
+    assert len(names["paid"]) > 300
+    assert run(python_tests, completions=[LIAR], tests=[f"{LIED_TO}assert not paid"]) == [1.0]
 
 
 def require_unpaid(judge, names):
