@@ -174,8 +174,8 @@ PLACES = [
 @pytest.mark.parametrize("name", NO_NAMES)
 @pytest.mark.parametrize("key", PLACES)
 def test_a_name_that_no_file_can_have_is_refused_by_its_key(key, name):
-    kinds = "--trainer.logger CSVLogger --trainer.logger.save_dir . --data.buffer ReplayBuffer"
-    said = complaint(f"{kinds} --{key} {shlex.quote(name)}")
+    good = "--trainer.logger CSVLogger --trainer.logger.save_dir . --data.buffer ReplayBuffer"
+    said = complaint(f"{good} --data.buffer.path b.sqlite --{key} {shlex.quote(name)}")
     require_message(*said, [f"{key.rpartition('.')[2]}: ", NO_NAMES[name], f"at option --{key}"])
 
 
