@@ -1,5 +1,6 @@
 """The command ``lightning-rl``: LightningCLI in subclass mode, with actionable error messages."""
 
+import errno
 import os
 import re
 import sys
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     try:
-        return _run(arguments)
+        return _with_names(arguments)
     except LightningRLError as error:
         if os.environ.get("LIGHTNING_RL_TRACEBACK"):
             raise
@@ -140,6 +141,17 @@ def _main(arguments: list[str]) -> int:
         if isinstance(error, RunInterrupted):
             return error.status
         return 2 if isinstance(error, ConfigError | DataError) else 1
+
+
+def _with_names(arguments: list[str]) -> int:
+    """Run a command, and tell a name that no file can have as a mistake."""
+    try:
+        return _run(arguments)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        what = f"{str(error.filename)[:60]!r}... has a part that is too long for a file's name"
+        raise ConfigError(f"{what}; shorten it (most file systems allow 255 bytes)") from error
 
 
 def _run(arguments: list[str]) -> int:

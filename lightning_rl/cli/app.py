@@ -28,7 +28,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.stopping import StopWhenTold
-from lightning_rl.cli.parser import RLArgumentParser, checked_sources, named_classes, trainer_help
+from lightning_rl.cli.parser import RLArgumentParser, as_checked, checked_sources, trainer_help
 from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
 from lightning_rl.collect.base import CollectingDataModule
@@ -113,7 +113,7 @@ class RLCLI(LightningCLI):
             own = self._subcommand_parsers[command]
             sources = checked_sources(rest, own, self.trusted)
             _require_checkpoint(sources.tree.get("ckpt_path"))
-            rest += named_classes(sources, own)
+            rest = as_checked(sources, rest)
         # super() would warn that args is not sys.argv
         self.config = parser.parse_args([command, *rest])
         self._require_trusted_parts()

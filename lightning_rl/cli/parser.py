@@ -15,7 +15,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rl.cli.trust import require_trusted
-from lightning_rl.config.hints import branches, classes, is_class_name
 from lightning_rl.config.layers import Sources, read_sources
 from lightning_rl.config.mistakes import check_sources, innermost
 from lightning_rl.config.yaml_text import dump_yaml
@@ -148,19 +147,13 @@ def checked_sources(
     return sources
 
 
-def named_classes(sources: Sources, parser: LightningArgumentParser) -> list[str]:
-    """Return options that set ``class_path`` where a class name is given and any text is allowed.
+def as_checked(sources: Sources, arguments: Sequence[str]) -> list[str]:
+    """Return options with which a parser reads what was checked, and prints what it is asked to.
 
-    For ``--trainer.strategy ShardedStrategy`` the parser would keep the text, and Lightning would
-    look it up among its own names.
+    It would read the options themselves once per level of the key: null would become "None".
     """
-    found = []
-    for action in parser._actions:
-        hint, value = getattr(action, "_typehint", None), sources.value(action.dest)
-        text = isinstance(value, str) and str in branches(hint)
-        if text and classes(hint) and is_class_name(value, classes(hint)):
-            found.append(f"--{action.dest}.class_path={value}")
-    return found
+    prints = [argument for argument in arguments if argument.startswith("--print_config")]
+    return ["--config", dump_yaml(sources.tree), *prints]
 
 
 def trainer_help() -> str:

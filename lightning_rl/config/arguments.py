@@ -125,7 +125,7 @@ def _made(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> An
     names.load_all()  # short names mean what has been imported
     if inspect.isclass(value) and issubclass(value, tuple(classes(hint))):
         return value()
-    check_value(value, hint, default, key)
+    value = check_value(value, hint, default, key)
     try:
         return parse(hint, value)
     except Exception as error:  # a constructor refused its arguments

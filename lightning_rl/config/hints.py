@@ -64,6 +64,12 @@ def classes(hint: Any) -> list[type]:
     return found
 
 
+def text_forms(hint: Any) -> list[type[str]]:
+    """Return the text types that a hint names, such as ``PromptPath``."""
+    kinds = [branch for branch in branches(hint) if inspect.isclass(branch)]
+    return [kind for kind in kinds if issubclass(kind, str) and kind is not str]
+
+
 def supplied_arguments(hint: Any) -> int:
     """Count the leading arguments that the caller supplies, e.g. 1 for an OptimizerCallable."""
     for branch in branches(hint):
@@ -148,6 +154,9 @@ def _describe_branch(branch: Any) -> str:
         return "a mapping"
     if (item := item_hint(branch)) is not None:
         return f"a list, each item: {describe(item)}"
+    if text_forms(branch):
+        meaning = str(branch.__doc__).rstrip(".")
+        return meaning[0].lower() + meaning[1:]
     if inspect.isclass(branch) and is_dataclass(branch) and not inspect.isabstract(branch):
         return f"keys of {branch.__name__} (e.g. {_example_of(branch)})"
     return getattr(branch, "__name__", str(branch))
@@ -253,6 +262,7 @@ def import_object(path: str) -> Any:
     if not rest or not all(part.isidentifier() for part in (first, *rest)):
         raise ConfigError(
             f"{path!r} is not an import path; write module.name, e.g. my_rewards.exact"
+            f"{did_you_mean(path, MODULE_OF)}"
         )
     found, place = _import(first), first
     if found is None:
@@ -273,6 +283,14 @@ def import_object(path: str) -> Any:
             )
         found, place = getattr(found, part), f"{place}.{part}"
     return found
+
+
+def import_path(name: str) -> str:
+    """Return the import path of a public name; any other text unchanged."""
+    if name in names.added():
+        return names.added()[name].value.replace(":", ".")
+    homes = names.HOME | OPTIONAL_CLASSES
+    return f"{homes[name]}.{name}" if name in homes else name
 
 
 def _import(module: str) -> types.ModuleType | None:

@@ -8,6 +8,7 @@ each value acceptable to the parser for its type hint.
 
 import inspect
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_rl.config.hints import (
     describe,
     did_you_mean,
     import_object,
+    import_path,
     is_class_name,
     is_read_as_null,
     item_hint,
@@ -34,6 +36,7 @@ from lightning_rl.config.hints import (
     parameters,
     subclasses,
     supplied_arguments,
+    text_forms,
 )
 from lightning_rl.config.layers import INHERITED, SPEC, Key, Sources, name_of
 from lightning_rl.config.names import MODULE_OF
@@ -42,12 +45,19 @@ from lightning_rl.errors import ConfigError, LightningRLError
 _SCALARS = (bool, int, float, str)
 _BITS = 63
 """Maximum bits of an integer, as Lightning, torch and engines count with int64."""
+_BYTES = 255
+"""Maximum bytes of the name of a file or folder, on all usual file systems."""
+_PLACE = re.compile(r"(.*_)?(path|dir|dirpath|directory|file|filename|name|version|output|model)")
+"""Keys whose texts become names of files and folders."""
 
 
 def check_sources(
     sources: Sources, parser: ArgumentParser, complete: bool = True, files: bool = True
 ) -> None:
     """Check what the user wrote against the options of a command's parser.
+
+    Bare names of classes and functions in the tree are replaced by their import paths, as the
+    parser knows no others where any callable is allowed.
 
     Args:
         sources: files and options.
@@ -92,7 +102,8 @@ class _Walk:
         for name, value in tree.items():
             dest = ".".join(map(str, (*key, name)))
             if dest in options:
-                self.value(value, options[dest]._typehint, options[dest].default, (*key, name))
+                hint, default = options[dest]._typehint, options[dest].default
+                tree[name] = self.value(value, hint, default, (*key, name))
             elif any(option.startswith(f"{dest}.") for option in options):
                 if isinstance(value, dict):
                     self.options(value, options, (*key, name))
@@ -104,12 +115,12 @@ class _Walk:
                 known = {o.split(".")[depth] for o in options if o.startswith(prefix)}
                 raise _Mistake((*key, name), _no_such_key(name, known, ".".join(map(str, key))))
 
-    def value(self, value: Any, hint: Any, default: Any, key: Key) -> None:
-        """Check a value against its type hint."""
+    def value(self, value: Any, hint: Any, default: Any, key: Key) -> Any:
+        """Check a value against its type hint; returns it with the import paths of bare names."""
         if value is None:
             if default is not None and not {type(None), Any} & set(branches(hint)):
                 raise _Mistake(key, f"expected {describe(hint)}, got null")
-            return
+            return value
         if isinstance(value, int) and value.bit_length() > _BITS:
             raise _Mistake(
                 key, f"{value!s:.20}... has {value.bit_length()} bits, and may have {_BITS}"
@@ -117,30 +128,40 @@ class _Walk:
         text = value
         if isinstance(value, dict) and value.keys() <= {"class_path", INHERITED}:
             text = value.get("class_path")  # merged with what names a class in another source
-        if isinstance(text, str) and any(accepts(form, text) for form in _text_forms(hint)):
-            return
+        if isinstance(text, str) and (text_forms(hint) or _PLACE.fullmatch(str(key[-1]))):
+            _require_names(text, key)
+        if isinstance(text, str) and any(accepts(form, text) for form in text_forms(hint)):
+            return text
         if isinstance(value, str) and is_read_as_null(value, hint):
             raise _Mistake(key, f"the text {value!r} is read as null; write null without quotes")
         made = classes(hint)
         other = {str, Path, Any} & set(branches(hint))
         if (made or not other) and self._stands_for_a_part(value, key):
-            return
-        if made and isinstance(value, str) and not any(b in _SCALARS for b in branches(hint)):
-            if not is_class_name(value, made) and accepts(hint, value):
-                return  # an enum's member, say
-            value = {"class_path": value}  # engine: VLLMLocal, without arguments
+            return value
+        if made and isinstance(value, str):
+            known = is_class_name(value, made)
+            if not any(b in _SCALARS for b in branches(hint)):
+                if not known and accepts(hint, value):
+                    return value  # an enum's member, say
+                known = True
+            if known:
+                value = {"class_path": value}  # engine: VLLMLocal, without arguments
         if made and isinstance(value, dict):
-            self.instance(value, hint, default, key)
-        elif isinstance(value, dict) and "class_path" in value and FUNCTION in describe(hint):
-            self.callable(value, key)
-        elif isinstance(value, dict) and classes(inside := mapping_hint(hint)):
-            for name, inner in value.items():
-                self.value(inner, inside, None, (*key, name))
-        elif isinstance(value, list) and (item := item_hint(hint)) is not None:
-            for index, inner in enumerate(value):
-                self.value(inner, item, None, (*key, index))
-        elif not accepts(hint, value):
+            return self.instance(value, hint, default, key)
+        if FUNCTION in describe(hint):
+            if isinstance(value, dict) and "class_path" in value:
+                return self.callable(value, key)
+            if isinstance(value, str) and item_hint(hint) is None:
+                value = import_path(value)
+                if _is_class(value):
+                    return self.callable({"class_path": value}, key)
+        if isinstance(value, dict) and (inside := mapping_hint(hint)) is not None:
+            return {n: self.value(inner, inside, None, (*key, n)) for n, inner in value.items()}
+        if isinstance(value, list) and (item := item_hint(hint)) is not None:
+            return [self.value(inner, item, None, (*key, i)) for i, inner in enumerate(value)]
+        if not accepts(hint, value):
             raise _Mistake(key, _wrong_value(value, hint, made))
+        return value
 
     def _stands_for_a_part(self, value: Any, key: Key) -> bool:
         """Return True if the value is the name of a configuration file, which the parser reads."""
@@ -151,7 +172,7 @@ class _Walk:
             raise _Mistake(key, f"{what}; give it with --config")
         return True
 
-    def instance(self, spec: dict[str, Any], hint: Any, default: Any, key: Key) -> None:
+    def instance(self, spec: dict[str, Any], hint: Any, default: Any, key: Key) -> dict[str, Any]:
         """Check ``{class_path, init_args}``, or the arguments of a dataclass or the default's
         class.
         """
@@ -160,7 +181,7 @@ class _Walk:
         if name is None:
             component = _implied_class(bases, default)
             if component is None and accepts(hint, spec):
-                return None  # a TypedDict, say
+                return spec  # a TypedDict, say
             if component is None and len(bases) == 1 and list(subclasses(bases[0])) == bases:
                 component = bases[0]  # there is no other
             if component is None:
@@ -172,15 +193,30 @@ class _Walk:
             arguments = {k: v for k, v in spec.items() if k not in SPEC}
             arguments |= spec.get("init_args") or {}
             from_scratch = default is None or default is inspect.Parameter.empty
-            return self.arguments(arguments, component, hint, key, from_scratch)
+            checked = self.arguments(arguments, component, hint, key, from_scratch)
+            more = spec.get("dict_kwargs")
+            return {"init_args": checked, "dict_kwargs": more} if more else checked
         try:
             component = named_class(str(name), bases)
         except ConfigError as error:
-            raise _Mistake((*key, "class_path"), str(error)) from error
+            raise _Mistake((*key, "class_path"), _no_such_class(str(name), hint, error)) from error
         if not inspect.isclass(component) and not makes(component, hint):
             kinds = " or ".join(base.__name__ for base in bases)
             what = f"{name} is a function, and a {kinds} is needed"
             raise _Mistake((*key, "class_path"), f"{what}; name a class")
+        return self.spec(spec, component, hint, key)
+
+    def callable(self, spec: dict[str, Any], key: Key) -> dict[str, Any]:
+        """Check a callable given as an instance of any class, such as a reward."""
+        try:
+            component = import_object(import_path(str(spec["class_path"])))
+        except ConfigError as error:
+            raise _Mistake((*key, "class_path"), str(error)) from error
+        return self.spec(spec, component, Any, key)
+
+    def spec(self, spec: dict[str, Any], component: Any, hint: Any, key: Key) -> dict[str, Any]:
+        """Check what stands beside the name of a class or function."""
+        name = str(spec["class_path"])
         stray = [k for k in spec if k not in (*SPEC, INHERITED)]
         if stray:
             known = parameters(component)
@@ -190,39 +226,61 @@ class _Walk:
         if not isinstance(given, dict):
             raise _Mistake((*key, "init_args"), f"expected arguments of {name}, got {given!r:.60}")
         kept = {k: v for k, v in spec.get(INHERITED, {}).items() if k in parameters(component)}
-        return self.arguments(kept | given, component, hint, (*key, "init_args"), True)
-
-    def callable(self, spec: dict[str, Any], key: Key) -> None:
-        """Check a callable given as an instance of any class, such as a reward."""
-        try:
-            component = import_object(str(spec["class_path"]))
-        except ConfigError as error:
-            raise _Mistake((*key, "class_path"), str(error)) from error
-        given = spec.get("init_args") or {}
-        self.arguments(given, component, Any, (*key, "init_args"), complete=True)
+        given = self.arguments(kept | given, component, hint, (*key, "init_args"), True)
+        path = name if "." in name else f"{component.__module__}.{component.__qualname__}"
+        checked = {"class_path": path, "init_args": given, "dict_kwargs": spec.get("dict_kwargs")}
+        return {k: v for k, v in checked.items() if v}
 
     def arguments(
         self, given: dict[str, Any], component: Any, hint: Any, key: Key, complete: bool
-    ) -> None:
+    ) -> dict[str, Any]:
         """Check arguments of a class or function against its signature."""
         known = dict(list(parameters(component).items())[supplied_arguments(hint) :])
         owner = component.__name__
+        checked = dict(given)
         for name, value in given.items():
             if name not in known:
                 kin = [c for base in classes(hint) for c in subclasses(base)]
                 others = {c.__name__ for c in kin if name in parameters(c)} - {owner}
                 raise _Mistake((*key, name), _no_such_key(name, known, owner, others))
-            if known[name].annotation is not inspect.Parameter.empty:
-                self.value(value, known[name].annotation, known[name].default, (*key, name))
+            expected, default = known[name].annotation, known[name].default
+            if expected is not inspect.Parameter.empty:
+                checked[name] = self.value(value, expected, default, (*key, name))
         for name, parameter in known.items():
             if self._complete and complete and name not in given and _required(parameter):
                 raise _Mistake((*key, name), _missing(owner, parameter.annotation))
+        return checked
 
 
-def _text_forms(hint: Any) -> list[Any]:
-    """Return the text types that a hint names, such as ``PromptPath``."""
-    kinds = [branch for branch in branches(hint) if inspect.isclass(branch)]
-    return [kind for kind in kinds if issubclass(kind, str) and kind is not str]
+def _no_such_class(name: str, hint: Any, error: ConfigError) -> str:
+    """Explain why a text is not a class, and neither what a text type of the hint reads."""
+    for form in text_forms(hint):
+        try:
+            form(name)
+        except ValueError as refusal:
+            return f"{refusal}; nor is it a class: {error}"
+        return f"{name!r} has no arguments; name a class that has them"
+    return str(error)
+
+
+def _require_names(path: str, key: Key) -> None:
+    """Refuse a path with a part that no file or folder can be called."""
+    if "\0" in path:
+        raise _Mistake(key, f"{path!r:.60} holds a NUL character, as no file's name can; remove it")
+    longest = max(len(os.fsencode(part)) for part in path.split("/"))
+    if longest > _BYTES:
+        raise _Mistake(
+            key,
+            f"{path[:30]!r}... has a part of {longest} bytes, and the name of a file or folder may "
+            f"have {_BYTES}; shorten it",
+        )
+
+
+def _is_class(path: str) -> bool:
+    try:
+        return inspect.isclass(import_object(path))
+    except ConfigError:
+        return False
 
 
 def _implied_class(bases: list[type], default: Any) -> Any | None:
@@ -266,14 +324,14 @@ def _missing(owner: str, hint: Any) -> str:
     return f"is missing; {owner} needs it ({describe(hint)})"
 
 
-def check_value(value: Any, hint: Any, default: Any, key: Key) -> None:
-    """Check one value against a type hint, as :func:`check_sources` does for all values.
+def check_value(value: Any, hint: Any, default: Any, key: Key) -> Any:
+    """Check one value against a type hint, and return it, as :func:`check_sources` does for all.
 
     Raises:
         ConfigError: names key, value and fix.
     """
     try:
-        _Walk(complete=True, files=True).value(value, hint, default, key)
+        return _Walk(complete=True, files=True).value(value, hint, default, key)
     except _Mistake as mistake:
         raise ConfigError(f"{name_of(mistake.key)}: {mistake.what}") from mistake.__cause__
 
@@ -307,7 +365,7 @@ def innermost(error: BaseException) -> LightningRLError:
     keys = [line.split('"')[1] for line in wanted if line.startswith("Parser key")]
     rest = [line for line in wanted if not line.startswith(("Parser key", "Problem with given"))]
     # Of a union such as float | Schedule, what the class said and not that it is no float.
-    rest.sort(key=lambda line: line.startswith("Expected a <class"))
+    rest.sort(key=lambda line: line.startswith(("Expected a <class", "Not of type")))
     what = (rest or lines or [repr(error)])[0].split(" Got value: Namespace")[0]
     if not isinstance(error, ValueError | TypeError | ArgumentError | MisconfigurationException):
         what = f"{type(error).__name__}: {what}"

@@ -27,6 +27,17 @@ _Dumper.add_implicit_resolver(
 )
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads ``1e5`` as a number, as jsonargparse does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+    [*"-+.0123456789"],
+)
+
+
 _Dumper.add_multi_representer(  # a default of another library, such as Lightning's Interval
     Enum, lambda dumper, member: dumper.represent_data(member.value)
 )
@@ -54,7 +65,7 @@ def parse_yaml_nodes(text: str, place: str) -> tuple[yaml.Node | None, Any]:
     """
     loader = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
             return None, None

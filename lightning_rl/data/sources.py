@@ -245,7 +245,7 @@ class ReasoningGymPrompts(PromptDataset):
 
 
 class PromptPath(str):
-    """A file of prompts, or a folder of them."""
+    """The path of a file of prompts, or of a folder of them."""
 
     def __new__(cls, path: str) -> "PromptPath":
         if Path(path).suffix not in _KINDS and not Path(path).is_dir():

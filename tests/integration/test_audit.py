@@ -1,6 +1,7 @@
 """Audits: a run that is as it was comes out again, and every forgery is found."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -298,4 +299,7 @@ def test_a_changed_configuration_is_refused_by_the_checkpoint_it_does_not_fit(ru
     main(["audit", str(run), "--share", "1"])
     said = "".join(capsys.readouterr())
     assert "checkpoints/iteration_2.ckpt cannot be resumed" in said
+    assert "coef: 0.1 then, 0.2 now: the run was trained with the old values; restore" in said
     assert "None cannot" not in said
+    audits = main(["audit", "--help"]), capsys.readouterr().out
+    assert {*re.findall(r"--[a-z_]+", said)} <= {*re.findall(r"--[a-z_]+", audits[1])}

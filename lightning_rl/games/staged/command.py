@@ -10,7 +10,7 @@ from jsonargparse import ActionConfigFile
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rl.callbacks.artifacts import fetch_files
-from lightning_rl.cli.parser import RLArgumentParser, checked_sources
+from lightning_rl.cli.parser import RLArgumentParser, as_checked, checked_sources
 from lightning_rl.cli.trust import require_trusted_parts, split_options
 from lightning_rl.config import names
 from lightning_rl.config.layers import Change, differences, flatten, load_yaml
@@ -109,8 +109,8 @@ def parse(arguments: Sequence[str], parser: LightningArgumentParser) -> Any:
         ConfigError: naming the first mistake, and where it was made.
     """
     rest, trusted = split_options(arguments)
-    checked_sources(rest, parser, trusted)
-    config = parser.parse_args(rest)
+    sources = checked_sources(rest, parser, trusted)
+    config = parser.parse_args(as_checked(sources, rest))
     if trusted is not None:
         require_trusted_parts({"": config.as_dict()}, trusted, {"": StagedTrainer})
     return config

@@ -337,12 +337,14 @@ def _check(module: Any, told: dict[str, Any], path: Path) -> None:
     now = configuration_of(module)
     changes = differences(then, now)
     kinds = [(change, kind_of(change, then, now)) for change in changes]
-    _refuse([change for change, kind in kinds if kind == "refused"], path, _NO_WAY)
+    repeats = getattr(module.trainer.datamodule, "is_rerun", False)  # ``rerun`` or ``audit``
+    no_way, on_demand = (_RESTORE, _RESTORE) if repeats else (_NO_WAY, _ON_DEMAND)
+    _refuse([change for change, kind in kinds if kind == "refused"], path, no_way)
     allowed = module.allow_changes
     altering = [change for change, kind in kinds if kind == "alters"]
     if allowed is not True:
         listed = tuple(allowed or ())
-        _refuse([c for c in altering if not _below(c.key, listed)], path, _ON_DEMAND)
+        _refuse([c for c in altering if not _below(c.key, listed)], path, on_demand)
     module.changes = changes
     lines = [
         f"  {change}{' (permitted by --allow_changes)' if kind == 'alters' else ''}"
@@ -356,6 +358,7 @@ def _check(module: Any, told: dict[str, Any], path: Path) -> None:
         )
 
 
+_RESTORE = "the run was trained with the old values; restore the config.yaml that it wrote"
 _NO_WAY = (
     "the checkpoint's weights and optimizer state fit only the old values; set them back, or start "
     "a new run without --ckpt_path"

@@ -157,6 +157,34 @@ def test_a_url_where_a_run_writes_is_refused_by_its_key(case, place):
     assert sorted(place.iterdir()) == before
 
 
+NO_NAMES = {"x" * 300: "300 bytes", "é" * 150: "300 bytes", f"a/{'y' * 256}/b": "256 bytes"}
+NO_NAMES["a\0b"] = "holds a NUL character"
+PLACES = [
+    "trainer.default_root_dir",
+    "trainer.logger.name",
+    "trainer.logger.version",
+    "data.buffer.path",
+    "data.train_prompts",
+    "data.train_prompts.path",
+    "data.eval_prompts.path",
+    "model.model",
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+@pytest.mark.parametrize("key", PLACES)
+def test_a_name_that_no_file_can_have_is_refused_by_its_key(key, name):
+    good = "--trainer.logger CSVLogger --trainer.logger.save_dir . --data.buffer ReplayBuffer"
+    said = complaint(f"{good} --data.buffer.path b.sqlite --{key} {shlex.quote(name)}")
+    require_message(*said, [f"{key.rpartition('.')[2]}: ", NO_NAMES[name], f"at option --{key}"])
+
+
+def test_a_name_that_no_file_can_have_is_refused_by_every_command(capsys):
+    for command in ("audit", "view", "rerun --iteration 1"):
+        assert main([*command.split(), "x" * 300]) == 2
+        assert "shorten it" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(find_spec("vllm") is None, reason="VLLMLocal needs vLLM")
 def test_no_room_for_a_prompt_is_said_before_vllm_starts(monkeypatch):
     from lightning_rl.engines import VLLMLocal
@@ -250,6 +278,17 @@ def test_the_place_is_the_last_source_that_set_the_key(place):
     (place / "more.yaml").write_text("data:\n  init_args:\n    group_size: eight\n")
     assert complaint("--config more.yaml")[1].endswith("at more.yaml:3")
     assert complaint("--data.seed x")[1].endswith("at option --data.seed")
+
+
+def test_null_on_the_command_line_is_null_at_every_level(capsys):
+    keys = ("data.engine.dtype", "data.train_prompts.template", "data.train_prompts.id_column")
+    options = [word for key in keys for word in (f"--{key}", "null")]
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "good.yaml", *options, "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+    assert printed["engine"]["init_args"]["dtype"] is None
+    prompts = printed["train_prompts"]["init_args"]
+    assert (prompts["template"], prompts["id_column"]) == (None, None)
 
 
 def test_traceback_on_request(monkeypatch):
