@@ -93,7 +93,7 @@ class Claims:
             summary = None
         return summary if isinstance(summary, dict) else {"status": "completed"}
 
-    def _unfinished(self, iteration: Any) -> bool:
+    def _unfinished(self, iteration: int) -> bool:
         """Return True for the iteration at which a run was killed or failed, or just before it."""
         ended = self._summary.get("status") == "completed"
         return not ended and iteration in (self._last, self._last + 1)
@@ -226,9 +226,8 @@ class Claims:
         missing = self._recorded.keys() - self._rows.keys()
         if not claimed or missing:  # a full disk refused the last row
             return
-        iterations = claimed.get("iterations")
-        unfinished = isinstance(iterations, int) and self._unfinished(iterations)
-        last = iterations if unfinished else self._last
+        said = claimed.get("iterations")
+        last = said if isinstance(said, int) and self._unfinished(said) else self._last
         text = "\n".join(json.dumps(row) for rows in self._rows.values() for _, row in rows)
         rows, environment = read_rows(text), self.records.begins[-1]["environment"]
         versions = {name: environment[name] for name in PACKAGES if name in environment}
