@@ -56,6 +56,11 @@ class RaisesRewards(RLCallback):
         rollouts[0].reward += 0.5
 
 
+def fails(trainer_state, completions, **columns):
+    assert trainer_state.global_step < 2
+    return [0.5] * len(completions)
+
+
 def test_every_iteration_and_a_rollout_of_each_come_out_again(finished, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     status, lines = audit(finished, capsys, "--share", "1", "--seed", "3")
@@ -223,15 +228,13 @@ def test_resumed_runs_and_further_runs_in_their_place_contradict_nothing(
 
 def test_a_run_that_stopped_early_or_failed_contradicts_nothing(tmp_path, tiny_model, monkeypatch):
     make_place(tmp_path)
-    with (tmp_path / "rerun_rewards.py").open("a") as file:
-        file.write(
-            "def fails(trainer_state, completions, **columns):\n"
-            "    assert trainer_state.global_step < 2\n    return [0.5] * len(completions)\n"
-        )
     stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=reward/mean"]
     stopped = train(tmp_path, tiny_model, *stop, "--trainer.callbacks.stopping_threshold=0.5")
     stand_in(tmp_path, monkeypatch)
-    failing = ["--trainer.callbacks+=PreviewTable", "--data.rewards=[rerun_rewards.fails]"]
+    failing = [
+        "--trainer.callbacks+=PreviewTable",
+        "--data.rewards=[tests.integration.test_audit.fails]",
+    ]
     assert main(["fit", "--config", "config.yaml", *failing]) == 1
     failed = stopped.with_name("version_1")
     for run, status in ((stopped, "completed"), (failed, "failed")):
