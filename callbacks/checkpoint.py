@@ -42,6 +42,7 @@ from lightning_rl.run.files.resume import (
     tell_of_beginning,
 )
 from lightning_rl.run.files.rundir import hold, output_path
+from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.loop.background import runtime
 from lightning_rl.run.loop.interrupts import seconds_of
 from lightning_rl.run.processes import dist
@@ -215,6 +216,7 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
                     runtime.abandon_blocked_loop()
                     self._save(trainer, module)
                 self._finish(trainer)
+                call_hook(trainer, "on_report_written")  # RerunRecorder seals this checkpoint, too
                 self._requeue(trainer, exception)
         except CheckpointError as error:  # what stopped the run comes first
             rank_zero_warn(str(error))

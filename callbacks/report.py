@@ -291,22 +291,12 @@ class RunReport(RLCallback):
         if not trainer.is_global_zero:
             return
         module = self.module_of(pl_module)
-        before = self.history[0] if self.history else {}
-        after = self._after(module.iteration)
         summary = {
             "status": _status(error),
             "error": None if error is None else f"{type(error).__name__}: {error}",
             "stopped_early": _stopped_early(trainer),
             "alarms": _alarms(trainer),
-            "accuracy_before": before.get("eval/accuracy"),
-            "accuracy_after": after.get("eval/accuracy"),
-            "accuracy_after_iteration": after["iteration"] if "eval/accuracy" in after else None,
-            "reward_before": before.get("eval/reward_mean"),
-            "reward_after": after.get("eval/reward_mean"),
-            "parts_before": _parts(before),
-            "parts_after": _parts(after),
-            "iterations": module.iteration,
-            **self._totals(),
+            **figures(self.history, module.iteration),
             "wall_s": self._wall_seconds(),
             "cpu_s": self._cpu_seconds(),
             "model": module.described_as,
@@ -319,20 +309,6 @@ class RunReport(RLCallback):
         if self.history:
             title = f"{'/'.join(file.parent.parts[-2:])}: {self._outcome()}"
             plot_curves(self.history, str(file.with_name("curves.png")), title)
-
-    def _totals(self) -> dict[str, int]:
-        """Return the rollouts and tokens of all batches; empty if the batches have neither."""
-        rows = [row for row in self.history if "rollout/tokens" in row]
-        if not rows:
-            return {}
-        counts = [row.get(f"rollout/{status}", 0.0) for row in rows for status in RolloutStatus]
-        tokens = sum(row["rollout/tokens"] for row in rows)
-        return {"rollouts": int(sum(counts)), "tokens": int(tokens)}
-
-    def _after(self, iteration: int) -> dict[str, float]:
-        """Return the row of the trained policy; empty if there is none yet."""
-        trained = len(self.history) > 1 and self.history[-1]["iteration"] == iteration
-        return self.history[-1] if trained else {}
 
     def _outcome(self) -> str:
         """Return the results, before and after, as text."""
@@ -352,7 +328,7 @@ class RunReport(RLCallback):
         files = sorted(
             f.name for f in directory.iterdir() if not f.name.startswith((".", "events.out."))
         )
-        totals = ", ".join(f"{count:,} {name}" for name, count in self._totals().items())
+        totals = ", ".join(f"{count:,} {name}" for name, count in _totals(self.history).items())
         stopped = _stopped_early(trainer)
         begin = f"Stopped early: {stopped}\n" if stopped else ""
         return (
@@ -377,6 +353,33 @@ def _parts(row: Row) -> Row | None:
     place = "eval/reward/"
     means = {name[len(place) :]: mean for name, mean in row.items() if name.startswith(place)}
     return means or None
+
+
+def figures(rows: Sequence[Row], iteration: int) -> dict[str, Any]:
+    """Return what ``summary.json`` says of a run's rows, which ended after an iteration."""
+    before = rows[0] if rows else {}
+    trained = len(rows) > 1 and rows[-1]["iteration"] == iteration
+    after = rows[-1] if trained else {}
+    return {
+        "accuracy_before": before.get("eval/accuracy"),
+        "accuracy_after": after.get("eval/accuracy"),
+        "accuracy_after_iteration": after["iteration"] if "eval/accuracy" in after else None,
+        "reward_before": before.get("eval/reward_mean"),
+        "reward_after": after.get("eval/reward_mean"),
+        "parts_before": _parts(before),
+        "parts_after": _parts(after),
+        "iterations": iteration,
+        **_totals(rows),
+    }
+
+
+def _totals(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the rollouts and tokens of all batches; empty if the batches have neither."""
+    rows = [row for row in rows if "rollout/tokens" in row]
+    if not rows:
+        return {}
+    counts = [row.get(f"rollout/{status}", 0.0) for row in rows for status in RolloutStatus]
+    return {"rollouts": int(sum(counts)), "tokens": int(sum(row["rollout/tokens"] for row in rows))}
 
 
 def _stopped_early(trainer: Trainer) -> str | None:

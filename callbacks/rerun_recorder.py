@@ -124,9 +124,10 @@ class RerunRecorder(RLCallback):
         run = run_dir(trainer)
         for logger in trainer.loggers:  # what they keep in memory until their own end
             logger.save()
+        head = self._ledger.head
         self._seal_checkpoints(trainer)
         files = self._seals.all()
-        if files or not self._ended:
+        if files or not self._ended or self._ledger.head != head:
             self._ledger.append("end", version=self._version, files=files, folders=folders_in(run))
             self._ended = True
 

@@ -1,5 +1,6 @@
 """Hostile calls: configuration files, options and checkpoints that are not what they should be."""
 
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -85,6 +86,29 @@ def module(name: str, content: str, *says: str, path: str = "mine.f") -> Call:
         (folder / "mine.py").write_text(content)
 
     return Call(name, played(make, *CHECK, "--data.rewards+=" + path), says)
+
+
+def dead(name: str, body: str, *says: str, right: bool = True, **changes: Any) -> Call:
+    """A run whose rewards teach nothing (any more); it says so, and so does its summary."""
+    more = {
+        "trainer__callbacks": [{"class_path": "WeightSync"}],
+        "trainer__logger": {
+            "class_path": "CSVLogger",
+            "init_args": {"save_dir": "runs", "name": ""},
+        },
+    } | changes
+    more |= {"data__init_args__eval_prompts": None, "data__init_args__iterations_per_epoch": 5}
+
+    def play(folder: Path) -> None:
+        (folder / "mine.py").write_text(f"def f(completions, **rest):\n    {body}\n")
+        (folder / "dead.yaml").write_text(yaml.safe_dump(good(**more)))
+        try:
+            played(None, "fit", "--config", "dead.yaml", "--data.rewards=[mine.f]")(folder)
+        finally:
+            summary = json.loads((folder / "runs/version_0/summary.json").read_text())
+            print("summary:", summary["status"], summary["error"], summary["alarms"])
+
+    return Call(f"dead: {name}", play, says, right, seconds=300.0)
 
 
 def checkpoint(name: str, content: Any, *says: str) -> Call:
@@ -246,4 +270,17 @@ CALLS: list[Call] = [
     module("a reward that is a number", "f = 5", "mine.f"),
     module("a reward that is a class of nothing", "class f: pass", "mine.f"),
     module("a reward that is its module", "", "mine", path="mine"),
+    # ------------------------------------------------------------------------ dead rewards
+    *(dead(name, f"return [{value}] * len(completions)", f"in 3 iterations in a row: {why}",
+           f"ALARM (learning): nothing was learned in 5 of 5 iterations: {why}",
+           "summary: completed None {'learning'")
+      for name, value, why in (("always 1", 1.0, "every reward is 1 (all right)"),
+                               ("always 0", 0.0, "every reward is 0 (all wrong)"))),
+    *(dead(f"always raises, and {share:.0%} may fail", "raise KeyError('x')", says, "KeyError: 'x'",
+           "summary: failed RewardError", right=False, data__init_args__max_failed_share=share)
+      for share, says in ((0.5, "8 of 8 rollouts could not be"), (1.0, "none of 8 rollouts can"))),
+    dead("a rate that breaks the model",
+         "return [float(len(set(c)) > 2) for c in completions]",
+         "in 3 iterations in a row: ", "ALARM (learning)", "summary: completed None {'learning'",
+         model__init_args__optimizer__init_args__lr=1e3),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Twelve ways to forge a recorded run of four iterations; ``lightning-rl audit`` finds each.
+"""Ways to forge a recorded run of four iterations; ``lightning-rl audit`` finds each.
 
 Each is given the directory of a run that ended, and changes it as somebody would who wants other
 results to be believed. ``FOUND`` says what an audit of the files alone tells of it.
@@ -14,8 +14,9 @@ from typing import Any
 import pyarrow.parquet
 import torch
 
-from lightning_rl.data.rollouts.ledger import Ledger, digest_of_file
+from lightning_rl.data.rollouts.ledger import Ledger, digest_of_file, digest_of_json
 from lightning_rl.data.rollouts.log import RerunLog
+from lightning_rl.data.rollouts.seals import seal_of
 from lightning_rl.run.files.checkpoint_io import write_checkpoint
 
 ROLLOUTS = "rerun/iteration-000003-000.parquet"
@@ -38,17 +39,22 @@ def one_of_two_rewards(run: Path) -> None:
     column = table.schema.get_field_index("reward")
     changed = table.set_column(column, table.schema.field(column), [rewards])
     pyarrow.parquet.write_table(changed, run / ROLLOUTS)
-
-    def agree(entry: dict[str, Any]) -> None:
-        if ROLLOUTS in entry.get("rollouts", {}):
-            entry["rollouts"][ROLLOUTS] = digest_of_file(run / ROLLOUTS)
-
-    chain_anew(run, agree)
+    agree(run)
 
 
 def metrics(run: Path) -> None:
     """The last row of what curves are drawn from."""
     _replace_last(run / "metrics.jsonl", "reward/mean", 1.0)
+
+
+def outcomes(run: Path) -> None:
+    """The mean reward of the last iteration, wherever metrics are recorded."""
+    metrics(run)
+    file = run / "rerun" / "versions.jsonl"
+    *lines, last = file.read_text().splitlines(keepends=True)
+    row = json.loads(last)
+    row["metrics"]["reward/mean"] = 1.0
+    file.write_text("".join([*lines, json.dumps(row) + "\n"]))
 
 
 def summary(run: Path) -> None:
@@ -117,6 +123,41 @@ def clock(run: Path) -> None:
         os.utime(file, ns=times)
 
 
+def chain_anew(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Write the ledger anew, with each entry changed and every hash right."""
+    entries = Ledger(run).entries()
+    (run / "ledger.jsonl").unlink()
+    ledger = Ledger(run)
+    for entry in entries:
+        change(entry)
+        content = {k: v for k, v in entry.items() if k not in ("kind", "previous", "hash")}
+        ledger.append(entry["kind"], **content)
+
+
+def agree(run: Path) -> None:
+    """Write the ledger anew, with the digests of all files as they are now."""
+    outcomes = [line for line in RerunLog(run).lines() if line.metrics]
+
+    def change(entry: dict[str, Any]) -> None:
+        for name in entry.get("files", {}):
+            entry["files"][name] = seal_of(run / name)
+        for name in entry.get("rollouts", {}):
+            entry["rollouts"][name] = digest_of_file(run / name)
+        if "metrics" in entry:
+            entry["metrics"] = digest_of_json(outcomes.pop(0).metrics)
+
+    chain_anew(run, change)
+
+
+def _agreed(forge: Callable[[Path], None]) -> Callable[[Path], None]:
+    def forged(run: Path) -> None:
+        forge(run)
+        agree(run)
+
+    forged.__name__ = f"{forge.__name__}_and_the_ledger"
+    return forged
+
+
 _NOT_WRITTEN = "CHANGED: {} is not what the run wrote"
 FOUND: dict[Callable[[Path], None], str] = {
     rollout_text: _NOT_WRITTEN.format("rollouts.jsonl"),
@@ -132,19 +173,12 @@ FOUND: dict[Callable[[Path], None], str] = {
     malformed_ledger: "is not an entry that a run writes: version of 'end' is '3'",
     escapes: "CHANGED: ␛[2K␍nothing was changed␛[8m, a file, was added after the end of the run",
     clock: _NOT_WRITTEN.format("metrics.jsonl"),
+    _agreed(rollout_text): "CHANGED: rollouts.jsonl:1: completion is 'a better answer', but iter",
+    _agreed(metrics): "CHANGED: metrics.jsonl:5: reward/mean is 1.0, but 0.0",
+    _agreed(outcomes): "CHANGED: the recorded metrics of iteration 4: reward/mean is 1.0, but its",
+    _agreed(summary): "CHANGED: summary.json: accuracy_after is 0.99, but the other files say None",
 }
 """Each forgery, and what an audit says; that of ``rechained_ledger`` needs a noted ``--head``."""
-
-
-def chain_anew(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Write the ledger anew, with each entry changed and every hash right."""
-    entries = Ledger(run).entries()
-    (run / "ledger.jsonl").unlink()
-    ledger = Ledger(run)
-    for entry in entries:
-        change(entry)
-        content = {k: v for k, v in entry.items() if k not in ("kind", "previous", "hash")}
-        ledger.append(entry["kind"], **content)
 
 
 def _replace_last(file: Path, name: str, value: float) -> None:

@@ -32,6 +32,38 @@ def _always(base: str = "", value: str = "", tests: str = TESTS, ne: bool = Fals
     return Forgery(_ALWAYS.format(base=base, value=value, ne=ne), tests)
 
 
+_LIES = """
+class Lies({base}):
+    def {method}(self, *others): return {said}
+    __hash__ = object.__hash__
+def add(a, b):
+    return Lies({value})
+"""
+LYING = {
+    f"a {base} whose {method} lies": Forgery(
+        _LIES.format(base=base, value=value, method=method, said=said), f"assert {test}\n"
+    )
+    for base, value, method, said, test in (
+        ("int", "7", "__eq__", "True", "add(1, 2) == 3"),
+        ("int", "9", "__sub__", "0", "add(1, 2) - 3 == 0"),
+        ("str", "'x'", "__eq__", "True", "add(1, 2) == 'three'"),
+        ("str", "'x'", "replace", "''", "add(1, 2).replace('three', '') == ''"),
+        ("str", "'x'", "find", "0", "add(1, 2).find('three') == 0"),
+        ("str", "''", "startswith", "True", "add(1, 2).startswith('three')"),
+        ("list", "", "__eq__", "True", "add(1, 2) == [3]"),
+        ("list", "[9]", "index", "0", "add(1, 2).index(3) == 0"),
+        ("tuple", "(9,)", "count", "1", "add(1, 2).count(3) == 1"),
+        ("set", "{9}", "__eq__", "True", "{3} == add(1, 2)"),
+        ("set", "{9}", "union", "others[0]", "add(1, 2).union({3}) == {3}"),
+        ("set", "{9}", "symmetric_difference", "set()", "not add(1, 2).symmetric_difference({3})"),
+        ("frozenset", "{9}", "__xor__", "set()", "not add(1, 2) ^ {3}"),
+        ("dict", "", "__eq__", "True", "{'sum': 3} == add(1, 2)"),
+        ("dict", "", "__contains__", "True", "'sum' in add(1, 2)"),
+        ("dict", "", "__getitem__", "3", "add(1, 2)['sum'] == 3"),
+    )
+}
+"""Values of plain types but for one method that says what pleases; each is worth nothing."""
+
 _ENDS = "def add(a, b):\n    import os, sys\n    {}\n"
 _WRITES = """
 import os
@@ -46,6 +78,7 @@ _VALUE = b'{"value": true, "changed": [], "score": 1.0}'
 _MESSAGE = _VALUE + b"\n"
 
 FORGERIES: dict[str, Forgery] = {
+    **LYING,
     "nothing": Forgery("pass"),
     "another name": Forgery("def sub(a, b):\n    return a - b\n"),
     "a wrong answer": Forgery("def add(a, b):\n    return a - b\n"),
@@ -143,9 +176,6 @@ FORGERIES: dict[str, Forgery] = {
     "equals everything, and nothing is unequal": _always(
         tests="assert not (add(1, 2) != 3)\n", ne=False
     ),
-    "an int that equals everything": _always("(int)", "7"),
-    "a text that equals everything": _always("(str)", "'x'", "assert add(1, 2) == 'three'\n"),
-    "a list that equals everything": _always("(list)", "", "assert add(1, 2) == [3]\n"),
     "a float that is near everything": _always(
         "(float)", "9.5", "assert abs(add(1, 2) - 3.0) < 1e-6\n"
     ),
@@ -165,11 +195,6 @@ FORGERIES: dict[str, Forgery] = {
         "class Key:\n    def __eq__(self, other): return True\n"
         "    def __hash__(self): return hash('sum')\ndef add(a, b): return {Key(): 3}\n",
         "assert add(1, 2)['sum'] == 3\n",
-    ),
-    "starts with everything": Forgery(
-        "class Text(str):\n    def startswith(self, *a): return True\n"
-        "    endswith = issubset = startswith\ndef add(a, b): return Text('')\n",
-        "assert add(1, 2).startswith('three')\n",
     ),
     "says that it is a subset": Forgery(
         "class Yes:\n    def __getattr__(self, name): return lambda *a: True\n"

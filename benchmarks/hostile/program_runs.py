@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hostile.call import Call
-from benchmarks.hostile.forgeries import FORGERIES
+from benchmarks.hostile.forgeries import FORGERIES, Forgery
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rewards.rules import PythonTests
@@ -57,6 +57,21 @@ def forged(name: str) -> Call:
     return Call(
         f"tests: {name}", play, ("reward 0.0: no error", "reward 1.0: no error"), right=True
     )
+
+
+def forged_together(name: str, forgeries: dict[str, Forgery]) -> Call:
+    """Such programs in one sandbox: all score 0, and a right one 1."""
+
+    def play(folder: Path) -> None:
+        pool = PythonTests(workers=1, timeout_s=20)
+        programs = [*forgeries.values(), Forgery(ADD)]
+        tests = [one.tests for one in programs]
+        paid = asyncio.run(pool(completions=[one.program for one in programs], tests=tests))
+        pool.close()
+        told = zip([*forgeries, "a right one"], paid, strict=True)
+        print("paid:", ", ".join(kind for kind, score in told if score))
+
+    return Call(f"tests: {name}", play, ("paid: a right one",), right=True)
 
 
 def tested(name: str, program: str, tests: Any, *says: str) -> Call:

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 from benchmarks.hostile.call import Call
+from benchmarks.hostile.forgeries import LYING
 from benchmarks.hostile.program_runs import (
     ADD,
     PASSED_ON,
     forged,
+    forged_together,
     isolated,
     killed,
     module,
@@ -91,6 +93,7 @@ def _reward_run(folder: Path) -> str:
 
 CALLS: list[Call] = [
     *map(forged, _FORGED),
+    forged_together("plain types whose methods lie", LYING),
     tested("of nothing", ADD, "assert True", "the tests never use the program"),
     tested("that do not compile", ADD, "assert add(1, 2 == 3", "SyntaxError"),
     tested("that are a number", ADD, 3, "tests=3 must be a string or a list of strings"),

@@ -3,16 +3,22 @@
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.hostile.forged_runs import FOUND, chain_anew, rechained_ledger
+from benchmarks.hostile.forged_runs import FOUND, agree, chain_anew, rechained_ledger
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main
+from lightning_rl.cli.audit.claims import Claims
+from lightning_rl.cli.audit.records import examine
+from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.data.rollouts.ledger import Ledger, hash_of
 from lightning_rl.data.rollouts.log import RerunLog
+from lightning_rl.data.rollouts.seals import seal_of
 from lightning_rl.run.files.checkpoint_io import write_checkpoint
 from tests.support.recorded_run import make_place, stand_in, train
 
@@ -49,6 +55,11 @@ class RaisesRewards(RLCallback):
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         rollouts[0].reward += 0.5
+
+
+def fails(trainer_state, completions, **columns):
+    assert trainer_state.global_step < 2
+    return [0.5] * len(completions)
 
 
 def test_every_iteration_and_a_rollout_of_each_come_out_again(finished, capsys):
@@ -151,6 +162,99 @@ def test_every_forgery_is_found(run, capsys, forge):
     assert status in (1, 2)
     assert [line for line in lines if FOUND[forge] in line], lines
     assert not [c for line in lines for c in line if c < " "]
+
+
+def test_no_field_that_other_files_tell_can_be_forged_with_the_ledger(run):
+    """Each is changed alone, in the last of its file's objects, with the digest that agrees."""
+    records = examine(RecordedRun(run))
+    assert not records.changed
+    own = {"cpu_s", "wall_s", "model", "device", "stopped_early", "alarms"}
+    forged = 0
+    for name in ("metrics.jsonl", "rollouts.jsonl", "summary.json"):
+        file = run / name
+        text = file.read_text()
+        *lines, last = text.splitlines(keepends=True) if name.endswith("l") else [text]
+        for path in paths_in(json.loads(last)):
+            if path[0] in own:
+                continue
+            row = json.loads(last)
+            place = row
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = other_than(place[path[-1]])
+            file.write_text("".join(lines) + json.dumps(row) + "\n")
+            records.files[name] = seal_of(file) or {}
+            changed = list(Claims(RecordedRun(run), records).contradictions())
+            assert changed, (name, path)
+            assert all(line.startswith(name) for line in changed), (path, changed)
+            assert path == ("iteration",) or str(path[0]) in " ".join(changed), (path, changed)
+            forged += 1
+        file.write_text(text)
+        records.files[name] = seal_of(file) or {}
+    assert forged > 100
+    agree(run)
+    assert not examine(RecordedRun(run)).changed
+
+
+AS_NOBODY_FORGED = {
+    "all kinds of rows": [
+        *("--trainer.callbacks+=Evaluate", "--trainer.callbacks.every_n_iterations=1"),
+        *("--data.eval_prompts=JSONLPrompts", "--data.eval_prompts.path=train.jsonl"),
+        *("--trainer.callbacks+=RolloutRecorder", "--trainer.callbacks+=PreviewTable"),
+    ],
+    "filters": ["--trainer.callbacks+=PreviewTable", "--data.filters+=RewardSpread"],
+    "a buffer": [
+        *("--trainer.callbacks+=PreviewTable", "--data.buffer=ReplayBuffer"),
+        *("--data.buffer.path=buffer.sqlite", "--data.buffer.capacity=6"),
+        *("--data.buffer.max_staleness=4", "--model.correction=TokenTIS"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", AS_NOBODY_FORGED.values(), ids=AS_NOBODY_FORGED.keys())
+def test_resumed_runs_and_further_runs_in_their_place_contradict_nothing(
+    tmp_path, tiny_model, monkeypatch, options
+):
+    run = train(make_place(tmp_path), tiny_model, *options)
+    stand_in(tmp_path, monkeypatch)
+    here = ["--trainer.logger.init_args.save_dir=runs", "--trainer.logger.version=version_0"]
+    resumed = ["--ckpt_path", str(run / "checkpoints" / "iteration_2.ckpt")]
+    for more in ([], resumed, [*resumed, *here], here):
+        if more:
+            assert main(["fit", "--config", "config.yaml", *options, *more]) == 0
+        for one in run.parent.iterdir():
+            assert not examine(RecordedRun(one)).changed
+
+
+def test_a_run_that_stopped_early_or_failed_contradicts_nothing(tmp_path, tiny_model, monkeypatch):
+    make_place(tmp_path)
+    stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=reward/mean"]
+    stopped = train(tmp_path, tiny_model, *stop, "--trainer.callbacks.stopping_threshold=0.5")
+    stand_in(tmp_path, monkeypatch)
+    failing = [
+        "--trainer.callbacks+=PreviewTable",
+        "--data.rewards=[tests.integration.test_audit.fails]",
+    ]
+    assert main(["fit", "--config", "config.yaml", *failing]) == 1
+    failed = stopped.with_name("version_1")
+    for run, status in ((stopped, "completed"), (failed, "failed")):
+        assert json.loads((run / "summary.json").read_text())["status"] == status
+        assert not examine(RecordedRun(run)).changed
+
+
+def paths_in(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The places of all values that hold no others."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in parts:
+        inner = list(paths_in(part)) if isinstance(part, dict | list) else []
+        yield from [(key, *rest) for rest in inner] or [(key,)]
+
+
+def other_than(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else f"not {value}"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from lightning_rl.cli.audit.claims import same
 from lightning_rl.cli.rerun.compare import IterationRerun, rerun_iteration
 from lightning_rl.cli.rerun.rebuild import remade
 from lightning_rl.cli.rerun.rollouts import (
@@ -201,10 +202,4 @@ def _other_rewards(
 ) -> dict[str, tuple[float | None, float | None]]:
     was: dict[str, Any] = {"reward": recorded.reward, **recorded.reward_parts}
     now: dict[str, Any] = {"reward": graded.reward, **graded.reward_parts}
-    return {name: (was[name], now.get(name)) for name in was if not _same(was[name], now.get(name))}
-
-
-def _same(was: float | None, now: float | None) -> bool:
-    if was is None or now is None:
-        return was is now
-    return math.isclose(was, now, rel_tol=1e-9, abs_tol=1e-12)
+    return {name: (was[name], now.get(name)) for name in was if not same(was[name], now.get(name))}

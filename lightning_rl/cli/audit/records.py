@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rl.callbacks.rerun_recorder import name_in
+from lightning_rl.cli.audit.claims import Claims
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.data.rollouts.ledger import Entry, Ledger, digest_of_file, digest_of_json
 from lightning_rl.data.rollouts.parquet import ParquetRollouts
@@ -77,6 +78,8 @@ def examine(run: RecordedRun, head: str | None = None) -> Records:
     _look_at_checkpoints(run, records)
     if records.sealed:
         _look_for_more(run, records)
+    if not records.changed:  # else the files contradict each other for a reason that was named
+        records.changed += Claims(run, records).contradictions()
     return records
 
 
@@ -89,7 +92,8 @@ def _replayed(entries: list[Entry]) -> Records:
             records.begins.append(entry)
             for later in [v for v in records.iterations if v > version]:
                 dropped[later] = records.iterations.pop(later)["weights_after"]
-            records.metrics = [pair for pair in records.metrics if pair[0] <= version]
+            # A run from the start forgets all of the one before it, as RerunLog.forget_after does.
+            records.metrics = [pair for pair in records.metrics if pair[0] <= version > 0]
             records.files = {}  # what it goes on with it may cut first
         elif kind == "checkpoint":
             records.checkpoints[entry["file"]] = entry["sha256"]

@@ -20,19 +20,19 @@ from lightning_rl.run.files.metrics import MetricsLog, read_rows
 from lightning_rl.run.files.resume import run_day_of
 
 
-def _ckpt_path_in(config: Path) -> str | None:
-    """Return the checkpoint from which a run was told to resume.
+def config_in(file: Path) -> dict[str, Any]:
+    """Return a run's recorded configuration.
 
     Raises:
         DataError: if the file is not a configuration.
     """
     try:
-        told = yaml.safe_load(config.read_text(encoding="utf-8"))["ckpt_path"]
-    except KeyError:
-        return None
+        told = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(told, dict):
+            raise TypeError("it holds no keys")
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{config} is not a run's configuration ({error}); restore it") from error
-    return None if told is None else str(told)
+        raise DataError(f"{file} is not a run's configuration ({error}); restore it") from error
+    return told
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class RecordedRun:
         """All weights that were kept, oldest first, without damaged checkpoints."""
         files = sorted(f for f in self.path.rglob("*.ckpt") if f.is_file())
         files = [f for f in files if not f.is_symlink()]  # last.ckpt
-        resumed = _ckpt_path_in(self.config)
+        told = config_in(self.config).get("ckpt_path")
+        resumed = None if told is None else str(told)
         if resumed is not None and Path(resumed).is_file():
             files.append(Path(resumed))
         # "last" where there was nothing yet: such a run began from its start, and recorded that.
