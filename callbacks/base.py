@@ -67,7 +67,9 @@ class RLCallback(Callback):
         """Called with all that was recorded for an iteration (also for 0: before training)."""
 
     def on_report_written(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when ``RunReport`` has written its files, also for a run that failed."""
+        """Called when ``RunReport`` has written its files, also for a run that failed; and again
+        when ``IterationCheckpoint`` has saved what an exception interrupted.
+        """
 
     def module_of(self, pl_module: LightningModule) -> RecordingModule:
         """Return ``pl_module`` as a module that counts iterations.

@@ -366,7 +366,7 @@ def model_of(value: Any) -> Any:
     written.save_pretrained(directory.name)
     (_tokenizer_of(lm) if tokenizer is None else tokenizer).save_pretrained(directory.name)
     given = GivenModel(directory.name)
-    given.directory, given.origin = directory, lm.config.name_or_path
+    given.directory, given.origin = directory, str(written.config.name_or_path)
     return given
 
 

@@ -86,7 +86,7 @@ def test_a_crashing_reward_costs_its_group_and_the_share_is_recorded(
 def test_too_many_failures_stop_the_run_and_keep_the_rollouts(tiny_model, tmp_path, run_rewards):
     fates = ["", "raise", "", "", "", "die", "raise", ""]  # of two iterations
     file = tmp_path / "csv" / "version_0" / "failed_0.jsonl"
-    raised = "KeyError: 'answer', at .*run_rewards.py:10 in length; prompt '101=', completion "
+    raised = "KeyError: 'answer', at .*run_rewards.py:9 in length; prompt '101=', completion "
     told = rf"2 of 8 rollouts failed: reward length: {raised}.*; they are in {re.escape(str(file))}"
     stop = r"4 of 8 .*50%.*length: its process was killed by SIGABRT.* rollouts are in "
     with (
@@ -102,5 +102,5 @@ def test_too_many_failures_stop_the_run_and_keep_the_rollouts(tiny_model, tmp_pa
     assert [r["status"] == "completed" for r in kept] == good
     assert [r["reward"] is not None for r in kept] == good
     assert kept[4]["error"].startswith("reward length: its process was killed by SIGABRT; prompt ")
-    assert 'run_rewards.py", line 10, in length' in kept[0]["extra"]["traceback"]
+    assert 'run_rewards.py", line 9, in length' in kept[0]["extra"]["traceback"]
     assert all(r["rows"][0]["token_ids"] for r in kept)

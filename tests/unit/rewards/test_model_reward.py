@@ -65,7 +65,7 @@ def test_scores_are_those_of_transformers_text_by_text(scorer, make_rollout):
 def test_a_text_that_is_too_long_costs_one_rollout(scorer, make_rollout):
     group = graded(ModelReward(scorer(), device="cpu"), make_rollout, "1" * 126, "1" * 125)
     assert [r.status for r in group] == [RolloutStatus.FAILED, RolloutStatus.COMPLETED]
-    told = "reward reward_model: its text of 129 tokens exceeds the model's 128; prompt 'text', "
+    told = "reward reward_model: its text of 129 tokens exceeds the model's 128; prompt '1=', "
     assert group[0].error.startswith(told)
 
 
@@ -76,7 +76,9 @@ def test_nan_costs_the_rollout_and_is_told_once(scorer, make_rollout):
     reward._scorer = loaded
     group = graded(reward, make_rollout, "1", "2")
     assert {r.error for r in group} == {
-        "reward taste: returned nan; a score must be a finite number or None"
+        "reward taste: returned nan; a score must be a finite number or None; "
+        f"prompt '1=', completion '{said}'"
+        for said in "12"
     }
     with pytest.raises(RewardError, match=r"2 of 2 rollouts could not be graded.*returned nan"):
         Rewards([reward]).require_graded(group)
