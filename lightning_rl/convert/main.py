@@ -82,8 +82,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "In a Python script, the arguments of a trainer, its config, LoraConfig and load_dataset "
         "are read; values that only a run would reveal are named. For verl, prefer the script "
         "that starts it, or .hydra/overrides.yaml, which hold only what was set. A Python script "
-        "is read, never run; Bash evaluates a shell script in a sandbox that has no programs. Instead "
-        "of a file: lightning-rl convert -- COMMAND, where the command starts a trainer.",
+        "is read, never run; Bash evaluates a shell script in a sandbox that has no programs. "
+        "Instead of a file: lightning-rl convert -- COMMAND, where the command starts a trainer.",
     )
     parser.add_argument(
         "file",

@@ -38,7 +38,10 @@ ulimit -f 4096 -t 4 -u 256 -v 131072
 cd -- "${1%/*}"
 exec 3>&2 2> /dev/null
 BASH_ENV=$0 bash -- "$@" > /dev/null 2>&3 3>&-
-(($? <= 128)) || echo 'bash: a limit of the sandbox ended it: 4 s, 128 MiB, 4 MiB written' >&3
+case $? in  # SIGABRT, SIGKILL, SIGSEGV, SIGXCPU, SIGXFSZ
+    134 | 137 | 139 | 152 | 153) echo 'bash: it ended at 4 s, 128 MiB or 4 MiB written' >&3 ;;
+esac
+SECONDS=0
 until ((SECONDS > 2)) || ! kill -0 -1; do :; done  # what runs in the background
 """
 # All commands succeed, and print a mark; the subshell protects the script's own variables.
@@ -49,6 +52,8 @@ command_not_found_handle() {
         *.sh) [[ ! -r $1 ]] || { bash "$@"; return; } ;;
     esac
     _record "$@"
+    # Whoever writes to a program would fail if that did not read.
+    [[ ! -p /dev/stdin ]] || while IFS= read -r _; do :; done
 }
 _record() (
     trap '' PIPE
@@ -206,7 +211,9 @@ class _Runs:
     def _run(self, arguments: int) -> tuple[list[list[str]], list[tuple[str, str]], bool]:
         """Return the words of each command and what was unset then, messages, and if it ended."""
         functions = (
-            f'function {name} {{ command_not_found_handle {name} "$@"; }}\n'
+            f'function {name} {{ _record {name} "$@"; }}\n'
+            if name in _RECORDED
+            else f'function {name} {{ command_not_found_handle {name} "$@"; }}\n'
             for name in self.functions
         )
         with tempfile.TemporaryFile() as file:

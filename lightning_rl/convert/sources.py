@@ -66,7 +66,7 @@ def read(path: Path) -> Source:
     text = _text(path)
     if path.suffix == ".py":
         script = read_trl_script(text, str(path))
-        return Source(script.values, "trl", script.missing, script.remarks, trainer=script.trainer)
+        return Source(script.values, "trl", script.missing, trainer=script.trainer)
     if path.suffix in SUFFIXES:
         return _from_script(path)
     if path.suffix in (".json", ".toml"):
