@@ -28,7 +28,7 @@ _RECORDED = (
     *("python", "python3", "torchrun", "deepspeed", "accelerate", "trl"),
     *("ray", "uv", "srun"),
 )
-_REAL = ("basename", "dirname", "mkdir", "readlink", "realpath", "seq")
+_REAL = ("basename", "dirname", "mkdir", "readlink", "realpath", "seq", "uname")
 """Programs that only their arguments decide: one that reads from another would lose its mark."""
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store")
 _KERNEL = ("/dev", "/proc", "/sys")

@@ -126,11 +126,15 @@ def _from_script(path: Path) -> Source:
     """
     script = run_script(path, _program)
     if not script.commands:
-        unset = [f"these are not set: {', '.join(f'${n}' for n in script.unset)}"]
-        said = "; ".join([*script.messages, *(unset if script.unset else [])])
+        parts = {
+            "these are not set:": [f"${name}" for name in script.unset],
+            "these did not run:": dict.fromkeys(script.others),
+        }
+        said = [f"{title} {', '.join(names)}" for title, names in parts.items() if names]
+        told = "; ".join(f"{text:.200}" for text in (*script.messages, *said))
         raise ConfigError(
             f"{path}: no command in it starts verl (python3 -m verl.trainer.main_ppo ...) or TRL "
-            f"(trl grpo ...){f' ({said[:300]})' if said else ''}; {INSTEAD}"
+            f"(trl grpo ...){f' ({told})' if told else ''}; {INSTEAD}"
         )
     source = from_command(script.commands[0], path.parent)
     if len(script.commands) > 1:
