@@ -108,14 +108,15 @@ def run_script(path: Path, wanted: Callable[[Sequence[str]], object]) -> Script:
     Raises:
         ConfigError: if the script is too large, or there is no Bash or no sandbox here.
     """
-    text = path.read_text(encoding="utf-8")
+    path = path.absolute()
+    text = path.read_bytes().decode()
     if len(text) > _LARGEST_SCRIPT:
         raise ConfigError(f"{path}: {len(text):,} characters are too many for a script")
     if "\r\n" in text:
         raise ConfigError(f"{path}: Bash reads no lines that end with CR LF; run dos2unix on it")
     names = list(dict.fromkeys(a or b for a, b in _VARIABLE.findall(text)))
     with tempfile.TemporaryDirectory() as folder:
-        runs = _Runs(path.absolute(), text, Path(folder), [n for n in names if not n.isdigit()])
+        runs = _Runs(path, text, Path(folder), [n for n in names if not n.isdigit()])
         script, unset = runs.script(0, wanted)
         positions = [int(name) for name in names if name.isdigit() and name != "0"]
         script.unset = [*unset, *(str(n) for n in sorted(positions))]
@@ -262,7 +263,7 @@ class _Runs:
         path = self._absolute(missing[2])
         if missing[1]:
             self.folders[path] = None
-        elif _readable(path, self.path.parent):
+        elif path not in self.files and _readable(path, self.path.parent):
             self.files[path] = None
         else:
             self.folders[os.path.dirname(path)] = None

@@ -156,7 +156,7 @@ def test_where_bash_or_a_sandbox_is_missing_a_script_is_refused(tmp_path, monkey
         ("/opt/conda/bin/t 1", "1"),
         ("t 1 & wait", "1"),
         ("(t 1) &", "1"),
-        ("set -e; cd /a/b; source inc/env.sh; t $FROM_FILE", "7"),
+        ("set -e; source inc/env.sh; cd /a/b; t $FROM_FILE", "7"),
         ("[ -f inc/env.sh ] && . \"$(dirname \"$0\")/inc/env.sh\"; t $FROM_FILE", "7"),
         ("bash inner.sh 1 'x y'", "1|x y"),
         ("sh ./inner.sh 1", "1"),
