@@ -204,6 +204,7 @@ class _Runs:
                 result.others.append(words[0])
             if wanted(words) or not words:
                 unset += missing.split()
+        result.others = sorted(set(result.others))  # those of a pipe come in any order
         return result, list(dict.fromkeys(unset))
 
     def _known(self) -> list[list[str]]:

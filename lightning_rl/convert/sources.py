@@ -128,7 +128,7 @@ def _from_script(path: Path) -> Source:
     if not script.commands:
         parts = {
             "these are not set:": [f"${name}" for name in script.unset],
-            "these did not run:": dict.fromkeys(script.others),
+            "these did not run:": script.others,
         }
         said = [f"{title} {', '.join(names)}" for title, names in parts.items() if names]
         told = "; ".join(f"{text:.200}" for text in (*script.messages, *said))
@@ -144,7 +144,7 @@ def _from_script(path: Path) -> Source:
         )
     source.missing += [f"{path.name}: {message}" for message in script.messages]
     if script.others:
-        names = ", ".join(dict.fromkeys(script.others))
+        names = ", ".join(script.others)
         source.remarks.append(f"commands that did not run, and count as successful: {names:.400}")
     return source
 
