@@ -13,7 +13,8 @@ from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.convert.conversion import Conversion
 from lightning_rl.convert.hydra import flat, parse_overrides
 from lightning_rl.convert.prime_rl import convert_prime_rl
-from lightning_rl.convert.sources import Source, read
+from lightning_rl.convert.shell import Word
+from lightning_rl.convert.sources import Source, from_command, read
 from lightning_rl.convert.trainers_trl import require_known, trainer_of_options
 from lightning_rl.convert.trl import convert_trl
 from lightning_rl.convert.verl import convert_verl
@@ -80,12 +81,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "means here, is listed above it and on stderr.",
         "In a Python script, the arguments of a trainer, its config, LoraConfig and load_dataset "
         "are read; values that only a run would reveal are named. For verl, prefer the script "
-        "that starts it, or .hydra/overrides.yaml, which hold only what was set. Scripts are "
-        "read, never run.",
+        "that starts it, or .hydra/overrides.yaml, which hold only what was set. A Python script "
+        "is read, never run; Bash evaluates a shell script in a sandbox that has no programs. "
+        "Instead of a file: lightning-rl convert -- COMMAND, where the command starts a trainer.",
     )
     parser.add_argument(
         "file",
         type=Path,
+        nargs="?",
         help="YAML, JSON, TOML, the Python script, or the shell script that starts it",
     )
     parser.add_argument(
@@ -114,17 +117,30 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", help="file or folder of prompts to train on")
     parser.add_argument("--eval_prompts", help="file or folder of held-out prompts")
     parser.add_argument("--rewards", nargs="+", help="import paths of reward functions")
-    parsed = parser.parse_intermixed_args(arguments)
+    options, command = _split(arguments)
+    parsed = parser.parse_intermixed_args(options)
+    parsed.command = [Word(word) for word in command]
     require_at_least(1, devices=parsed.devices)
+    if (parsed.file is None) == (not command):
+        parser.error("it takes a file, or -- and a command that starts a trainer")
     return parsed
+
+
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the options, and the command that stands behind ``--``."""
+    at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the YAML, and the notes about it to stderr."""
     options = parse_arguments(arguments)
-    source = read(options.file)
-    conversion = convert(source, options)
-    text = as_yaml(conversion, options.file.name)
+    if options.file is None:
+        source, name = from_command(options.command, Path()), "a command"
+    else:
+        source, name = read(options.file), options.file.name
+    conversion = convert(source, options, name)
+    text = as_yaml(conversion, name)
     if options.output is None:
         print(text, end="")
     else:
@@ -137,14 +153,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def convert(source: Source, options: argparse.Namespace) -> Conversion:
-    """Convert what was read; settings of the command line take precedence.
+def convert(source: Source, options: argparse.Namespace, name: str) -> Conversion:
+    """Convert what was read from ``name``; settings of the command line take precedence.
 
     Raises:
         ConfigError: if it belongs to the other library than ``--from`` says.
     """
     if options.library not in (None, source.library or options.library):
-        raise ConfigError(f"--from {options.library}: {options.file} is for {source.library}")
+        raise ConfigError(f"--from {options.library}: {name} is for {source.library}")
     library = source.library or options.library or "trl"
     added = parse_overrides(options.overrides)
     added |= {n: v for n, v in _ADDED[library](options).items() if v is not None}
@@ -155,7 +171,7 @@ def convert(source: Source, options: argparse.Namespace) -> Conversion:
         conversion = convert_verl(values | added, options.rewards)
     else:
         require_known(source.values)  # before anything is added to it
-        called = "grpo" if options.rewards else options.file.stem
+        called = "grpo" if options.rewards else Path(name).stem
         trainer = options.trainer or source.trainer
         trainer = trainer or trainer_of_options(source.values | added, called)
         devices = options.devices or source.devices or 1

@@ -1,219 +1,248 @@
-"""Python scripts, read and never run: their calls, with the values of their arguments."""
+"""Python scripts, read and never run: their calls, and the values of literals and plain names."""
 
 import ast
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+import operator
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from lightning_rl.convert.python_expressions import Expressions
-from lightning_rl.convert.python_values import (
-    Called,
-    Kind,
-    Local,
-    Named,
-    Unread,
-    same,
-    unread,
-)
 from lightning_rl.errors import ConfigError
 
-_DEEPEST = 30
-_RESULT = "return"
-"""Stands among the variables of a function that may have returned earlier; no variable is called
-so.
-"""
+_MOST_STEPS = 100_000
+_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+_CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault"}
+_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.Match)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-class _Returned(Exception):
-    """Raised when a function of the script returns."""
+@dataclass(frozen=True)
+class Unread:
+    """An expression that is not made of literals."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    text: str
+    line: int
 
 
-class PythonScript(Expressions):
-    """Follows a script from its first line, as far as its values are known.
+@dataclass(frozen=True)
+class Named:
+    """What the script imports, by its path, or a function of its own as ``MODULE.name``."""
 
-    Functions are entered where they are called. For ``if``, the branch that the values select is
-    read; values that differ between branches which only a run would decide, and values that a loop
-    changes, count as unread. Script arguments have their defaults.
+    path: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call; attributes that the script sets later on what it returns join its arguments."""
+
+    what: str
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    line: int = 0
+    receiver: Any = None
+    """The object that a method is called on, or that an item is taken from."""
+
+
+class PythonScript:
+    """The calls of a script, and the values of its expressions.
+
+    A name has a value if it is bound once, or several times in one function and none of them in a
+    branch. What is changed in place, or is an argument, has none.
 
     Args:
         text: the script.
         place: its name in errors.
-        wanted: names of classes. If none of them is called, functions that nobody calls are
-            entered.
 
     Raises:
         ConfigError: if it is not Python, or too large or deep to be read.
     """
 
-    def __init__(self, text: str, place: str, wanted: Sequence[str]) -> None:
-        super().__init__(place)
-        self._entered: set[int] = set()
-        self._unsure = 0
+    def __init__(self, text: str, place: str) -> None:
+        self.place, self.calls = place, list[ast.Call]()
+        self._bound: dict[str, list[tuple[Any, Any, ast.AST | None]]] = {}
+        self._set: dict[str, dict[str, Any]] = {}
+        self._names: dict[int, str] = {}
+        self._within: dict[int, ast.AST] = {}
+        self._steps = 0
         try:
             tree = ast.parse(text)
-            self._run(tree.body)
-            if not any(call.last in wanted for call in self.calls):
-                self._enter_all(tree)
+            self._visit(tree, tree, True)
         except SyntaxError as error:
             raise ConfigError(f"{place}:{error.lineno}: not valid Python: {error.msg}") from error
         except (ValueError, RecursionError, MemoryError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"{place} cannot be read: {error or 'it is nested too deeply'}"
-            ) from error
+            raise ConfigError(f"{place} cannot be read: {error or 'it is too deep'}") from error
 
-    def _run(self, statements: Iterable[ast.stmt]) -> bool:
-        """Read statements up to a return; return True if there was one."""
-        try:
-            self._all(statements)
-        except _Returned:
-            return True
-        return False
-
-    def _enter_all(self, tree: ast.Module) -> None:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                this = Called(node.name, line=node.lineno)
-                methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
-                for entered in sorted(methods, key=lambda n: n.name != "__init__"):
-                    self._enter(Local(entered), [this], {})
-            elif _is_function(node) and id(node) not in self._entered:
-                self._enter(Local(node), [], {})
-
-    def _statement(self, node: ast.stmt) -> None:
-        self._count()
+    def _visit(self, node: ast.AST, function: ast.AST, sure: bool) -> None:
+        """Note the calls and bindings of a function; ``sure``: not in a branch of it."""
+        where = function if sure else None
+        targets: list[ast.expr] = []
         match node:
-            case ast.Import(names=names):
-                for name in names:
-                    bound = name.asname or name.name.partition(".")[0]
-                    self._scopes[-1][bound] = Named(name.name if name.asname else bound)
-            case ast.ImportFrom(module=module, names=names):
-                for name in names:
-                    path = f"{module}.{name.name}" if module else name.name
-                    self._scopes[-1][name.asname or name.name] = Named(path)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                self._scopes[-1][name] = Local(node)
-            case ast.ClassDef(name=name):
-                self._scopes[-1][name] = self._kind(node)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                module = node.module if isinstance(node, ast.ImportFrom) else None
+                before = f"{module}." if module else ""
+                for alias in names:
+                    path = alias.name if before or alias.asname else alias.name.partition(".")[0]
+                    self._bind(alias.asname or path, node, Named(before + path), where)
             case ast.Assign(targets=targets, value=value):
-                found = self._value(value)
                 for target in targets:
-                    self._assign(target, found)
+                    self._assign(target, value, node, where)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self._assign(target, self._value(value))
-            case ast.AugAssign(target=target, op=op, value=value):
-                changed = ast.BinOp(target, op, value)
-                self._assign(target, self._value(ast.copy_location(changed, node)))
-            case ast.Expr(value=value):
-                self._value(value)
-            case ast.Raise(exc=ast.expr() as value):  # SystemExit(main())
-                self._value(value)
-            case ast.Return(value=value):
-                raise _Returned(None if value is None else self._value(value))
-            case ast.If(test=test, body=body, orelse=orelse):
-                said = self._truth(self._value(test))
-                if said is None:
-                    self._undecided(unread(test), body, orelse)
-                else:
-                    self._all(body if said else orelse)
-            case ast.For(body=body) | ast.AsyncFor(body=body) | ast.While(body=body):
-                if isinstance(node, ast.For | ast.AsyncFor):
-                    self._assign(node.target, unread(node.target))
-                self._undecided(Unread("a loop", node.lineno), body, [])
-            case ast.Try(body=body, orelse=orelse, finalbody=finalbody):
-                self._all([*body, *orelse, *finalbody])
-            case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
-                for item in items:
-                    found = self._value(item.context_expr)
-                    if item.optional_vars is not None:
-                        self._assign(item.optional_vars, found)
-                self._all(body)
+                self._assign(target, value, node, where)
+                targets = [target]
+            case ast.AugAssign(target=ast.Attribute() as target, value=value):
+                self._assign(target, value, node, None)
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                self._bind(name, node, unread(node), None)
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                self._bind(name, node, unread(node), None)
+            case ast.Call(func=func):
+                self.calls.append(node)
+                match func:
+                    case ast.Attribute(value=ast.Name(id=name), attr=attr) if attr in _CHANGES:
+                        self._bind(name, node, unread(node), None)
+            case ast.Name():
+                self._within[id(node)] = function
+        if isinstance(node, _FUNCTIONS):
+            self._bind(node.name, node, Named(f"MODULE.{node.name}"), where)
+            function, sure = node, True
+        elif isinstance(node, _BRANCHES) and not _is_main(node):
+            sure = False
+        for child in ast.iter_child_nodes(node):
+            if child not in targets or not isinstance(child, ast.Name | ast.Tuple):
+                self._visit(child, function, sure)
 
-    def _all(self, statements: Iterable[ast.stmt]) -> None:
-        for statement in statements:
-            self._statement(statement)
+    def _bind(self, name: str, node: ast.AST, value: Any, where: ast.AST | None) -> None:
+        self._bound.setdefault(name, []).append((node, value, where))
 
-    def _undecided(self, what: Unread, *arms: list[ast.stmt]) -> None:
-        """Read all arms; the values on which they agree count."""
-        before, ends = self._scopes[-1], []
-        self._unsure += 1
-        for arm in arms:
-            self._scopes[-1] = dict(before)
-            if self._run(arm):
-                before[_RESULT] = what
-            else:
-                ends.append(self._scopes[-1])
-        self._unsure -= 1
-        self._scopes[-1] = before
-        for name in sorted({name for end in ends for name in end}):
-            found = [end.get(name, what) for end in ends]
-            agree = all(same(found[0], other) for other in found)
-            before[name] = found[0] if agree else Unread(f"{name}, by {what.text}", what.line)
-
-    def _kind(self, node: ast.ClassDef) -> Kind:
-        base = self._value(node.bases[0]) if node.bases else None
-        fields = dict(base.fields) if isinstance(base, Kind) else {}
-        for statement in node.body:
-            match statement:
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                    fields[name] = self._value(value)
-                case ast.AnnAssign(target=ast.Name(id=name)):
-                    fields[name] = Unread(f"{node.name}.{name}", node.lineno)
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    fields[name] = self._value(value)
-        known = isinstance(base, Named | Kind)
-        path = getattr(base, "base", getattr(base, "path", "")) if known else node.name
-        return Kind(node, fields, path)
-
-    def _assign(self, target: ast.expr, value: Any) -> None:
+    def _assign(
+        self, target: ast.expr, value: ast.expr, node: ast.stmt, where: ast.AST | None
+    ) -> None:
         match target:
             case ast.Name(id=name):
-                self._scopes[-1][name] = value
-            case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                parts = value if isinstance(value, list | tuple) else []
-                if isinstance(value, Called) and value.last == "from_pretrained":
-                    parts = [value, *(unread(part) for part in targets[1:])]  # and its tokenizer
-                for at, part in enumerate(targets):
-                    known = len(parts) == len(targets)
-                    self._assign(part, parts[at] if known else unread(part))
+                self._bind(name, node, value, where)
+                self._names[id(value)] = name
+            case ast.Tuple(elts=parts):
+                values: list[ast.expr] = getattr(value, "elts", [value] * len(parts))
+                # Of a model and its tokenizer the first is known, of parsed arguments all are.
+                whole = isinstance(value, ast.Tuple) or "parse_" in ast.unparse(value)
+                for at, (part, one) in enumerate(zip(parts, values, strict=False)):
+                    self._assign(part, one, node, where if whole or at == 0 else None)
+            case ast.Attribute(value=ast.Name(id=name), attr=attr):
+                self._set.setdefault(name, {})[attr] = value if where else unread(target)
+
+    def called(self, *names: str) -> list[Called]:
+        """Return the calls of what is called so."""
+        found = [c for c in self.calls if ast.unparse(c.func).rpartition(".")[2] in names]
+        return [self._with_set(self._names.get(id(call), ""), self.value(call)) for call in found]
+
+    def value(self, node: ast.expr) -> Any:
+        """Return a text, number, list or mapping; or Named, Called or Unread.
+
+        Raises:
+            ConfigError: if it takes too many steps.
+        """
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            raise ConfigError(f"{self.place}: it takes more than {_MOST_STEPS:,} steps to read")
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._value_of(node, name)
             case ast.Attribute(value=owner, attr=name):
-                found = self._value(owner)
-                if isinstance(found, Called):
-                    found.kwargs[name] = unread(target) if self._unsure else value
+                found = self.value(owner) if isinstance(owner, ast.Name | ast.Attribute) else None
+                return Named(f"{found.path}.{name}") if isinstance(found, Named) else unread(node)
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [self.value(item) for item in items]
+            case ast.Dict(keys=keys, values=values):
+                return self._mapping([key and self.value(key) for key in keys], values)
+            case ast.JoinedStr(values=values):
+                return self._joined(node, [self.value(value) for value in values], "")
+            case ast.FormattedValue(value=value, format_spec=None, conversion=-1):
+                return self.value(value)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return -value
+            case ast.BinOp(left=left, op=op, right=right):
+                return _computed(node, op, self.value(left), self.value(right))
             case ast.Subscript(value=owner, slice=index):
-                found, key = self._value(owner), self._value(index)
-                if isinstance(found, dict) and isinstance(key, str | int):
-                    found[key] = unread(target) if self._unsure else value
+                found, key = self.value(owner), self.value(index)
+                if isinstance(found, Called):
+                    return Called("[]", [key], line=node.lineno, receiver=found)
+            case ast.Call(func=func):
+                return self._called(node, ast.unparse(func))
+        return unread(node)
 
-    def _enter(self, function: Local, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        node = function.node
-        if len(self._scopes) > _DEEPEST:
-            return unread(node.args)
-        self._entered.add(id(node))
-        names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
-        scope: dict[str, Any] = {
-            arg: Unread(f"{arg} of {node.name}()", node.lineno)
-            for arg in (*names, *(arg.arg for arg in node.args.kwonlyargs))
-        }
-        for arg, default in zip(reversed(names), reversed(node.args.defaults), strict=False):
-            scope[arg] = self._value(default)
-        for only, given in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-            scope[only.arg] = scope[only.arg] if given is None else self._value(given)
-        scope |= dict(zip(names, args, strict=False)) | kwargs
-        if node.args.kwarg is not None:
-            scope[node.args.kwarg.arg] = {k: v for k, v in kwargs.items() if k not in names}
-        self._scopes.append(scope)
-        try:
-            self._all(node.body)
-        except _Returned as returned:
-            return scope.get(_RESULT, returned.value)
-        finally:
-            self._scopes.pop()
-        return scope.get(_RESULT)
+    def _value_of(self, node: ast.Name, name: str) -> Any:
+        found = self._bound.get(name, [])
+        function, here = self._within[id(node)], (node.lineno, node.col_offset)
+        before = [
+            value
+            for at, value, where in found
+            if where is not function or (at.end_lineno, at.end_col_offset) <= here
+        ]
+        sure = len(found) == 1 or all(where is function for _, _, where in found)
+        if not sure or not before or any(where is None for _, _, where in found):
+            return unread(node)
+        value = before[-1]
+        return self._with_set(name, self.value(value) if isinstance(value, ast.expr) else value)
+
+    def _with_set(self, name: str, value: Any) -> Any:
+        """Return what a name holds with the attributes that the script sets on it later."""
+        if not isinstance(value, Called):
+            return value
+        later = self._set.pop(name, {})  # config.x = config.y may come back here
+        found = {n: self.value(v) if isinstance(v, ast.expr) else v for n, v in later.items()}
+        self._set[name] = later
+        return replace(value, kwargs=value.kwargs | found)
+
+    def _mapping(self, keys: Sequence[Any], nodes: Sequence[ast.expr]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, node in zip(keys, nodes, strict=True):
+            value = self.value(node)
+            if key is None and isinstance(value, dict):
+                found |= value
+            elif isinstance(key, str):
+                found[key] = value
+            else:
+                found[f"**{unread(node).text}"] = unread(node)
+        return found
+
+    def _called(self, node: ast.Call, what: str) -> Any:
+        args = [self.value(arg) for arg in node.args]
+        kwargs = self._mapping([k.arg for k in node.keywords], [k.value for k in node.keywords])
+        if what == "dict" and not args:
+            return kwargs
+        if what in ("str", "os.path.join", "Path") and args and not kwargs:
+            return self._joined(node, args, os.sep)
+        receiver = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        return Called(what.rpartition(".")[2], args, kwargs, node.lineno, receiver)
+
+    def _joined(self, node: ast.expr, parts: list[Any], between: str) -> Any:
+        text = between.join(map(str, parts)) if plain(parts) else ""
+        return text if plain(parts) and len(text) <= 10_000 else unread(node)
 
 
-def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+def plain(value: Any) -> bool:
+    """Return True if a value consists only of texts, numbers, null, lists and mappings of them."""
+    if isinstance(value, list | dict):
+        return all(plain(item) for item in (value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def unread(node: ast.AST) -> Unread:
+    """Return the expression as written in the script."""
+    text = " ".join(ast.unparse(node).split())
+    return Unread(text if len(text) <= 60 else f"{text[:57]}...", getattr(node, "lineno", 0))
+
+
+def _is_main(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+
+
+def _computed(node: ast.expr, kind: ast.operator, left: Any, right: Any) -> Any:
+    numbers = all(isinstance(v, int | float) and abs(v) < 1e15 for v in (left, right))
+    if not numbers or type(kind) not in _OPERATIONS or (right == 0 and isinstance(kind, ast.Div)):
+        return unread(node)
+    return _OPERATIONS[type(kind)](left, right)

@@ -1,18 +1,18 @@
 """A Python script that starts a trainer of TRL, read as the values of its configuration."""
 
+import ast
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rl.convert.distillation_trl import defaults_of
 from lightning_rl.convert.peft import KEY
-from lightning_rl.convert.python_script import PythonScript
-from lightning_rl.convert.python_values import Called, Local, Named, Unread, plain
+from lightning_rl.convert.python_script import Called, Named, PythonScript, Unread, plain
 from lightning_rl.convert.trainers_trl import trainer_of
 from lightning_rl.errors import ConfigError
 
 _OF_ROWS = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
 _COMPARED = ("model", "ref_model", *_OF_ROWS[1:])
-_OF_ANSWERS = ("model", "teacher_model", "args", "data_collator", "train_dataset", "eval_dataset")
+_OF_ANSWERS = ("model", "teacher_model", *_OF_ROWS[1:])
 _TRAINERS = {
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
     "DistillationTrainer": ("model", "teacher_model", "args", "train_dataset", "eval_dataset"),
@@ -25,7 +25,6 @@ _TRAINERS = {
     "KTOTrainer": _COMPARED,
 }
 """The trainers that are read, with their positional arguments."""
-_CONFIGS = {name.replace("Trainer", "Config") for name in _TRAINERS}
 _ELSEWHERE = {
     "tools": "tools belong to an agent here: data.agent with a ToolAgent",
     "environment_factory": "an environment belongs to an agent here: data.agent with MultiTurn",
@@ -41,48 +40,43 @@ _LORA |= {"use_rslora", "use_dora", "target_parameters", "task_type"}
 
 @dataclass
 class ReadScript:
-    """The settings of a script, those that could not be read, and remarks on how others were."""
+    """The settings of a script, and those that could not be read."""
 
     values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
     trainer: str | None = None
 
     def put(self, name: str, value: Any, what: str | None = None) -> None:
         """Keep a value if it is known, otherwise note it as missing."""
         what = what or name
         if isinstance(value, dict):
-            known = {
-                key: inner for key, inner in value.items() if self._known(f"{what}.{key}", inner)
-            }
-            self.values[name] = {key: _text(inner) for key, inner in known.items()}
-        elif self._known(what, value):
-            self.values[name] = _text(value)
+            known = ReadScript(missing=self.missing)
+            for key, inner in value.items():
+                known.put(key, inner, f"{what}.{key}")
+            self.values[name] = known.values
+        elif plain(value):
+            self.values[name] = value
+        elif isinstance(value, Named) and value.path.startswith("torch."):  # torch.bfloat16
+            self.values[name] = value.path
+        else:
+            self.miss(what, value, "TRL's default is used")
 
-    def _known(self, what: str, value: Any) -> bool:
-        if plain(value) or isinstance(value, Named):
-            return True
-        self.missing.append(f"{what}: {said_of(value)} could not be read; TRL's default is used")
-        return False
+    def miss(self, what: str, value: Any, instead: str = "") -> None:
+        """Note a value that could not be read."""
+        said = f"{what}: {said_of(value)} could not be read"
+        self.missing.append(f"{said}; {instead}" if instead else said)
 
 
 def said_of(value: Any) -> str:
     """Return how the script writes an unknown value, and where."""
-    if isinstance(value, list | tuple | dict):
+    if isinstance(value, list | dict):
         items = value.values() if isinstance(value, dict) else value
         return ", ".join(said_of(item) for item in items if not plain(item))
     if isinstance(value, Unread):
         return f"{value.text} (line {value.line})"
     if isinstance(value, Called):
         return f"{value.what}(...) (line {value.line})"
-    return value.path if isinstance(value, Named) else f"{value.node.name}()"
-
-
-def _text(value: Any) -> Any:
-    """Convert tuples to lists, and imported objects to their names: ``torch.bfloat16``."""
-    if isinstance(value, Named):
-        return value.path
-    return list(value) if isinstance(value, tuple) else value
+    return str(getattr(value, "path", value))
 
 
 def read_trl_script(text: str, place: str) -> ReadScript:
@@ -92,23 +86,30 @@ def read_trl_script(text: str, place: str) -> ReadScript:
         ConfigError: if it calls neither a trainer of ``_TRAINERS`` nor the config of one, or cannot
             be read.
     """
-    script = PythonScript(text, place, (*_TRAINERS, *_CONFIGS))
-    trainers = [call for call in script.calls if call.last in _TRAINERS]
-    configs = [call for call in script.calls if call.last in _CONFIGS]
+    script = PythonScript(text, place)
+    try:
+        return _read(script)
+    except RecursionError as error:
+        raise ConfigError(f"{place} cannot be read: its values are nested too deeply") from error
+
+
+def _read(script: PythonScript) -> ReadScript:
+    trainers = script.called(*_TRAINERS)
+    configs = script.called(*(name.replace("Trainer", "Config") for name in _TRAINERS))
     if not trainers and not configs:
-        others = sorted({call.last for call in script.calls if call.last.endswith("Trainer")})
+        named = (ast.unparse(call.func).rpartition(".")[2] for call in script.calls)
+        others = sorted({name for name in named if name.endswith("Trainer")})
         found = f" (it starts {', '.join(others)})" if others else ""
         raise ConfigError(
-            f"{place}: it has no call of GRPOTrainer, SFTTrainer, ... or its config{found}"
+            f"{script.place}: it has no call of GRPOTrainer, SFTTrainer, ... or its config{found}"
         )
-    trainer = trainers[0] if trainers else Called(configs[0].last.replace("Config", "Trainer"))
-    given = dict(zip(_TRAINERS[trainer.last], trainer.args, strict=False)) | trainer.kwargs
-    result = ReadScript(defaults_of(trainer.last), trainer=trainer_of(trainer.last))
+    trainer = trainers[0] if trainers else Called(configs[0].what.replace("Config", "Trainer"))
+    given = dict(zip(_TRAINERS[trainer.what], trainer.args, strict=False)) | trainer.kwargs
+    result = ReadScript(defaults_of(trainer.what), trainer=trainer_of(trainer.what))
     if len(trainers) > 1:
-        called = ", ".join(call.last for call in trainers)
+        called = ", ".join(call.what for call in trainers)
         result.missing.append(f"{len(trainers)} trainers ({called}): the first is converted")
-    config = given.get("args", configs[0] if configs else None)
-    _config(config, trainer.last.replace("Trainer", "Config"), result)
+    _config(given.get("args"), configs, trainer.what.replace("Trainer", "Config"), result)
     _model(given.get("model"), "", result)
     _model(given.get("teacher_model"), "teacher_", result)
     _adapters(given.get(KEY), result)
@@ -116,71 +117,69 @@ def read_trl_script(text: str, place: str) -> ReadScript:
     _data("train", given.get("train_dataset"), result)
     _data("test", given.get("eval_dataset"), result)
     result.missing += [f"{n}: {why}" for n, why in _ELSEWHERE.items() if given.get(n) is not None]
-    if script.defaults:
-        said = ", ".join(
-            f"{name}={value!r}" for name, value in script.defaults.items() if plain(value)
-        )
-        result.remarks.append(f"arguments of the script have their defaults: {said[:400]}")
+    for name in given:
+        if name.startswith("**"):
+            result.miss(trainer.what, given[name])
     return result
 
 
-def _config(config: Any, name: str, result: ReadScript) -> None:
-    if config is None:  # TRL's defaults
-        return
-    if not isinstance(config, Called):
-        result.missing.append(f"{name}: {said_of(config)} could not be read")
-        return
-    if config.receiver is not None:
+def _config(config: Any, configs: list[Called], name: str, result: ReadScript) -> None:
+    """Read a trainer's config, or the only one of the script if the trainer's is not known."""
+    if isinstance(config, Called) and config.what.startswith("parse_"):
         result.missing.append(
             f"{name}: its values come from the command line or a file; convert what starts "
             "the script, too"
         )
-    for name, value in (
-        dict(zip(("output_dir",), config.args, strict=False)) | config.kwargs
-    ).items():
-        result.put(name, value)
+    elif config is not None and not (isinstance(config, Called) and config.what == name):
+        only = len(configs) == 1
+        instead = f"the one of line {configs[0].line} is converted" if only else ""
+        result.miss(name, config, instead)
+        config = configs[0] if only else None
+    elif config is None and configs:
+        config = configs[0]
+    if config is not None:
+        args = () if config.what.startswith("parse_") else config.args
+        for key, value in (dict(zip(("output_dir",), args, strict=False)) | config.kwargs).items():
+            result.put(key, value)
 
 
 def _model(model: Any, prefix: str, result: ReadScript) -> None:
-    if isinstance(model, Called) and model.last == "get_peft_model":
+    if isinstance(model, Called) and model.what == "get_peft_model":
         wrapped = [*model.args, *model.kwargs.values()]
         named = {name: value for name, value in model.kwargs.items() if name in _LORA}
-        lora = next((a for a in wrapped if isinstance(a, Called) and a.last == "LoraConfig"), None)
+        lora = next((a for a in wrapped if isinstance(a, Called) and a.what == "LoraConfig"), None)
         _adapters(lora or Called("LoraConfig", [], named, model.line), result)
         model = next(iter(wrapped), None)
-    if isinstance(model, Called) and model.last == "from_pretrained":
+    if isinstance(model, Called) and model.what == "from_pretrained":
+        given = dict(model.kwargs)
         names = ("pretrained_model_name_or_path", "model_name")
-        name = next((model.kwargs.pop(n) for n in names if n in model.kwargs), None)
+        name = next((given.pop(n) for n in names if n in given), None)
         result.put(f"{prefix}model_name_or_path", model.args[0] if model.args else name)
-        if model.kwargs:
-            result.put(f"{prefix}model_init_kwargs", model.kwargs)
+        if given:
+            result.put(f"{prefix}model_init_kwargs", given)
     elif model is not None:
         result.put(f"{prefix}model_name_or_path", model, f"{prefix}model")
 
 
 def _adapters(peft: Any, result: ReadScript) -> None:
-    if isinstance(peft, Called) and peft.last == "LoraConfig":
-        named = {name: value for name, value in peft.kwargs.items() if name != "task_type"}
-        result.put(KEY, named)
+    if isinstance(peft, Called) and peft.what == "LoraConfig":
+        result.put(KEY, {name: v for name, v in peft.kwargs.items() if name != "task_type"})
     elif peft is not None:
-        result.missing.append(f"{KEY}: {said_of(peft)} could not be read; no adapters are written")
+        result.miss(KEY, peft, "no adapters are written")
 
 
 def _rewards(rewards: Any, result: ReadScript) -> None:
-    listed = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
     found: list[str] = []
-    for reward in listed:
-        if isinstance(reward, Local):
-            found.append(f"MODULE.{reward.node.name}")
-            result.missing.append(
-                f"data.rewards: {reward.node.name} is a function of the script: move it to a "
-                "module of its own, and write that for MODULE"
-            )
-        elif isinstance(reward, Named | str):
-            found.append(reward.path if isinstance(reward, Named) else reward)
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        path = getattr(reward, "path", reward)
+        if isinstance(path, str):
+            found.append(path)
         elif reward is not None:
+            result.miss("data.rewards", reward, "write its import path")
+        if isinstance(path, str) and path.startswith("MODULE."):
             result.missing.append(
-                f"data.rewards: {said_of(reward)} could not be read; write its import path"
+                f"data.rewards: {path.removeprefix('MODULE.')} is a function of the script: move "
+                "it to a module of its own, and write that for MODULE"
             )
     if found:
         result.values["reward_funcs"] = found
@@ -188,23 +187,23 @@ def _rewards(rewards: Any, result: ReadScript) -> None:
 
 def _data(split: str, data: Any, result: ReadScript) -> None:
     """Follow a data set back to where it is loaded, noting how the script changes its rows."""
-    names = {"train": "data.train_prompts", "test": "data.eval_prompts"}
+    name = {"train": "data.train_prompts", "test": "data.eval_prompts"}[split]
     changed: list[str] = []
     part = None
-    while isinstance(data, Called) and data.receiver is not None:
+    while isinstance(data, Called) and isinstance(data.receiver, Called):
         if data.what == "[]":
             part = data.args[0] if isinstance(data.args[0], str) else part
         else:
-            changed.append(data.last)
+            changed.append(data.what)
         data = data.receiver
     if data is None:
         return
-    if not isinstance(data, Called) or data.last not in ("load_dataset", "load_from_disk"):
-        result.missing.append(f"{names[split]}: {said_of(data)} could not be read")
+    if not isinstance(data, Called) or data.what not in ("load_dataset", "load_from_disk"):
+        result.miss(name, data)
         return
     if changed:
         result.missing.append(
-            f"{names[split]}: rows as they are loaded in line {data.line}; the script goes on with "
+            f"{name}: rows as they are loaded in line {data.line}; the script goes on with "
             f"{', '.join(reversed(changed))}, which is not carried over: write what comes of it to "
             "a file"
         )

@@ -13,12 +13,10 @@ from lightning_rl.config.yaml_text import DEEPEST, parse_yaml
 from lightning_rl.convert.distillation_trl import defaults_of
 from lightning_rl.convert.hydra import flat, parse_overrides
 from lightning_rl.convert.python_trl import read_trl_script
-from lightning_rl.convert.shell import read_script
-from lightning_rl.convert.shell_branches import Word
+from lightning_rl.convert.shell import INSTEAD, SUFFIXES, Word, run_script
 from lightning_rl.convert.trainers_trl import trainer_of
 from lightning_rl.errors import ConfigError
 
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 VERL_SECTIONS = {"actor_rollout_ref", "algorithm", "critic"}
 """Top-level names of verl's configuration that no GRPOConfig has."""
 _LARGEST = 10_000_000
@@ -59,18 +57,18 @@ def read(path: Path) -> Source:
     Raises:
         ConfigError: if it is of another kind, or damaged.
     """
-    if path.suffix not in (".yaml", ".yml", ".json", ".toml", ".py", *SCRIPTS):
+    if path.suffix not in (".yaml", ".yml", ".json", ".toml", ".py", *SUFFIXES):
         raise ConfigError(
             f"{path}: convert reads .yaml, .yml, .json, .toml, .py and shell scripts "
-            f"({', '.join(SCRIPTS)}); to convert training_args.bin, write "
+            f"({', '.join(SUFFIXES)}); to convert training_args.bin, write "
             "it with json.dump(config.to_dict(), file) first"
         )
     text = _text(path)
     if path.suffix == ".py":
         script = read_trl_script(text, str(path))
-        return Source(script.values, "trl", script.missing, script.remarks, trainer=script.trainer)
-    if path.suffix in SCRIPTS:
-        return _from_script(text, path)
+        return Source(script.values, "trl", script.missing, trainer=script.trainer)
+    if path.suffix in SUFFIXES:
+        return _from_script(path)
     if path.suffix in (".json", ".toml"):
         values = _loaded(json.loads if path.suffix == ".json" else tomllib.loads, text, path)
     else:
@@ -120,38 +118,65 @@ def _loaded(load: Callable[[str], Any], text: str, path: Path) -> Any:
     return values
 
 
-def _from_script(text: str, path: Path) -> Source:
+def _from_script(path: Path) -> Source:
     """Read the first command of a script that starts verl's or TRL's trainer.
 
     Raises:
         ConfigError: if there is none.
     """
-    programs = ((_VERL_PROGRAM, _overrides), (_TRL_PROGRAM, _flags))
-    found: list[Source] = []
-    for words in read_script(text, str(path)).commands:
-        for program, source_of in programs:
-            if at := _after(words, program):
-                found.append(source_of(words[at:], path.parent))
-                if program is _TRL_PROGRAM:
-                    found[-1].trainer = trainer_of(Path(words[at - 1]).name)
-                    found[-1].values = defaults_of(words[at - 1]) | found[-1].values
-                found[-1].devices = _processes(words[: at - 1]) or found[-1].devices
-    if not found:
+    script = run_script(path, _program)
+    if not script.commands:
+        parts = {
+            "these are not set:": [f"${name}" for name in script.unset],
+            "these did not run:": script.others,
+        }
+        said = [f"{title} {', '.join(names)}" for title, names in parts.items() if names]
+        told = "; ".join(f"{text:.200}" for text in (*script.messages, *said))
         raise ConfigError(
             f"{path}: no command in it starts verl (python3 -m verl.trainer.main_ppo ...) or TRL "
-            "(trl grpo ...)"
+            f"(trl grpo ...){f' ({told})' if told else ''}; {INSTEAD}"
         )
-    if len(found) > 1:
-        found[0].missing.append(
-            f"{len(found)} commands start a trainer: the first is converted; keep the one you mean"
+    source = from_command(script.commands[0], path.parent)
+    if len(script.commands) > 1:
+        source.missing.append(
+            f"{len(script.commands)} commands start a trainer: the first is converted; keep the "
+            "one you mean"
         )
-    return found[0]
+    source.missing += [f"{path.name}: {message}" for message in script.messages]
+    if script.others:
+        names = ", ".join(script.others)
+        source.remarks.append(f"commands that did not run, and count as successful: {names:.400}")
+    return source
 
 
-def _after(words: Sequence[str], program: re.Pattern[str]) -> int:
-    """Return the index after a program's name, which two words give away; 0 if it is not there."""
-    pairs = enumerate(itertools.pairwise(words))
-    return next((at + 2 for at, pair in pairs if program.fullmatch(" ".join(pair))), 0)
+def from_command(words: Sequence[Word], folder: Path) -> Source:
+    """Read the words of a command that starts verl's or TRL's trainer.
+
+    Raises:
+        ConfigError: if it starts neither.
+    """
+    found = _program(words)
+    if found is None:
+        raise ConfigError(
+            f"{' '.join(words)[:80]!r} starts neither verl (python3 -m verl.trainer.main_ppo ...) "
+            "nor TRL (trl grpo ...)"
+        )
+    read_words, at = found
+    source = read_words(words[at:], folder)
+    if source.library == "trl":
+        source.trainer = trainer_of(Path(words[at - 1]).name)
+        source.values = defaults_of(words[at - 1]) | source.values
+    source.devices = _processes(words[: at - 1]) or source.devices
+    return source
+
+
+def _program(words: Sequence[str]) -> tuple[Callable[..., Source], int] | None:
+    """Return what reads the options of the trainer that a command starts, and where they begin."""
+    for program, read_words in ((_VERL_PROGRAM, _overrides), (_TRL_PROGRAM, _flags)):
+        for at, pair in enumerate(itertools.pairwise(words)):  # two words give a program away
+            if program.fullmatch(" ".join(pair)):
+                return read_words, at + 2
+    return None
 
 
 def _processes(words: Sequence[str]) -> int | None:
@@ -190,7 +215,7 @@ def _flags(words: Sequence[Word], folder: Path) -> Source:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             given[name] = [value] if equals else []
-        elif name and word and not word.startswith(("$@", "$*")):
+        elif name and word:
             given[name].append(word)
         source.doubts[name] = (*source.doubts.get(name, ()), *word.doubts)
     for name, found in given.items():

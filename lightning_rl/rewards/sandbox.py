@@ -50,7 +50,32 @@ def sandboxed(command: Sequence[str], readable: Sequence[str] = ()) -> list[str]
     Raises:
         ConfigError: if bubblewrap is not installed, or may not make a sandbox on this machine.
     """
-    return [*_room(), *_shown([*installed(), *readable]), "--remount-ro", "/", "--", *command]
+    try:
+        room = _room("--tmpfs", "/tmp", "--chdir", "/tmp")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_WITHOUT}") from error
+    places = [*_SYSTEM, *installed(), *readable]
+    return [*room, *_shown(places), "--remount-ro", "/", "--", *command]
+
+
+def emptied(
+    command: Sequence[str], readable: Sequence[str], folders: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that runs ``command`` where there is nothing but ``readable``.
+
+    All else is as in :func:`sandboxed`, except that directories can be made and files written
+    anywhere, in 64 MiB of memory: ``readable`` has to name the program and its libraries, too.
+
+    Args:
+        command: a program and its arguments.
+        readable: the files and directories that it may read.
+        folders: empty directories that it finds.
+
+    Raises:
+        ConfigError: as :func:`sandboxed` does.
+    """
+    made = [word for folder in folders for word in ("--dir", folder)]
+    return [*_room("--tmpfs", "/"), *made, *_shown(readable), "--", *command]
 
 
 def installed() -> list[str]:
@@ -65,24 +90,23 @@ def _shown(places: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def _room() -> list[str]:
+def _room(*writable: str) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(
             "a sandbox needs bubblewrap 0.7 or newer, but there is no bwrap on the PATH: "
-            f"apt-get install bubblewrap, or conda install -c conda-forge bubblewrap; {_WITHOUT}"
+            "apt-get install bubblewrap, or conda install -c conda-forge bubblewrap"
         )
     said = ""
     for processes in _PROCESSES:
-        # /tmp comes first: what is readable may lie in it.
-        files = ["--size", str(FILES_MB * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        # They come first: what is readable may lie in them.
+        files = ["--size", str(FILES_MB * 2**20), *writable]
         devices = ["--dev", "/dev", "--remount-ro", "/dev"]
         user = ["--uid", _NOBODY, "--gid", _NOBODY]
-        room = [program, *_NEW, *user, *files, *devices, *processes, *_shown(_SYSTEM)]
-        tried = subprocess.run([*room, "--", "/bin/true"], capture_output=True, text=True)
+        room = [program, *_NEW, *user, *files, *devices, *processes]
+        tested = [*room, *_shown(_SYSTEM), "--", "/bin/true"]
+        tried = subprocess.run(tested, capture_output=True, text=True)
         if tried.returncode == 0:
             return room
         said = said or tried.stderr.strip()
-    raise ConfigError(
-        f"bubblewrap cannot make a sandbox here ({said}): {ALLOW_SANDBOX}; {_WITHOUT}"
-    )
+    raise ConfigError(f"bubblewrap cannot make a sandbox here ({said}): {ALLOW_SANDBOX}")

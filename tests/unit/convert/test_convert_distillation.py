@@ -1,9 +1,12 @@
 """Distillation as TRL and verl configure it: the teacher, and what is learned from it."""
 
+from pathlib import Path
+
 import pytest
 
 from lightning_rl.convert.python_trl import read_trl_script
-from lightning_rl.convert.sources import read
+from lightning_rl.convert.shell import Word
+from lightning_rl.convert.sources import from_command
 from lightning_rl.convert.trl import convert_trl
 from lightning_rl.convert.verl import convert_verl
 from lightning_rl.errors import ConfigError
@@ -14,14 +17,15 @@ def parts(result):
     return result.config["model"]["init_args"], result.config["data"]["init_args"]
 
 
-def test_the_distillation_trainer_of_trl(tmp_path):
+def test_the_distillation_trainer_of_trl():
     """A batch is 2 x 4 completions of as many prompts, of which one optimizer step is made."""
-    (tmp_path / "run.sh").write_text(
+    command = (
         "trl distillation --model_name_or_path a/small --teacher_model_name_or_path a/large "
         "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --dtype bfloat16 "
-        "--teacher_model_revision v2 --trust_remote_code --top_p 0.9 --epsilon 0.1\n"
+        "--teacher_model_revision v2 --trust_remote_code --top_p 0.9 --epsilon 0.1"
     )
-    result = convert_trl(read(tmp_path / "run.sh").values)
+    words = [Word(word) for word in command.split()]
+    result = convert_trl(from_command(words, Path()).values)
     model, data = parts(result)
     assert model["loss"] == {"class_path": "TeacherDivergence", "init_args": {"beta": 1.0}}
     assert model["advantage"] == {"class_path": "Distillation"}

@@ -1,4 +1,4 @@
-"""What convert reads: values of the wrong kind, Hydra's overrides, shell scripts, broken files."""
+"""What convert reads: values of the wrong kind, Hydra's overrides, broken files."""
 
 import json
 import os
@@ -10,11 +10,12 @@ from lightning_rl.config.layers import read_sources
 from lightning_rl.config.yaml_text import parse_yaml
 from lightning_rl.convert.hydra import parse_overrides
 from lightning_rl.convert.main import main, notes
-from lightning_rl.convert.shell import read_script
-from lightning_rl.convert.sources import read
+from lightning_rl.convert.shell import Word
+from lightning_rl.convert.sources import from_command, read
 from lightning_rl.convert.trl import TRL, convert_trl
 from lightning_rl.convert.verl import VERL, convert_verl
 from lightning_rl.errors import ConfigError
+from tests.support.sandbox import need_sandbox
 
 WRONG = [
     None, 0, -1.5, float("nan"), "", "sixteen\0", True, [], [None, 2], {"a": {"b": None}},
@@ -139,6 +140,8 @@ def test_an_override_is_what_verl_makes_of_it_wherever_it_stands(
     tmp_path, capsys, override, written
 ):
     """They count more than the file, in whatever order options stand beside them."""
+    if written == "script":
+        need_sandbox()
     name = "actor_rollout_ref.rollout.n"
     values = {"algorithm.adv_estimator": "grpo", name: 4}
     said = override.format(name, *name.rsplit(".", 1)).split()
@@ -177,154 +180,9 @@ def test_what_is_removed_or_refers_to_another_is_put_in_or_named():
     assert told == ["critic.optim.lr", "trainer.save_freq", "trainer.test_freq"]
 
 
-VERL_SCRIPT = r"""#!/usr/bin/env bash
-set -xeuo pipefail
-# python3 -m verl.trainer.main_ppo data.train_batch_size=1
-export MODEL=${MODEL:-"org/model"}; N=8
-bsz=$((N * 4))
-data_path='data/train set.parquet'
-DATA=(
-    data.train_files="['$data_path']"   # a comment
-    data.train_batch_size=${bsz}
-)
-DATA+=(data.max_prompt_length="128")
-cat <<EOF
-python3 -m verl.trainer.main_ppo trainer.nnodes=7
-EOF
-if [ -n "$WANDB" ]; then LOGGER="['console','wandb']"; else LOGGER="['console']"; fi
-python3 -m verl.trainer.main_ppo --config-path=config --config-name dapo \
-    "${DATA[@]}" \
-    actor_rollout_ref.model.path=$MODEL \
-    actor_rollout_ref.rollout.n="$N" \
-    actor_rollout_ref.actor.ppo_mini_batch_size=$bsz \
-    +actor_rollout_ref.actor.optim.lr=1e-6 \
-    '~trainer.critic_warmup' \
-    trainer.logger="$LOGGER" trainer.default_local_dir=$HOME/runs \
-    algorithm.adv_estimator=grpo "$@" 2>&1 | tee log.txt
-"""
-
-
-def test_a_script_of_verl(tmp_path, capsys):
-    (tmp_path / "run.sh").write_text(VERL_SCRIPT)
-    assert main([str(tmp_path / "run.sh"), "--rewards", "a.b"]) == 0
-    printed = capsys.readouterr()
-    ours = yaml.safe_load(printed.out)
-    data, model = ours["data"]["init_args"], ours["model"]["init_args"]
-    assert (data["groups_per_iteration"], data["group_size"]) == (32, 8)
-    assert data["train_prompts"]["init_args"]["path"] == "data/train set.parquet"
-    assert (model["model"], model["optimizer"]["init_args"]["lr"]) == ("org/model", 1e-6)
-    assert model["advantage"]["class_path"] == "GRPO"
-    for unknown in (
-        "$@: only a run",
-        "$HOME: only a run",
-        "--config-name dapo: the settings of the file",
-    ):
-        assert unknown in printed.err
-    assert "num_nodes" not in ours["trainer"]  # what stands in a text is no command
-
-
-BRANCHES = r"""
-DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}  # only a run would tell
-devices=${NDEVICES_PER_NODE:-8}
-case "${DEVICE}" in
-    gpu) ;;
-    npu) devices=16; other=1 ;;
-    *) echo "unsupported" >&2; exit 1 ;;
-esac
-MODE=grpo
-case $MODE in
-    ppo) estimator=gae; n=1 ;;
-    gr*|rloo) estimator=grpo; n=4 ;;
-    *) estimator=rloo; n=2 ;;
-esac
-if [ $MODE = ppo ]; then lr=1; elif [[ -n "$MODE" ]]; then lr=2e-6; else lr=3; fi
-[ "$MODE" != grpo ] && lr=4
-[ -z "$MODE" ] || epochs=5
-batch=32
-if [ -n "$SMALL" ]; then batch=8; fi
-if [ -n "$FILES" ]; then files=$FILES; else files=a.parquet; fi
-is_false() { case "$1" in no) return 1 ;; esac; }
-mkdir -p out && size=16 || size=17
-echo $devices $estimator $n $lr $epochs $batch $files $size
-"""
-
-
-def test_of_branches_the_one_is_read_that_the_values_decide_for():
-    words = read_script(BRANCHES, "s").commands[-1]
-    assert words == ["echo", "8", "grpo", "4", "2e-6", "5", "32", "a.parquet", "16"]
-    doubts = {str(word): word.doubts for word in words if word.doubts}
-    assert list(doubts) == ["8", "32", "a.parquet"]
-    assert doubts["8"][0].startswith("devices=8: only a run of the script would tell what 'case")
-    assert doubts["8"][0].endswith("decides; it may be 16")
-    assert "it may be $FILES" in doubts["a.parquet"][0]
-
-
-def test_commands_of_all_branches_are_read_where_only_a_run_would_decide(tmp_path, capsys):
-    start = "python3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$N_GPUS"
-    (tmp_path / "run.sh").write_text(
-        f"case $1 in ppo) {start} data.seed=1 ;; grpo) {start} data.seed=2 ;; esac\n"
-    )
-    message = r"n_gpus_per_node='\$N_GPUS': it takes a whole number >= 1, and only a run of"
-    with pytest.raises(ConfigError, match=message):
-        main([str(tmp_path / "run.sh")])
-    # The command line counts more than the script, and what it replaces is not asked for.
-    assert main([str(tmp_path / "run.sh"), "--devices", "2"]) == 0
-    printed = capsys.readouterr()
-    ours = yaml.safe_load(printed.out)
-    assert ours["trainer"]["devices"] == 2
-    assert ours["data"]["init_args"]["train_prompts"]["init_args"]["seed"] == 1
-    assert "2 commands start a trainer" in printed.err
-    assert "N_GPUS" not in printed.err
-
-
-def test_branches_and_defaults_within_each_other_have_a_bound():
-    for text in ("x=" + "${A:-" * 5000 + "}" * 5000, "if a; then " * 5000, "case a in a) " * 5000):
-        with pytest.raises(ConfigError, match="more than 50 nested branches or defaults"):
-            read_script(text, "s")
-
-
-TRL_SCRIPT = """accelerate launch --num_processes 4 examples/scripts/grpo.py \\
-  --config base.yaml --use_peft --lora_r 8 --reward_funcs my.f my.g --learning_rate=2e-6 \\
-  --model_init_kwargs '{"subfolder": "x"}'
-"""
-
-
-def test_a_script_of_trl(tmp_path):
-    (tmp_path / "base.yaml").write_text("num_generations: 4\nlearning_rate: 1\n")
-    (tmp_path / "run.sh").write_text(TRL_SCRIPT)
-    model = convert_trl(read(tmp_path / "run.sh").values).config["model"]["init_args"]
-    data = convert_trl(read(tmp_path / "run.sh").values).config["data"]["init_args"]
-    assert (model["lora"]["rank"], model["optimizer"]["init_args"]["lr"]) == (8, 2e-6)
-    assert (data["group_size"], data["rewards"]) == (4, ["my.f", "my.g"])
-    assert model["model_kwargs"] == {"subfolder": "x"}
-    assert read(tmp_path / "run.sh").devices == 4
-    (tmp_path / "run.sh").write_text("trl grpo --num_processes 2 --learning_rate 1e-6\n")
-    source = read(tmp_path / "run.sh")
-    assert (source.devices, source.values) == (2, {"learning_rate": "1e-6"})
-
-
-def test_a_script_is_read_and_never_run(tmp_path):
-    there = tmp_path / "there"
-    script = read_script(f"x=$(touch {there}); `touch {there}`; echo $((1+1)) $((9**99999))", "s")
-    assert not there.exists()
-    assert script.commands[-1] == ["echo", "2", "$((...))"]
-    assert script.commands[-1][2].doubts == ("$((9**99999)): only a run of the script would tell",)
-
-
-def test_a_script_that_doubles_a_variable_ends(tmp_path):
-    text = "a=xxxxxxxx\n" + "a=$a$a\n" * 200 + "b=($a)\n" + 'b=("${b[@]}" "${b[@]}")\n' * 60
-    script = read_script(text + 'echo "${b[@]}"\n', "s")
-    assert max(len(word) for words in script.commands for word in words) <= 10_000
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.sh", "python3 -m verl.trainer.main_ppo a='", "an opening ' is not closed"),
-        ("a.sh", "python3 -m verl.trainer.main_ppo a=$(x", "is not closed"),
-        ("a.sh", "A=(1 2", "is not closed"),
-        ("a.sh", "ls -l", "no command in it starts verl"),
-        ("a.sh", "", "no command in it starts verl"),
         ("a.yaml", "", "holds nothing"),
         ("a.json", "[]", "holds nothing"),
         ("a.json", "3", "holds int"),
@@ -400,8 +258,8 @@ def test_what_is_no_file_or_has_no_bounds_is_refused_before_it_is_read(tmp_path)
     ],
 )
 def test_a_quantised_base_of_trl(tmp_path, options, expected, left):
-    (tmp_path / "run.sh").write_text(f"python grpo.py --use_peft --lora_dropout 0 {options}\n")
-    result = convert_trl(read(tmp_path / "run.sh").values)
+    command = f"python grpo.py --use_peft --lora_dropout 0 {options}"
+    result = convert_trl(from_command([Word(word) for word in command.split()], tmp_path).values)
     assert result.config["model"]["init_args"]["lora"]["quantization"] == expected
     assert [item.key for item in result.left if item.key.startswith("bnb")] == left
 

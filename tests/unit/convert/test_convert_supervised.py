@@ -187,20 +187,27 @@ def test_the_trainer_is_that_of_the_options_the_file_or_the_script(tmp_path, cap
     class_name, arguments = CALLS[trainer]
     script = "reward_modeling" if trainer == "reward" else trainer
     import_all = f"from trl import {class_name}Config, {class_name}Trainer\n"
-    name, text = {
+    called, text = {
         "options": ("c.yaml", yaml.safe_dump(SHARED | TELLING[trainer])),
         "file": (f"{trainer}_qwen.yaml", yaml.safe_dump(SHARED)),
         "dump": ("args.json", json.dumps(dump() | TELLING[trainer])),
         "option": ("c.yaml", yaml.safe_dump(SHARED)),
-        "trl": ("run.sh", f"trl {trainer} --learning_rate 1e-5\n"),
-        "launched": ("run.sh", f"accelerate launch --num_processes 2 trl/{script}.py --seed 1\n"),
+        "trl": ("--", f"trl {trainer} --learning_rate 1e-5"),
+        "launched": ("--", f"accelerate launch --num_processes 2 trl/{script}.py --seed 1"),
         "python": ("s.py", f"{import_all}{class_name}Trainer({arguments}).train()\n"),
         "alone": ("s.py", f"{import_all}config = {class_name}Config(learning_rate=1e-5)\n"),
     }[way]
-    (tmp_path / name).write_text(text)
     more = ["--trainer", trainer] if way == "option" else []
-    assert main([str(tmp_path / name), *more]) == 0
+    assert main([*more, *given(tmp_path, called, text)]) == 0
     assert classes(yaml.safe_load(capsys.readouterr().out)) == OURS[trainer]
+
+
+def given(folder, called, text):
+    """The arguments of convert for a file called so with this text; "--": the text is a command."""
+    if called == "--":
+        return ["--", *text.split()]
+    (folder / called).write_text(text)
+    return [str(folder / called)]
 
 
 def dump():
@@ -228,14 +235,13 @@ def test_a_trainer_that_no_option_tells_is_asked_for(tmp_path, capsys):
         ("rloo.yaml", "num_generations: 4\n", "rloo"),
         ("my_orpo.yaml", "beta: 0.1\n", "orpo"),
         ("online-dpo.yaml", "beta: 0.1\n", "onlinedpo"),
-        ("run.sh", "trl rloo --beta 0.1\n", "rloo"),
+        ("--", "trl rloo --beta 0.1", "rloo"),
         ("s.py", "from trl import CPOTrainer\nCPOTrainer(model)\n", "CPOTrainer"),
     ],
 )
 def test_other_trainers_are_refused_by_name(tmp_path, name, text, trainer):
-    (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=trainer):
-        main([str(tmp_path / name)])
+        main(given(tmp_path, name, text))
 
 
 def test_names_of_trainers():
