@@ -227,7 +227,9 @@ class _Walk:
             raise _Mistake((*key, "init_args"), f"expected arguments of {name}, got {given!r:.60}")
         kept = {k: v for k, v in spec.get(INHERITED, {}).items() if k in parameters(component)}
         given = self.arguments(kept | given, component, hint, (*key, "init_args"), True)
-        path = name if "." in name else f"{component.__module__}.{component.__qualname__}"
+        path = import_path(name)
+        if "." not in path:  # a class that has been imported, of no public name
+            path = f"{component.__module__}.{component.__qualname__}"
         checked = {"class_path": path, "init_args": given, "dict_kwargs": spec.get("dict_kwargs")}
         return {k: v for k, v in checked.items() if v}
 

@@ -55,6 +55,23 @@ def test_an_average_goes_on(workplace, decay):
     )
 
 
+def test_an_early_stop_goes_on(workplace):
+    """The row that a resumed run writes first was recorded before, and is judged like any other."""
+    stop = added("EarlyStopping", "monitor: reward/mean, mode: max, patience: 100")
+
+    def judged(folder: str, *more: str) -> dict:
+        kept = added(
+            "IterationCheckpoint", f"dirpath: {folder}, every_n_iterations: 1, save_top_k: -1"
+        )
+        assert fit(kept, stop, "--trainer.max_epochs=2", *more) == 0
+        return next(v for k, v in state(folder)["callbacks"].items() if "EarlyStopping" in k)
+
+    whole = judged("whole")
+    saved = sorted(Path("whole").glob("*.ckpt"))
+    assert len(saved) == 5
+    assert judged("parts", f"--ckpt_path={saved[0]}") == whole
+
+
 def test_an_average_that_never_begins_exports_the_last_weights(workplace, recwarn):
     ema = added("EMAWeightAveraging", "update_starting_at_step: 99")
     kept = added("IterationCheckpoint", "dirpath: kept")

@@ -150,7 +150,7 @@ def test_the_loss_by_hand():
     assert loss.tolist() == pytest.approx([expected - 1.0, -1.0])
     loss, _ = TeacherDivergence(beta=1.0)(logprobs, tokens)  # 1/4 ln 1/2 + 1/2 ln 2
     assert loss.tolist() == pytest.approx([0.25 * math.log(2), 0.0])
-    with pytest.raises(ConfigError, match=r"has to be model\.loss itself"):
+    with pytest.raises(ConfigError, match=r"must be model\.loss itself"):
         TeacherDivergence()(logprobs, tokens.exclude("likeliest_logprobs"))
     with pytest.raises(ConfigError, match="beta=2"):
         TeacherDivergence(beta=2)
@@ -256,5 +256,5 @@ def test_wrapped_losses_are_refused(tiny_model, make_rollout, train_on):
     rollout = taught(make_rollout, [-1.0], [[6]], [[-0.5]])
     wrapped = SFTMix(TeacherDivergence())
     module = PolicyModule(str(tiny_model), advantage=Distillation(), loss=wrapped)
-    with pytest.raises(ConfigError, match=r"has to be model\.loss itself"):
+    with pytest.raises(ConfigError, match=r"must be model\.loss itself"):
         train_on(module, [pack_rollouts([rollout])])

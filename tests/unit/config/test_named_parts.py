@@ -114,9 +114,9 @@ def test_each_public_class_may_be_named_without_its_module(name):
     [
         "[MathVerify]",
         "[{class_path: MathVerify}, my_rewards.length]",
-        "[{class_path: Remote, init_args: {function: MathVerify, servers: [http://a]}}]",
+        "[{class_path: Remote, init_args: {function: MathVerify, retries: 1}}]",
         "[{class_path: LLMJudge, init_args: {judge: {class_path: OpenAIJudge, "
-        "init_args: {model: m, url: http://a}}}}]",
+        "init_args: {model: m, base_url: http://a}}}}]",
     ],
 )
 def test_rewards_by_bare_names_reach_the_run(rewards, furnished, monkeypatch):
