@@ -272,10 +272,12 @@ class RecordingModule(FiniteStepsModule):
         """Add metrics to this iteration's row; callbacks use this instead of ``self.log``.
 
         They reach ``trainer.callback_metrics`` at once (``ModelCheckpoint(monitor=...)`` works) and
-        the
-        loggers in one call when the iteration ends.
+        the loggers in one call when the iteration ends.
         """
         self._recorded |= metrics
+        self._show(metrics)
+
+    def _show(self, metrics: dict[str, float]) -> None:
         self.trainer.callback_metrics.update(
             {name: torch.tensor(value, device="cpu") for name, value in metrics.items()}
         )
@@ -285,6 +287,7 @@ class RecordingModule(FiniteStepsModule):
         if self._recorded:
             metrics, self._recorded = self._recorded, {}
             self._written = self.iteration
+            self._show(metrics)  # a resumed run's first row was recorded by the run before
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step=self.iteration)
             call_hook(self.trainer, "on_iteration_end", metrics)
