@@ -14,7 +14,7 @@ from benchmarks.hostile.forged_runs import FOUND, agree, chain_anew, rechained_l
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main
 from lightning_rl.cli.audit.claims import Claims
-from lightning_rl.cli.audit.records import examine
+from lightning_rl.cli.audit.examination import examine
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.data.rollouts.ledger import Ledger, hash_of
 from lightning_rl.data.rollouts.log import RerunLog

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_rl.cli.audit.records import examine
+    from lightning_rl.cli.audit.examination import examine
     from lightning_rl.cli.process import printable
     from lightning_rl.cli.rerun.run import RecordedRun
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_rl.callbacks.report import PACKAGES, figures
+from lightning_rl.cli.audit.records import Records
 from lightning_rl.cli.rerun.run import RecordedRun, config_in
 from lightning_rl.collect.pipeline import in_groups
 from lightning_rl.collect.stats import rollout_metrics, set_metrics
@@ -24,9 +25,6 @@ from lightning_rl.data.rollouts.files import RUN_FILES, Record, as_json, as_reco
 from lightning_rl.data.rollouts.ledger import digest_of_json
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.files.metrics import MetricsLog, read_rows, strict_json
-
-if TYPE_CHECKING:
-    from lightning_rl.cli.audit.records import Records
 
 SUMMARY = "summary.json"
 
@@ -58,7 +56,7 @@ class Claims:
     """The results of a run whose files all have the digests that the ledger holds."""
 
     run: RecordedRun
-    records: "Records"
+    records: Records
     _data: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Recorded data modules, by the version since which they hold."""
 

@@ -124,7 +124,7 @@ def test_every_file_is_in_one_part_wherever_it_stands():
         "cli.convert.verl": "optional",
         "cli.view.page": "view",
         "cli.check.command": "check",
-        "cli.audit.records": "rerun",
+        "cli.audit.examination": "rerun",
         "cli.app": "spine",
         "data.rollouts.pictures": "vision",
         "module": "spine",

@@ -88,7 +88,7 @@ def test_nothing_imports_a_command(library):
         ("cli.app", "cli.view.page", False),
         ("callbacks.report", "cli.rerun.run", False),
         ("games.staged.command", "cli.check.doctor", False),
-        ("cli.rerun.run", "cli.audit.records", False),
+        ("cli.rerun.run", "cli.audit.examination", False),
         ("cli.audit.again", "cli.rerun.run", True),
         ("cli.check.mesh", "cli.check.card", True),
         ("cli.check.command", "cli.app", True),
