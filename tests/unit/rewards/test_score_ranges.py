@@ -64,7 +64,7 @@ def test_a_score_out_of_its_range_fails_the_rollout():
     rollout, _ = graded([{"score": 1.5, "right": 1.0}], [(0, 1)], [1.0])
     assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
     said = "reward Constant: returned 1.5, out of its score_range (0.0, 1.0); correct either"
-    assert rollout.error == said
+    assert rollout.error.startswith(f"{said}; prompt ")
 
 
 async def awaited(completions):

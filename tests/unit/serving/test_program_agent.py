@@ -520,7 +520,7 @@ def test_the_pages_function_runs(run, rollout, tmp_path, monkeypatch):
 
 
 def test_secrets_do_not_reach_programs(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
-    monkeypatch.setenv("HF_TOKEN", "mine")
-    assert "mine" not in "".join(ProgramAgent(["true"])._environment().values())
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1")
+    monkeypatch.setenv("HF_TOKEN", "secret-1")
+    assert "secret-1" not in "".join(ProgramAgent(["true"])._environment().values())
     assert os.environ["PATH"] == ProgramAgent(["true"])._environment()["PATH"]
