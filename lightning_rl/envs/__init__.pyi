@@ -108,6 +108,3 @@ from lightning_rl.envs.step_loss import (
 from lightning_rl.envs.transitions import (
     TransitionBuffer as TransitionBuffer,
 )
-from lightning_rl.envs.workers import (
-    GymWorkers as GymWorkers,
-)

@@ -266,12 +266,9 @@ ENVIRONMENTS = {
             {"env_name": "CartPole-v1", "categorical_action_encoding": True},
         ),
     ),
-    "workers": environment(
+    "pool": environment(
         actor_critic,
-        lambda: envs.GymWorkers(
-            "tests.support.worlds:Walk-v0", workers=1, sync=FixedSchedule(2), max_staleness=2,
-            force_sync=False,
-        ),
+        lambda: envs.PooledGym("tests.support.worlds:Walk-v0", workers=2, force_sync=True),
         eval_episodes=0,
     ),
     "dqn": environment(dqn, lambda: envs.Gym("CartPole-v1")),
