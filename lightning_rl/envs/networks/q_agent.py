@@ -1,10 +1,14 @@
-"""QAgent: an agent whose head values each action, and that takes the best."""
+"""QAgent: an agent whose head values each action, and that takes the best (Mnih et al. 2015)."""
 
 from typing import Any
 
+import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
+from lightning_rl.algos.schedules import LinearSchedule, Schedule, schedule_of
 from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.maker import built_loss
 from lightning_rl.envs.networks.agent import Observations
 from lightning_rl.envs.networks.bodies import Body, MLPBody
 from lightning_rl.envs.networks.exploring import (
@@ -52,6 +56,9 @@ class QAgent(ExploringAgent):
     Args:
         body: computes the features for values.
         head: computes the values.
+        epsilon: share of random actions: a number, or a schedule over iterations.
+        loss: further arguments of torchrl's ``DQNLoss``, by default ``{double_dqn: true,
+            loss_function: smooth_l1}``.
         body_lr: factor on the optimizer's learning rate for ``body``.
         critic_lr: the same for ``head``.
         schedule: decides in which iterations it learns.
@@ -66,6 +73,8 @@ class QAgent(ExploringAgent):
         self,
         body: Body | None = None,
         head: QHead | None = None,
+        epsilon: float | Schedule = LinearSchedule(start=1.0, final=0.05, iterations=100),
+        loss: dict[str, Any] | None = None,
         body_lr: float = 1.0,
         critic_lr: float = 1.0,
         schedule: UpdateSchedule = EveryIteration(),
@@ -75,6 +84,8 @@ class QAgent(ExploringAgent):
         require_no_memory(body=body)
         self.body = body if body is not None else MLPBody([128, 128], "relu")
         self.head = head if head is not None else QHead()
+        self.epsilon = schedule_of(epsilon, "epsilon", 0, 1)
+        self.loss = {"double_dqn": True, "loss_function": "smooth_l1"} | (loss or {})
 
     def build(self, space: Space) -> None:
         self.space = space
@@ -82,7 +93,7 @@ class QAgent(ExploringAgent):
         if not isinstance(kind, Discrete):
             raise ConfigError(
                 f"QAgent compares the values of n actions, but the environment takes "
-                f"{type(kind).__name__} ones; use SACModule for real numbers, else ActorCritic"
+                f"{type(kind).__name__} ones; use SACAgent for real numbers, else ActorCritic"
             )
         self.one_hot = kind.one_hot
         self.head.build(self.body.build(space), kind.n)
@@ -102,5 +113,38 @@ class QAgent(ExploringAgent):
     def parts(self) -> dict[str, list[nn.Parameter]]:
         return {"body": list(self.body.parameters()), "critic": list(self.head.parameters())}
 
-    def separate_parts(self) -> list[list[nn.Parameter]]:
-        return [list(self.parameters())]
+    # ---------------------------------------------------------------- learning
+
+    def explored_at(self, iteration: int) -> float:
+        return self.epsilon.at(iteration)
+
+    def torchrl_loss(self) -> Any:
+        from torchrl.modules import QValueActor
+
+        assert self.space is not None
+        kind = "one-hot" if self.one_hot else "categorical"
+        network = QValueActor(
+            _Values(self), in_keys=list(self.space.observations), action_space=kind
+        )
+        own = {"value_network": network, "action_space": kind}
+        return built_loss("torchrl.objectives.DQNLoss", own, self.loss)
+
+    @torch.no_grad()
+    def measured(self, steps: TensorDict, found: TensorDict) -> dict[str, Tensor]:
+        return {"value/loss": found["loss"], "value/mean": self(steps).amax(-1).mean()}
+
+
+class _Values(nn.Module):
+    """The agent in the form of a torchrl value network."""
+
+    def __init__(self, agent: QAgent) -> None:
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, *observations: Tensor) -> Tensor:
+        """Return finite values: torchrl multiplies what follows an end, where none may be allowed,
+        by 0.
+        """
+        assert self.agent.space is not None
+        values = self.agent(dict(zip(self.agent.space.observations, observations, strict=True)))
+        return values.clamp(min=torch.finfo(values.dtype).min)
