@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.collector import seeded
-from lightning_rl.envs.maker import require_installed
+from lightning_rl.envs.maker import built_loss, require_installed
 from lightning_rl.envs.networks.exploring import ExploringAgent
 from lightning_rl.envs.networks.q_agent import QAgent
 from lightning_rl.envs.networks.sac_agent import SACAgent
@@ -26,6 +26,18 @@ from lightning_rl.run.seeding import derived_seed, run_seed
 
 UPDATES = 2**31 + 1
 """Index for seeds of updates; different from every environment's."""
+
+
+def loss_of(agent: ExploringAgent, gamma: float) -> Any:
+    """Create torchrl's loss of an agent, whose target networks start as copies.
+
+    Raises:
+        ConfigError: for an argument that the loss does not take.
+    """
+    path, own = agent.torchrl_loss()
+    loss = built_loss(path, own, agent.loss)
+    loss.make_value_estimator(gamma=gamma)
+    return loss
 
 
 @configurable
@@ -117,16 +129,14 @@ class OffPolicyModule(EnvModule):
         return SACAgent() if reals else QAgent()
 
     def configure_model(self) -> None:
-        """Build the agents and their losses, whose target networks start as copies (once)."""
+        """Build the agents and their losses (once)."""
         super().configure_model()
         for name, agent in self.agents.items():
             if name not in self.losses:
                 try:
-                    loss = agent.torchrl_loss()
+                    cast(nn.ModuleDict, self.losses)[name] = loss_of(agent, self.gamma)
                 except ConfigError as error:
                     raise ConfigError(f"model.agents.{name}: {error}") from error
-                loss.make_value_estimator(gamma=self.gamma)
-                cast(nn.ModuleDict, self.losses)[name] = loss
 
     def check_agents(self) -> None:
         """Refuse agents and settings that do not work with single steps of earlier policies.
@@ -176,8 +186,10 @@ class OffPolicyModule(EnvModule):
         # and it begins by copying the learning networks, which a resumed run must not do.
         state = {key: value.clone() for key, value in loss.state_dict().items()}
         with warnings.catch_warnings(action="ignore"):  # of a tau above 0.5
-            soft = self.tau < 1
-            made = SoftUpdate(loss, tau=self.tau) if soft else HardUpdate(loss, **_EVERY_STEP)
+            if self.tau < 1:
+                made = SoftUpdate(loss, tau=self.tau)
+            else:
+                made = HardUpdate(loss, value_network_update_interval=0)
         loss.load_state_dict(state)
         return made
 
@@ -238,6 +250,3 @@ class OffPolicyModule(EnvModule):
         if int(self.updates) % self.target_every == 0:
             for name in learning:
                 self._updaters[name].step()
-
-
-_EVERY_STEP = {"value_network_update_interval": 0}

@@ -34,16 +34,21 @@ class ExploringAgent(EnvAgent):
     loss: Mapping[str, Any]
 
     @abstractmethod
-    def torchrl_loss(self) -> Any:
-        """Create the loss that trains it, with its networks and target networks.
+    def torchrl_loss(self) -> tuple[str, dict[str, Any]]:
+        """Return the import path of the loss that trains it, and our own arguments for it.
 
         Raises:
-            ConfigError: for an argument that the loss does not take.
+            ConfigError: if a network does not fit the environment.
         """
 
     @abstractmethod
     def measured(self, steps: TensorDict, found: TensorDict) -> dict[str, Tensor]:
         """Return metrics of some steps and what the loss found for them."""
+
+    def seen(self, steps: TensorDict) -> dict[str, Tensor]:
+        """Return the observations of some steps by name."""
+        assert self.space is not None
+        return {name: steps[name] for name in self.space.observations}
 
     def explored_at(self, iteration: int) -> float:
         """Return the share of random actions in an iteration after the warm-up."""

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_rl.algos.schedules import LinearSchedule, Schedule, schedule_of
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.maker import built_loss
 from lightning_rl.envs.networks.agent import Observations
 from lightning_rl.envs.networks.bodies import Body, MLPBody
 from lightning_rl.envs.networks.exploring import (
@@ -118,33 +119,33 @@ class QAgent(ExploringAgent):
     def explored_at(self, iteration: int) -> float:
         return self.epsilon.at(iteration)
 
-    def torchrl_loss(self) -> Any:
-        from torchrl.modules import QValueActor
-
-        assert self.space is not None
+    def torchrl_loss(self) -> tuple[str, dict[str, Any]]:
         kind = "one-hot" if self.one_hot else "categorical"
-        network = QValueActor(
-            _Values(self), in_keys=list(self.space.observations), action_space=kind
-        )
-        own = {"value_network": network, "action_space": kind}
-        return built_loss("torchrl.objectives.DQNLoss", own, self.loss)
+        return "torchrl.objectives.DQNLoss", {"value_network": _Values(self), "action_space": kind}
 
     @torch.no_grad()
     def measured(self, steps: TensorDict, found: TensorDict) -> dict[str, Tensor]:
-        return {"value/loss": found["loss"], "value/mean": self(steps).amax(-1).mean()}
+        values = self(self.seen(steps))
+        return {"value/loss": found["loss"], "value/mean": values.amax(-1).mean()}
 
 
-class _Values(nn.Module):
+class _Values(TensorDictModuleBase):
     """The agent in the form of a torchrl value network."""
 
     def __init__(self, agent: QAgent) -> None:
         super().__init__()
+        assert agent.space is not None
         self.agent = agent
+        self.in_keys = list(agent.space.observations)
+        self.out_keys = ["action", "action_value", "chosen_action_value"]
 
-    def forward(self, *observations: Tensor) -> Tensor:
-        """Return finite values: torchrl multiplies what follows an end, where none may be allowed,
-        by 0.
-        """
-        assert self.agent.space is not None
-        values = self.agent(dict(zip(self.agent.space.observations, observations, strict=True)))
-        return values.clamp(min=torch.finfo(values.dtype).min)
+    def forward(self, steps: TensorDict) -> TensorDict:
+        """Add values and the best action to steps."""
+        values = self.agent(self.agent.seen(steps))
+        # Finite: torchrl multiplies what follows an end, where none may be allowed, by 0.
+        values = values.clamp(min=torch.finfo(values.dtype).min)
+        best = values.argmax(-1)
+        steps["action"] = F.one_hot(best, values.shape[-1]) if self.agent.one_hot else best
+        steps["action_value"] = values
+        steps["chosen_action_value"] = values.amax(-1, keepdim=True)
+        return steps

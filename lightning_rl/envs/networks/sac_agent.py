@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.maker import built_loss
 from lightning_rl.envs.networks.agent import Observations
 from lightning_rl.envs.networks.bodies import Body, MLPBody
 from lightning_rl.envs.networks.distributions import TanhGaussian
@@ -114,7 +114,8 @@ class SACAgent(ExploringAgent):
         self.body = body if body is not None else MLPBody([256, 256], "relu")
         self.policy = policy if policy is not None else TanhGaussianHead()
         self._critic = (critic if critic is not None else ActionCritic(),)  # the loss has copies
-        self.loss = {"loss_function": "l2"} | (loss or {})
+        # A body may branch on what it sees, which vmap cannot.
+        self.loss = {"loss_function": "l2", "deactivate_vmap": True} | (loss or {})
 
     def build(self, space: Space) -> None:
         self.space = space
@@ -150,25 +151,18 @@ class SACAgent(ExploringAgent):
 
     # ---------------------------------------------------------------- learning
 
-    def torchrl_loss(self) -> Any:
-        from tensordict.nn import TensorDictModule
+    def torchrl_loss(self) -> tuple[str, dict[str, Any]]:
+        own = {"actor_network": _Actor(self), "qvalue_network": [_Value(self) for _ in range(2)]}
+        return "torchrl.objectives.SACLoss", own
 
+    def critic(self) -> ActionCritic:
+        """Return a new critic."""
         assert self.space is not None
         [kind] = self.space.actions.values()
         assert isinstance(kind, Continuous)
-        seen = list(self.space.observations)
-        critics = []
-        for _ in range(2):
-            critic = copy.deepcopy(self._critic[0])
-            critic.build(self.space, kind)
-            keys = {"in_keys": [*seen, "action"], "out_keys": ["state_action_value"]}
-            critics.append(TensorDictModule(_Value(critic, seen), **keys))
-        own = {
-            "actor_network": _Actor(self, seen),
-            "qvalue_network": critics,
-            "deactivate_vmap": True,  # a body may branch on what it sees
-        }
-        return built_loss("torchrl.objectives.SACLoss", own, self.loss)
+        critic = copy.deepcopy(self._critic[0])
+        critic.build(self.space, kind)
+        return critic
 
     def further_parts(self, loss: Any) -> dict[str, list[nn.Parameter]]:
         temperature = [p for p in [loss.log_alpha] if isinstance(p, nn.Parameter)]
@@ -186,33 +180,37 @@ class SACAgent(ExploringAgent):
         }
 
 
-class _Actor(nn.Module):
+class _Actor(TensorDictModuleBase):
     """The agent in the form of a torchrl actor, which returns its distribution."""
 
-    out_keys = dist_sample_keys = ("action",)
-    log_prob_keys = ("action_log_prob",)
+    dist_sample_keys, log_prob_keys = ("action",), ("action_log_prob",)
 
-    def __init__(self, agent: SACAgent, seen: list[str]) -> None:
+    def __init__(self, agent: SACAgent) -> None:
         super().__init__()
+        assert agent.space is not None
         self.agent = agent
-        self.in_keys = seen
+        self.in_keys = list(agent.space.observations)
+        self.out_keys = ["action"]
 
     def get_dist(self, steps: TensorDict) -> TanhGaussian:
         """Return the distribution of actions for some steps."""
-        made: TanhGaussian = self.agent(steps)
+        made: TanhGaussian = self.agent(self.agent.seen(steps))
         return made
 
 
-class _Value(nn.Module):
-    """A critic in the form of a torchrl value network."""
+class _Value(TensorDictModuleBase):
+    """A new critic of an agent in the form of a torchrl value network."""
 
-    def __init__(self, critic: ActionCritic, seen: list[str]) -> None:
+    def __init__(self, agent: SACAgent) -> None:
         super().__init__()
-        self.critic = critic
-        self.seen = seen
+        assert agent.space is not None
+        self.critic = agent.critic()
+        self.in_keys = [*agent.space.observations, "action"]
+        self.out_keys = ["state_action_value"]
 
-    def forward(self, *given: Tensor) -> Tensor:
-        """Return values (*B, 1) of observations and an action."""
-        *observations, action = given
-        values: Tensor = self.critic(dict(zip(self.seen, observations, strict=True)), action)
-        return values.unsqueeze(-1)
+    def forward(self, steps: TensorDict) -> TensorDict:
+        """Add the values of the actions to steps."""
+        *names, action = self.in_keys
+        seen = {name: steps[name] for name in names}
+        steps["state_action_value"] = self.critic(seen, steps[action]).unsqueeze(-1)
+        return steps

@@ -16,6 +16,7 @@ from lightning_rl.envs import (
     SACAgent,
 )
 from lightning_rl.envs.networks.space import Continuous, Discrete, MultiDiscrete, Observed, Space
+from lightning_rl.envs.off_policy import loss_of
 from lightning_rl.errors import ConfigError
 
 SEEN = {"observation": Observed((3,))}
@@ -44,9 +45,7 @@ def built(agent, space, gamma=0.5):
     """The agent and its loss."""
     torch.manual_seed(1)
     agent.build(space)
-    loss = agent.torchrl_loss()
-    loss.make_value_estimator(gamma=gamma)
-    return agent, loss
+    return agent, loss_of(agent, gamma)
 
 
 # ---------------------------------------------------------------- values of actions
@@ -219,4 +218,4 @@ def test_arguments_that_the_loss_does_not_take(arguments, message):
     agent = QAgent(loss=arguments)
     agent.build(CHOICE)
     with pytest.raises(ConfigError, match=message):
-        agent.torchrl_loss()
+        loss_of(agent, 0.5)
