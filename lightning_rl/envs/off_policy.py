@@ -145,11 +145,6 @@ class OffPolicyModule(EnvModule):
             ConfigError: names the agent, or the setting.
         """
         for name, agent in self.agents.items():
-            if not isinstance(agent, ExploringAgent):
-                raise ConfigError(
-                    f"{type(self).__name__} trains a QAgent or a SACAgent, but agent {name!r} is "
-                    f"{type(agent).__name__}; use one of them, or ActorCriticModule"
-                )
             if agent.space is not None and agent.space.mask is not None:
                 raise ConfigError(
                     f"{type(self).__name__} learns from single steps, but agent {name!r} pauses in "

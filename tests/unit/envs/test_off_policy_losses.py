@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_rl.envs import (
     ActionCritic,
+    ActorCritic,
     GRUBody,
     MLPBody,
     OffPolicyModule,
@@ -193,6 +194,7 @@ def test_agents_that_do_not_fit(agent, space, message):
         (lambda: SACAgent(critic=ActionCritic(GRUBody())), "body=GRUBody has a memory"),
         (lambda: SACAgent(actor_lr=-1.0), "actor_lr=-1.0 must be >= 0"),
         (lambda: ActionCritic(hidden=[0]), r"hidden\[0\]=0 must be >= 1"),
+        (lambda: OffPolicyModule({"agent": ActorCritic()}), "ExploringAgent, got ActorCritic"),
         (lambda: OffPolicyModule(gamma=1.5), r"gamma=1.5 must be in \[0, 1\]"),
         (lambda: OffPolicyModule(batch_size=0), "batch_size=0 must be >= 1"),
         (lambda: OffPolicyModule(warmup_frames=-1), "warmup_frames=-1 must be >= 0"),

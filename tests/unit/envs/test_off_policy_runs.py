@@ -9,7 +9,6 @@ from tensordict import TensorDict
 
 from lightning_rl.envs import (
     ActionCritic,
-    ActorCritic,
     EnvCollector,
     EnvDataModule,
     Gym,
@@ -20,7 +19,6 @@ from lightning_rl.envs import (
 )
 from lightning_rl.envs.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
-from lightning_rl.errors import ConfigError
 from lightning_rl.extend import LinearSchedule, Periodic
 from tests.support.small_run import trainer_of
 
@@ -114,12 +112,6 @@ def test_an_agent_that_is_not_due_only_acts(tmp_path):
     fit(module, data(iterations=3), tmp_path)
     assert int(module.updates) == 0
     assert module.buffer.added == 60
-
-
-def test_another_kind_of_agent_is_refused(tmp_path):
-    module = OffPolicyModule({"agent": ActorCritic()})
-    with pytest.raises(ConfigError, match="QAgent or a SACAgent, but agent 'agent' is ActorCritic"):
-        fit(module, data(), tmp_path)
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_each_step_knows_what_followed_it():
 
 def test_what_ends_an_episode_ends_it_for_each_of_a_group():
     data = batch()
-    data["next", "reward"] = torch.ones(2, 3, 2, 1)  # a group of two
+    data["next", "walker", "reward"] = torch.ones(2, 3, 2, 1)  # a group of two
     own = single_steps(data, {"walker": WALKER})["walker"]
     assert own["next", "terminated"].shape == own["next", "done"].shape == (6, 2, 1)
     assert own["next", "terminated"][1].flatten().tolist() == [True, True]
