@@ -137,7 +137,7 @@ def _check(make: str) -> None:
         raise ConfigError(f"model.loss.make: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"model.loss.make: {make} is not a loss; name one of torchrl.objectives")
-    if not {"actor_network", "critic_network", *_OWN} <= set(parameters(kind)):
+    if not {"actor_network", "critic_network", *_OWN} <= set(parameters(import_object(make))):
         raise ConfigError(_refusal(make))
 
 

@@ -128,7 +128,7 @@ class SACAgent(ExploringAgent):
         self.policy.build(self.body.build(space), kind)
         # Measured in the environment's units, actions are wider by half the distance of the bounds.
         wider = float((0.5 * (kind.high - kind.low)).log().sum())
-        self.loss = {"target_entropy": wider - kind.size} | self.loss
+        self.loss = {"target_entropy": wider - kind.size, **self.loss}
         self.take_pretrained()
 
     def forward(self, observations: Observations) -> TanhGaussian:
