@@ -56,10 +56,10 @@ class RLCallback(Callback):
         """Called before agents are evaluated in separate episodes of environments."""
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before weights are pushed to the engine, or to ``GymWorkers``."""
+        """Called before weights are pushed to the engine."""
 
     def on_weights_synced(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
-        """Called when the engine, or ``GymWorkers``, have taken over the weights of ``version``."""
+        """Called when the engine has taken over the weights of ``version``."""
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]

@@ -21,7 +21,6 @@ from lightning_rl.envs import (
     ActorCriticModule,
     EnvDataModule,
     Gym,
-    GymWorkers,
     PooledGym,
     TorchRLEnv,
 )
@@ -126,7 +125,6 @@ def torchrl(how: str, where: str, **options: Any) -> TorchRLEnv:
 KINDS: dict[str, Callable[[str, str], Any]] = {
     "Gym": lambda how, where: Gym(NAME, {"how": how, "where": where}),
     "PooledGym": lambda how, where: PooledGym(NAME, {"how": how, "where": where}),
-    "GymWorkers": lambda how, where: GymWorkers(NAME, {"how": how, "where": where}),
     "TorchRLEnv": torchrl,
     "TorchRLEnv in processes": lambda how, where: torchrl(how, where, parallel=True),
 }

@@ -13,12 +13,11 @@ from benchmarks.hostile.call import Call, command
 from benchmarks.hostile.env_worlds import KINDS, NAME, Terminate, fit, script
 from lightning_rl.callbacks import Evaluate, Watchdog
 from lightning_rl.envs import (
-    DQNModule,
     EnvDataModule,
     Gym,
-    GymWorkers,
+    OffPolicyModule,
     PooledGym,
-    SACModule,
+    SACAgent,
     TorchRLLoss,
 )
 
@@ -116,7 +115,7 @@ print("the script runs")
 try:
     data = EnvDataModule({env}, num_envs=2, frames_per_iteration=4, iterations_per_epoch=1)
     Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False).fit(ActorCriticModule({agents}), datamodule=data)
+            enable_progress_bar=False).fit(ActorCriticModule(), datamodule=data)
     print("trained")
 except LightningRLError as error:
     raise SystemExit(f"{{type(error).__name__}}: {{error}}")
@@ -129,28 +128,25 @@ gymnasium.register("Mine-v0", Mine)
 """
 
 
-def unguarded(env: str, before: str = "", agents: str = "") -> Callable[[Path], object]:
+def unguarded(env: str, before: str = "") -> Callable[[Path], object]:
     """A script without ``if __name__ == "__main__"``."""
-    return script(SCRIPT.format(env=env, before=before, agents=agents))
+    return script(SCRIPT.format(env=env, before=before))
 
 
 CALLS: list[Call] = [
     *(meets(kind, "raises", "step", "EnvError", "the simulator is gone", "step 3") for kind in (
-        "Gym", "PooledGym", "GymWorkers", "TorchRLEnv",
+        "Gym", "PooledGym", "TorchRLEnv",
     )),
     *(meets(kind, "exits", "step", "EnvError", "SystemExit: 0") for kind in (
-        "Gym", "PooledGym", "GymWorkers", "TorchRLEnv",
+        "Gym", "PooledGym", "TorchRLEnv",
     )),
     meets("Gym", "quits", "step", "EnvError", "called os._exit(0)"),
     meets("PooledGym", "quits", "step", "EnvError", "ended with exit status 0"),
-    meets("GymWorkers", "quits", "step", "EnvError", "called os._exit(0)"),
     meets("PooledGym", "crashes", "step", "EnvError", "killed by SIGSEGV"),
-    meets("GymWorkers", "crashes", "step", "EnvError", "killed by SIGSEGV"),
     meets("Gym", "crashes", "step", "Fatal Python error: Segmentation fault"),
     meets("Gym", "not over", "step", "EnvError", "gave None as terminated"),
     meets("PooledGym", "not over", "step", "EnvError", "gave None as terminated"),
     meets("PooledGym", "dies", "step", "EnvError", "killed by SIGKILL"),
-    meets("GymWorkers", "dies", "step", "EnvError", "killed by SIGKILL"),
     *(hangs(kind) for kind in KINDS),
     hangs("Gym", "reset"),
     *(stopped(kind, signal.SIGTERM) for kind in KINDS),
@@ -158,7 +154,7 @@ CALLS: list[Call] = [
     stopped("Gym", signal.SIGUSR1),
     stopped("Gym", signal.SIGTERM, "reset"),
     stopped("PooledGym", signal.SIGINT),
-    learner(DQNModule, "RunInterrupted", "SIGTERM"),
+    learner(OffPolicyModule, "RunInterrupted", "SIGTERM"),
     Call("Gym: the first evaluation hangs, then SIGTERM", evaluation, ("RunInterrupted",)),
     Call("Gym: hangs, with a Watchdog", watched, ("StalledError", "at hostile/env_worlds.py")),
     meets("Gym", "raises", "reset", "EnvError", "the simulator is gone"),
@@ -168,7 +164,6 @@ CALLS: list[Call] = [
     meets("Gym", "old", "step", "EnvError", "gymnasium requires (observation, reward, terminated"),
     meets("Gym", "short", "step", "EnvError", "numbers of shape (2,)"),
     meets("Gym", "long", "reset", "EnvError", "numbers of shape (2,)"),
-    meets("GymWorkers", "text", "step", "EnvError", "'here'"),
     meets("Gym", "nan", "step", "EnvError", "as observation"),
     meets("Gym", "unpaid", "step", "EnvError", "gave None as reward"),
     meets("PooledGym", "paid nan", "step", "EnvError", "gave nan as reward"),
@@ -183,13 +178,8 @@ CALLS: list[Call] = [
     meets("PooledGym", "text for a space", "init", "ConfigError", "action_space of Rude is 'left"),
     Call("a script without a guard: PooledGym", unguarded(f"PooledGym('{NAME}')"), ("trained",),
          True, GENEROUS),
-    Call("a script without a guard: GymWorkers", unguarded(f"GymWorkers('{NAME}')"), ("trained",),
-         True, GENEROUS),
     Call("a script that defines the environment itself", unguarded("PooledGym('Mine-v0')", HERE),
          ("ConfigError", "defined in the script itself")),
-    Call("a script that defines a body itself", unguarded(
-        f"GymWorkers('{NAME}')", "class Mine(MLPBody):\n    pass",
-        "{'agent': ActorCritic(Mine())}"), ("ConfigError", "cannot be pickled"), seconds=GENEROUS),
     Call("torchrl's buffer, and a batch", lambda folder: fit(folder, KINDS["Gym"]("", ""), Keep()),
          ("2 kept, of 8 steps each",), True),
     Call("a loss of torchrl's that is none", lambda folder: TorchRLLoss("torchrl.objectives.PPO"),
@@ -197,11 +187,10 @@ CALLS: list[Call] = [
     Call("a loss of torchrl's with its own networks", lambda folder: TorchRLLoss(
         "torchrl.objectives.SACLoss"), ("ConfigError", "ClipPPOLoss")),
     Call("SAC where there is a choice of actions", lambda folder: fit(
-        folder, KINDS["Gym"]("", ""), module=SACModule()), ("ConfigError", "use DQNModule")),
+        folder, KINDS["Gym"]("", ""), module=OffPolicyModule({"agent": SACAgent()})),
+         ("ConfigError", "use QAgent")),
     Call("more in a batch than may be", lambda folder: PooledGym(NAME, min_batch=3, max_batch=2),
          ("ConfigError", "max_batch=2")),
-    Call("workers that would play what is too old", lambda folder: GymWorkers(
-        NAME, force_sync=False), ("ConfigError", "max_staleness")),
     Call("a time limit of nothing", lambda folder: EnvDataModule(Gym(NAME), max_step_seconds=0.0),
          ("ConfigError", "max_step_seconds")),
     Call("check: an environment that there is not", configured(env=gym("Rudest-v0")),

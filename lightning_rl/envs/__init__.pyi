@@ -6,11 +6,6 @@ from lightning_rl.envs.algos.steps import (
     StepReturn as StepReturn,
     Steps as Steps,
 )
-from lightning_rl.envs.algos.td import (
-    HuberTD as HuberTD,
-    SquaredTD as SquaredTD,
-    TDLoss as TDLoss,
-)
 from lightning_rl.envs.base import (
     EnvModule as EnvModule,
 )
@@ -24,9 +19,6 @@ from lightning_rl.envs.collector import (
 )
 from lightning_rl.envs.datamodule import (
     EnvDataModule as EnvDataModule,
-)
-from lightning_rl.envs.dqn import (
-    DQNModule as DQNModule,
 )
 from lightning_rl.envs.episode_preview import (
     EpisodePreview as EpisodePreview,
@@ -83,11 +75,6 @@ from lightning_rl.envs.networks.sac_agent import (
 from lightning_rl.envs.networks.space import (
     Space as Space,
 )
-from lightning_rl.envs.networks.targets import (
-    CopyEvery as CopyEvery,
-    Polyak as Polyak,
-    TargetUpdate as TargetUpdate,
-)
 from lightning_rl.envs.off_policy import (
     OffPolicyModule as OffPolicyModule,
 )
@@ -97,17 +84,8 @@ from lightning_rl.envs.pool import (
 from lightning_rl.envs.rows import (
     Clips as Clips,
 )
-from lightning_rl.envs.sac import (
-    SACModule as SACModule,
-)
 from lightning_rl.envs.step_loss import (
     JointLoss as JointLoss,
     StepLoss as StepLoss,
     TorchRLLoss as TorchRLLoss,
-)
-from lightning_rl.envs.transitions import (
-    TransitionBuffer as TransitionBuffer,
-)
-from lightning_rl.envs.workers import (
-    GymWorkers as GymWorkers,
 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.envs.networks.agent import EnvAgent
+from lightning_rl.envs.networks.space import Space
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.schedulers import make_scheduler, step_scheduler
@@ -119,7 +120,7 @@ class EnvModule(RecordingModule):
                 f"{', '.join(spaces)}"
             )
         for name, space in spaces.items():
-            agent = deepcopy(self.given_agents.get(name)) or self.default_agent()
+            agent = deepcopy(self.given_agents.get(name)) or self.default_agent(space)
             try:
                 agent.build(space)
             except ConfigError as error:
@@ -131,7 +132,7 @@ class EnvModule(RecordingModule):
                 agent.compile()
 
     @abstractmethod
-    def default_agent(self) -> EnvAgent:
+    def default_agent(self, space: Space) -> EnvAgent:
         """Return the agent of a group for which none was given."""
 
     @abstractmethod
@@ -139,7 +140,11 @@ class EnvModule(RecordingModule):
         """Refuse agents that these settings cannot train."""
 
     def configure_optimizers(self) -> Any:
-        groups = [g for name, agent in self.agents.items() for g in agent.parameter_groups(name)]
+        groups = [
+            group
+            for name, agent in self.agents.items()
+            for group in agent.parameter_groups(name, self.parts_of(name))
+        ]
         factors = [group.pop("lr_factor") for group in groups]
         optimizer = self.optimizer(groups)
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
@@ -181,7 +186,7 @@ class EnvModule(RecordingModule):
         with strategy.block_backward_sync() if alone else nullcontext():
             self.manual_backward(loss)
         if not self._parts:  # to find them takes as long as to clip them
-            self._parts = {name: self.clipped_parts(agent) for name, agent in self.agents.items()}
+            self._parts = {name: self.clipped_parts(name) for name in self.agents}
         norms = []
         for part in (part for name in names for part in self._parts[name]):
             parameters = [p for p in part if p.grad is not None]
@@ -196,12 +201,16 @@ class EnvModule(RecordingModule):
         add(measured, {"policy/grad_norm": norm.reshape(1)})
         optimizer.step()
 
-    def clipped_parts(self, agent: EnvAgent) -> list[list[nn.Parameter]]:
+    def parts_of(self, name: str) -> dict[str, list[nn.Parameter]]:
+        """Return all parameters that an agent's loss trains, by purpose."""
+        return self.agents[name].parts()
+
+    def clipped_parts(self, name: str) -> list[list[nn.Parameter]]:
         """Split an agent's parameters into parts, each clipped by its own norm.
 
         Parts that share no weights are separate: a critic's large errors do not slow its actor.
         """
-        return agent.separate_parts()
+        return self.agents[name].separate_parts()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Do nothing: :meth:`step` has already checked the gradient."""

@@ -3,8 +3,8 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +71,6 @@ class EnvCollector(ABC):
     """Observations and actions of each agent or group of agents; known after ``start``."""
     finished: Sequence[EnvEpisode] = ()
     """Episodes that ended in the last batch."""
-    metrics: Mapping[str, float] = {}
-    """Further metrics of the last batch."""
     carried: Sequence[int] = ()
     """Steps that each environment's current episode already had when the last batch began; ():
     episodes begin with the batch.
@@ -81,9 +79,6 @@ class EnvCollector(ABC):
     """Act with the mode of the agents' distributions instead of sampling from them."""
     deadline: "Deadline | None" = None
     """When the present step must be over; None: steps are not watched for hanging."""
-
-    syncing: Callable[[int], AbstractContextManager[Any]] = nullcontext
-    """Entered, with the agents' version, while agents are sent to other processes."""
 
     @property
     @abstractmethod

@@ -9,13 +9,11 @@ from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import EnvMaker, TorchRLEnv
 from lightning_rl.envs.pool import PooledCollector, PooledGym
 from lightning_rl.envs.torchrl_collector import TorchRLCollector
-from lightning_rl.envs.workers import GymWorkers, WorkersCollector
 from lightning_rl.errors import ConfigError
 
 COLLECTORS: dict[type[EnvMaker], Callable[[Any, int | None, float], EnvCollector]] = {
     Gym: GymCollector,
     PooledGym: PooledCollector,
-    GymWorkers: WorkersCollector,
     TorchRLEnv: TorchRLCollector,
 }
 """The collector of each kind of environment, and of kinds derived from it."""

@@ -1,8 +1,7 @@
 """EnvDataModule: environments behind Lightning's data interface."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -171,7 +170,6 @@ class EnvDataModule(CollectingDataModule):
                 "each steps equally many; change num_envs"
             )
         own = self.num_envs // ranks
-        self.collector.syncing = self._syncing
         with dist.every_rank():
             self.calls.start(self.seed, dist.rank() * own, own)
             if self.player is not self.collector:
@@ -242,18 +240,9 @@ class EnvDataModule(CollectingDataModule):
         self.episodes = [episode for share in told for episode in share]
         frames = self.frames_per_iteration
         module.record(episode_metrics(self.episodes, frames, seconds, self.judged_agent))
-        module.record(dict(self.collector.metrics))
         if self.min_episode_length > 1:
             module.record({"rollout/skipped_share": self._skip_short(batch["steps"]) / frames})
         return handed_out(batch, self.spaces)
-
-    @contextmanager
-    def _syncing(self, version: int) -> Iterator[None]:
-        """Tell callbacks when agents are sent to other processes, as for a push to an engine."""
-        assert self.trainer is not None
-        call_hook(self.trainer, "on_sync_start")
-        yield
-        call_hook(self.trainer, "on_weights_synced", version)
 
     def _skip_short(self, steps: TensorDict) -> float:
         """Mask the steps of short episodes; return their number on all ranks."""

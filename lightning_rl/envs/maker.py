@@ -126,6 +126,21 @@ def built(path: str, arguments: Mapping[str, Any], key: str) -> Any:
         raise ConfigError(f"{key}: {path}({_shown(arguments)}) failed: {what}") from error
 
 
+def built_loss(path: str, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """Create a torchrl loss from our own arguments for it and the user's.
+
+    Raises:
+        ConfigError: names the argument that it does not take, or that is ours to set.
+    """
+    known = set(parameters(import_object(path)))
+    for name in arguments:  # torchrl's take any keyword, and drop what none of them knows
+        if name in own or name == "reduction":
+            raise ConfigError(f"loss: {name} cannot be set; the module sets it")
+        if name not in known:
+            raise ConfigError(f"loss: {path} takes no {name!r}{did_you_mean(name, sorted(known))}")
+    return built(path, {**own, **arguments}, "loss")
+
+
 def _shown(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())
 

@@ -17,9 +17,9 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
-from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.envs.networks.distributions import ActionDistribution
 from lightning_rl.envs.networks.memory import RecurrentBody
+from lightning_rl.envs.networks.space import Space
 from lightning_rl.envs.rows import Clips, Rows, minibatches, normalized, rows_of
 from lightning_rl.envs.step_loss import JointLoss, Made, StepLoss
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
@@ -244,9 +244,9 @@ class ActorCriticModule(EnvModule):
             loss = loss + value_loss
         return loss, metrics
 
-    def clipped_parts(self, agent: EnvAgent) -> list[list[nn.Parameter]]:
+    def clipped_parts(self, name: str) -> list[list[nn.Parameter]]:
         """Return a single part if ``clip_jointly``."""
-        parts = super().clipped_parts(agent)
+        parts = super().clipped_parts(name)
         return [[p for part in parts for p in part]] if self.clip_jointly else parts
 
     def _old(self, name: str, rows: Rows) -> dict[str, ActionDistribution]:
@@ -273,7 +273,7 @@ class ActorCriticModule(EnvModule):
     def stateful_parts(self) -> dict[str, Any]:
         return self._coefficients()
 
-    def default_agent(self) -> ActorCritic:
+    def default_agent(self, space: Space) -> ActorCritic:
         return ActorCritic()
 
     def check_agents(self) -> None:

@@ -1,23 +1,26 @@
-"""OffPolicyModule: what modules that learn from the steps of earlier policies have in common."""
+"""OffPolicyModule: DQN and SAC, by torchrl's losses, target updaters and replay buffer."""
 
-from abc import abstractmethod
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
-from copy import deepcopy
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from lightning_rl.algos.losses import Metrics
+from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.collector import seeded
+from lightning_rl.envs.maker import built_loss, require_installed
 from lightning_rl.envs.networks.exploring import ExploringAgent
-from lightning_rl.envs.networks.targets import TargetUpdate
-from lightning_rl.envs.transitions import TransitionBuffer, Transitions, transitions_of
+from lightning_rl.envs.networks.q_agent import QAgent
+from lightning_rl.envs.networks.sac_agent import SACAgent
+from lightning_rl.envs.networks.space import Continuous, Space
+from lightning_rl.envs.replay import StepBuffer, single_steps
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.run.processes.dist import all_reduce_max, rank, world_size
 from lightning_rl.run.seeding import derived_seed, run_seed
 
@@ -25,18 +28,51 @@ UPDATES = 2**31 + 1
 """Index for seeds of updates; different from every environment's."""
 
 
-class OffPolicyModule(EnvModule):
-    """Keeps steps in a replay buffer, and in each iteration learns from a sample of them.
-
-    A target network follows each agent's values. Until ``warmup_frames`` steps were collected, all
-    actions are random and nothing is learned.
+def loss_of(agent: ExploringAgent, gamma: float) -> Any:
+    """Create torchrl's loss of an agent, whose target networks start as copies.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: for an argument that the loss does not take.
+    """
+    path, own = agent.torchrl_loss()
+    loss = built_loss(path, own, agent.loss)
+    loss.make_value_estimator(gamma=gamma)
+    return loss
+
+
+@configurable
+class OffPolicyModule(EnvModule):
+    """Trains agents on single steps from a replay buffer: DQN with ``QAgent``, SAC with
+    ``SACAgent``.
+
+    Each iteration collects ``data.frames_per_iteration`` steps, preferably few, and makes
+    ``updates_per_iteration`` updates on steps sampled from the buffer. In a group, each agent
+    learns as if it were alone (independent Q-learning, Tan 1993). ``TorchRLEnv`` begins new
+    episodes with every batch, so there a batch should be as long as an episode. The buffer lies in
+    main memory and in every checkpoint, so a resumed run is bit-equal to an uninterrupted one.
+
+    Args:
+        agents: by the environment's names for its groups; a group without an entry, and the agent
+            of a single-agent environment, is a ``QAgent()``, or a ``SACAgent()`` if its actions are
+            real numbers.
+        gamma: discount per step.
+        tau: share of the learning networks in each update of their target networks, which are
+            moving averages (torchrl's ``SoftUpdate``); 1 copies them (``HardUpdate``).
+        target_every: optimizer steps from one update of the target networks to the next.
+        capacity: steps in each process's buffer; new ones replace the oldest.
+        warmup_frames: steps of random actions before learning starts.
+        updates_per_iteration: optimizer steps after each batch.
+        batch_size: steps sampled for each of them, on all ranks together.
+        optimizer: called with the parameter groups; in YAML any torch optimizer.
+        lr_scheduler: called with the optimizer; stepped once per iteration of learning.
+        max_grad_norm: bound of the gradient norms of an agent, its critics and its temperature,
+            each; None: no clipping.
+        seed: seed of the sampling; None: ``seed_everything``'s.
+
+    Raises:
+        ConfigError: for values out of range, or if torchrl is not installed.
     """
 
-    agent_class: ClassVar[type[ExploringAgent]]
-    """The class of its agents."""
     agents: Mapping[str, ExploringAgent]
     compile_agents = False
     updates: Tensor
@@ -44,29 +80,36 @@ class OffPolicyModule(EnvModule):
 
     def __init__(
         self,
-        agents: dict[str, Any] | None,
-        buffer: TransitionBuffer | None,
-        gamma: float,
-        target_update: TargetUpdate,
-        warmup_frames: int,
-        updates_per_iteration: int,
-        batch_size: int,
-        optimizer: OptimizerCallable,
-        lr_scheduler: LRSchedulerCallable | None,
-        max_grad_norm: float | None,
-        seed: int | None,
+        agents: dict[str, ExploringAgent] | None = None,
+        gamma: float = 0.99,
+        tau: float = 0.005,
+        target_every: int = 1,
+        capacity: int = 100_000,
+        warmup_frames: int = 1000,
+        updates_per_iteration: int = 16,
+        batch_size: int = 128,
+        optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=1e-3, fused=True),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_grad_norm: float | None = 10.0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
+        save_primitive_hparams(self)
         require_at_least(1, updates_per_iteration=updates_per_iteration, batch_size=batch_size)
+        require_at_least(1, target_every=target_every, capacity=capacity)
         require_at_least(0, warmup_frames=warmup_frames)
         require_finite(max_grad_norm=max_grad_norm)
         if not 0 <= gamma <= 1:
             raise ConfigError(f"gamma={gamma} must be in [0, 1]")
+        if not 0 < tau <= 1:
+            raise ConfigError(f"tau={tau} must be in (0, 1]")
+        require_installed("torchrl", "OffPolicyModule")
         self.automatic_optimization = False
         self.given_agents = agents or {}
-        self.buffer = TransitionBuffer() if buffer is None else buffer
+        self.buffer = StepBuffer(capacity)
         self.gamma = gamma
-        self.target_update = target_update
+        self.tau = tau
+        self.target_every = target_every
         self.warmup_frames = warmup_frames
         self.updates_per_iteration = updates_per_iteration
         self.batch_size = batch_size
@@ -74,35 +117,26 @@ class OffPolicyModule(EnvModule):
         self.lr_scheduler = lr_scheduler
         self.max_grad_norm = max_grad_norm
         self.seed = run_seed(seed)
-        self.targets: Mapping[str, nn.Module] = cast(Any, nn.ModuleDict())
+        self.losses: Mapping[str, Any] = cast(Any, nn.ModuleDict())
+        """torchrl's loss of each agent, with its critics and target networks."""
+        self._updaters: dict[str, Any] = {}
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
-
-    # ---------------------------------------------------------------- what a subclass says
-
-    @abstractmethod
-    def exploration(self, iteration: int) -> float:
-        """Return the share of random actions in an iteration after the warm-up."""
-
-    @abstractmethod
-    def valuing(self, agent: Any) -> nn.Module:
-        """Return the part of an agent that a target network follows."""
-
-    @abstractmethod
-    def loss(self, agent: Any, target: Any, steps: Transitions) -> tuple[Tensor, Metrics]:
-        """Return a loss per step (M, *A), of all that is learned, and metrics."""
 
     # ---------------------------------------------------------------- set-up
 
-    def default_agent(self) -> ExploringAgent:
-        return self.agent_class()
+    def default_agent(self, space: Space) -> ExploringAgent:
+        reals = isinstance(next(iter(space.actions.values())), Continuous)
+        return SACAgent() if reals else QAgent()
 
     def configure_model(self) -> None:
-        """Build the agents, and target networks that start as their copies (once)."""
+        """Build the agents and their losses (once)."""
         super().configure_model()
         for name, agent in self.agents.items():
-            if name not in self.targets:
-                target = deepcopy(self.valuing(agent)).requires_grad_(False)
-                cast(nn.ModuleDict, self.targets)[name] = target
+            if name not in self.losses:
+                try:
+                    cast(nn.ModuleDict, self.losses)[name] = loss_of(agent, self.gamma)
+                except ConfigError as error:
+                    raise ConfigError(f"model.agents.{name}: {error}") from error
 
     def check_agents(self) -> None:
         """Refuse agents and settings that do not work with single steps of earlier policies.
@@ -111,11 +145,6 @@ class OffPolicyModule(EnvModule):
             ConfigError: names the agent, or the setting.
         """
         for name, agent in self.agents.items():
-            if not isinstance(agent, kind := self.agent_class):
-                raise ConfigError(
-                    f"{type(self).__name__} trains a {kind.__name__}, but agent {name!r} "
-                    f"is {type(agent).__name__}; use that agent, or ActorCriticModule"
-                )
             if agent.space is not None and agent.space.mask is not None:
                 raise ConfigError(
                     f"{type(self).__name__} learns from single steps, but agent {name!r} pauses in "
@@ -127,8 +156,37 @@ class OffPolicyModule(EnvModule):
                 "processes, since each samples equally many steps"
             )
 
+    def parts_of(self, name: str) -> dict[str, list[nn.Parameter]]:
+        agent = self.agents[name]
+        return agent.parts() | agent.further_parts(self.losses[name])
+
+    def clipped_parts(self, name: str) -> list[list[nn.Parameter]]:
+        agent = self.agents[name]
+        return [*agent.separate_parts(), *agent.further_parts(self.losses[name]).values()]
+
     def stateful_parts(self) -> dict[str, Any]:
         return {"buffer": self.buffer}
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for name, loss in self.losses.items():
+            self._updaters[name] = self._updater(loss)
+        self._explore()
+
+    def _updater(self, loss: Any) -> Any:
+        """Return what moves the target networks, which stay as they are until then."""
+        from torchrl.objectives import HardUpdate, SoftUpdate
+
+        # Created here, since it keeps the tensors, which move to the device after configure_model;
+        # and it begins by copying the learning networks, which a resumed run must not do.
+        state = {key: value.clone() for key, value in loss.state_dict().items()}
+        with warnings.catch_warnings(action="ignore"):  # of a tau above 0.5
+            if self.tau < 1:
+                made = SoftUpdate(loss, tau=self.tau)
+            else:
+                made = HardUpdate(loss, value_network_update_interval=0)
+        loss.load_state_dict(state)
+        return made
 
     # ---------------------------------------------------------------- one iteration
 
@@ -142,22 +200,17 @@ class OffPolicyModule(EnvModule):
         """Return True if the warm-up is over."""
         return self.frames >= self.warmup_frames
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._explore()
-
     def _explore(self) -> None:
         """Set the share of random actions of the next batch."""
-        share = self.exploration(self.iteration) if self.is_warm else 1.0
         for agent in self.agents.values():
-            agent.exploration = share
+            agent.exploration = agent.explored_at(self.iteration) if self.is_warm else 1.0
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """Run one iteration: store the steps of the batch, and learn from sampled ones."""
         skipped = self.is_skipped(batch)
         metrics = {"policy/exploration": next(iter(self.agents.values())).exploration}
         with self.clock("train"):
-            self.buffer.add(transitions_of(batch, self.agents))
+            self.buffer.add(single_steps(batch, self.agents))
             if self.frames and self.is_warm and not skipped:
                 metrics |= self.update()
         metrics["buffer/size"] = float(len(self.buffer) * world_size())
@@ -182,13 +235,13 @@ class OffPolicyModule(EnvModule):
         rows = self.buffer.sample(self.batch_size // world_size()).to(self.device)
         losses = []
         for name in learning:
-            agent: Any = self.agents[name]
-            steps = Transitions.of(rows, name, agent.action)
-            loss, metrics = self.loss(agent, self.targets[name], steps)
-            losses.append(loss.mean() / world_size())  # gradients are summed over ranks
-            add(measured, self.named(name, {k: v.flatten() for k, v in metrics.items()}))
-        self.step(torch.stack(losses).sum(), learning, measured)
+            found = self.losses[name](rows[name])
+            losses += [value for key, value in found.items() if key.startswith("loss")]
+            metrics = self.agents[name].measured(rows[name], found)
+            add(measured, self.named(name, {k: v.reshape(1) for k, v in metrics.items()}))
+        # Gradients are summed over ranks.
+        self.step(torch.stack(losses).sum() / world_size(), learning, measured)
         self.updates += 1
-        for name in learning:
-            agent = self.agents[name]
-            self.target_update(self.targets[name], self.valuing(agent), int(self.updates))
+        if int(self.updates) % self.target_every == 0:
+            for name in learning:
+                self._updaters[name].step()

@@ -5,11 +5,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.collector import raised
-from lightning_rl.envs.gym import Gym
-from lightning_rl.envs.gym_player import EnvAnswer, EnvSeat, EnvSlot, close
-from lightning_rl.envs.processes import PipeEnd, ProcessesCollector
-from lightning_rl.envs.watch import START_S
+from lightning_rl.envs.gym import Gym, space_of
+from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.gym_player import EnvAnswer, EnvSeat, close
+from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.processes import EnvProcesses
+from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import ConfigError, require_at_least
 
 
@@ -58,10 +59,12 @@ class PooledGym(Gym):
         self.force_sync = force_sync
 
 
-class PooledCollector(ProcessesCollector):
+class PooledCollector(GymCollector):
     """Steps environments in processes; which are served together varies, unless ``force_sync``."""
 
     env: PooledGym
+    processes: EnvProcesses | None = None
+    """None before the start and after the end."""
     _since = 0.0
     """When the environment that has waited longest began to wait."""
 
@@ -71,11 +74,20 @@ class PooledCollector(ProcessesCollector):
             return ""
         return "which environments are served together depends on timing; set force_sync: true"
 
+    @property
+    def _running(self) -> EnvProcesses:
+        assert self.processes is not None
+        return self.processes
+
     def _seated(self, seed: int, places: range) -> Sequence[EnvSeat]:
+        one = self.env.made()
+        self.agents = {AGENT: space_of(one)}
+        self.deadline.again(END_S)
+        close(self.env.name, [one])
+        self.deadline.again(START_S)
         count = min(self.env.workers, len(places))
         shares = [places[i::count] for i in range(count)]
-        self._start_processes(EnvShare, shares, seed)
-        self._of = {place: number for number, share in enumerate(shares) for place in share}
+        self.processes = EnvProcesses(self.env, shares, seed, self._limit)
         return [EnvSeat(seed, place) for place in places]
 
     def _ask(self, index: int, what: str, *arguments: Any) -> None:
@@ -88,7 +100,7 @@ class PooledCollector(ProcessesCollector):
             self.deadline.again(START_S)  # its process may have to start first
         self._asked[index] = what, arguments
         self._since = time.monotonic()
-        self._running.send(self._of[seat.place], ("call", seat.place, what, *arguments))
+        self._running.ask(seat.place, what, *arguments)
 
     def _answers(self, others_wait: bool) -> Iterator[tuple[int, EnvAnswer]]:
         """Yield answers that arrive before the waiting environments have waited long enough.
@@ -104,7 +116,7 @@ class PooledCollector(ProcessesCollector):
             raise self.deadline.expired(self.where())
         if not others_wait:
             self._since = time.monotonic()
-        for _, (place, answer) in ready:
+        for place, answer in ready:
             index = place - self._seats[0].place
             self._asked.pop(index, None)
             self.deadline.again()
@@ -125,26 +137,12 @@ class PooledCollector(ProcessesCollector):
         index = next(iter(self._asked), None)
         return "" if index is None else self._seats[index].where()
 
-
-class EnvShare:
-    """Some environments of a pool, in their process."""
-
-    def __init__(
-        self, line: PipeEnd, places: Sequence[int], env: Gym, seed: int, limit: int | None
-    ) -> None:
-        self._name = env.name
-        self._slots = {place: EnvSlot(env.made(), seed, place, limit) for place in places}
-
-    def call(self, place: int, what: str, *arguments: Any) -> tuple[int, Any]:
-        """Call a method of an environment's :class:`EnvSlot`; return what it returns, or an error
-        that names what the environment raised.
-        """
-        slot = self._slots[place]
-        try:
-            return place, getattr(slot, what)(*arguments)
-        except BaseException as error:  # whatever an environment raises
-            return place, raised(self._name, slot.where(), error)
-
     def close(self) -> None:
-        """Close them."""
-        close(self._name, (slot.env for slot in self._slots.values()))
+        if self.processes is not None:
+            self.processes.close()
+            self.processes = None
+
+    def abandon(self) -> None:
+        if self.processes is not None:
+            self.processes.kill()
+            self.processes = None

@@ -1,22 +1,20 @@
-"""EnvProcesses: processes that hold environments, and the messages to and from them."""
+"""EnvProcesses: processes that step gymnasium environments, and the messages to and from them."""
 
 import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
 
-from lightning_rl.envs.collector import EnvError
-from lightning_rl.envs.gym import space_of
-from lightning_rl.envs.gym_collector import GymCollector
-from lightning_rl.envs.gym_player import close
-from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.watch import END_S, START_S
+from lightning_rl.envs.collector import EnvError, raised
+from lightning_rl.envs.gym import Gym
+from lightning_rl.envs.gym_player import EnvAnswer, EnvSlot, close
+from lightning_rl.envs.watch import END_S
 from lightning_rl.errors import LightningRLError
 from lightning_rl.run.processes.child import PythonChild, ending
 
@@ -87,46 +85,46 @@ class PipeEnd:
 
 
 class EnvProcesses:
-    """Processes that each hold a share of the environments and answer requests.
+    """Processes that each step a share of the environments.
 
     Args:
-        name: name of the environments, for messages.
-        make: called in each process, as ``make(line, share, *arguments)``; returns what it holds. A
-            request is the name of one of its methods, with arguments; what the method returns is
-            the answer, unless it is None. In the end ``close`` is called.
+        env: the environment to step.
         shares: indices of environments, by process.
-        arguments: passed to ``make``.
+        seed: seed of the run.
+        limit: steps after which an episode is truncated; None: the environment's own limit.
     """
 
     def __init__(
-        self,
-        name: str,
-        make: Callable[..., Any],
-        shares: Sequence[Sequence[int]],
-        *arguments: Any,
+        self, env: Gym, shares: Sequence[Sequence[int]], seed: int, limit: int | None
     ) -> None:
-        self.name = name
+        self.name = env.name
         self.shares = shares
         with without_main():  # where processes do not find what it has
-            told = pickle.dumps((make, arguments))
+            told = pickle.dumps((env.plain, seed, limit))
+        self._process_of = {place: index for index, share in enumerate(shares) for place in share}
         self.processes = [PythonChild(run) for _ in shares]
         self._lines = [PipeEnd(process.connection) for process in self.processes]
         for index, share in enumerate(shares):
-            self.send(index, (name, share, told))
+            self._send(index, (self.name, share, told))
 
-    def send(self, index: int, request: Any) -> None:
-        """Send a request to a process.
+    def ask(self, place: int, what: str, *arguments: Any) -> None:
+        """Call a method of an environment's :class:`EnvSlot` in its process.
 
         Raises:
-            EnvError: if it is gone.
+            EnvError: if the process is gone.
         """
+        self._send(self._process_of[place], (place, what, *arguments))
+
+    def _send(self, index: int, message: Any) -> None:
         try:
-            self._lines[index].send(request)
+            self._lines[index].send(message)
         except HungUpError as error:
             raise self._gone(index) from error
 
-    def answers(self, seconds: float) -> Iterator[tuple[int, Any]]:
-        """Yield the answers that arrive within ``seconds``, with their process.
+    def answers(self, seconds: float) -> Iterator[tuple[int, EnvAnswer | BaseException]]:
+        """Yield the answers that arrive within ``seconds``, with their environment's index.
+
+        An answer is what the method returned, or an error that names what the environment raised.
 
         Raises:
             EnvError: if a process has failed, or is gone.
@@ -139,7 +137,7 @@ class EnvProcesses:
                 raise self._gone(index) from error
             if isinstance(answer, Failed):
                 raise EnvError(answer.error)
-            yield index, answer
+            yield answer
 
     def _gone(self, index: int) -> EnvError:
         numbers = ", ".join(map(str, self.shares[index]))
@@ -175,44 +173,6 @@ class EnvProcesses:
         self.processes, self._lines = [], []
 
 
-class ProcessesCollector(GymCollector):
-    """Base class of collectors whose environments live in processes."""
-
-    processes: EnvProcesses | None = None
-    """None before the start and after the end."""
-
-    @property
-    def _running(self) -> EnvProcesses:
-        assert self.processes is not None
-        return self.processes
-
-    def _start_processes(
-        self,
-        make: Callable[..., Any],
-        shares: Sequence[Sequence[int]],
-        seed: int,
-        *arguments: Any,
-    ) -> None:
-        """Start :class:`EnvProcesses`, after reading the spaces of one environment."""
-        one = self.env.made()
-        self.agents = {AGENT: space_of(one)}
-        self.deadline.again(END_S)
-        close(self.env.name, [one])
-        self.deadline.again(START_S)
-        own = (self.env.plain, seed, self._limit, *arguments)
-        self.processes = EnvProcesses(self.env.name, make, shares, *own)
-
-    def close(self) -> None:
-        if self.processes is not None:
-            self.processes.close()
-            self.processes = None
-
-    def abandon(self) -> None:
-        if self.processes is not None:
-            self.processes.kill()
-            self.processes = None
-
-
 def run(connection: Connection) -> None:
     """Run a process from its start to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the run, which saves and ends them
@@ -220,16 +180,20 @@ def run(connection: Connection) -> None:
     name = ""
     try:
         name, share, told = line.receive()
-        make, arguments = pickle.loads(told)
-        held = make(line, share, *arguments)
+        env, seed, limit = pickle.loads(told)
+        slots = {place: EnvSlot(env.made(), seed, place, limit) for place in share}
         while (request := line.receive()) is not None:
-            what, *arguments = request
-            if (answer := getattr(held, what)(*arguments)) is not None:
-                line.send(answer)
-        held.close()
+            place, what, *arguments = request
+            answer: Any
+            try:
+                answer = getattr(slots[place], what)(*arguments)
+            except BaseException as error:  # whatever an environment raises
+                answer = raised(name, slots[place].where(), error)
+            line.send((place, answer))
+        close(name, (slot.env for slot in slots.values()))
     except HungUpError:
         return  # nobody is there to be answered
-    except BaseException as error:  # whatever an environment, or an agent, raises
+    except BaseException as error:  # whatever an environment raises when it is created
         known = isinstance(error, LightningRLError)
         with suppress(HungUpError):
             line.send(Failed(str(error) if known else f"{name}: {type(error).__name__}: {error}"))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_rl.algos.losses import Metrics, divergence
 from lightning_rl.config.arguments import configurable
-from lightning_rl.config.hints import did_you_mean, import_object, parameters
-from lightning_rl.envs.maker import built, require_installed
+from lightning_rl.config.hints import import_object, parameters
+from lightning_rl.envs.maker import built_loss, require_installed
 from lightning_rl.envs.networks.actor_critic import joint_entropy, joint_log_prob
 from lightning_rl.envs.networks.distributions import ActionDistribution, Categorical
 from lightning_rl.envs.rows import Rows
@@ -71,12 +71,12 @@ class TorchRLLoss(StepLoss):
         self.make = make
         self.arguments = arguments or {}
         self._networks = _Networks()
-        _check(make, self.arguments)
+        _check(make)
         networks = {
             "actor_network": _Actor(self._networks),
             "critic_network": _Critic(self._networks),
         }
-        self._loss: nn.Module = built(make, networks | _OWN | self.arguments, "model.loss.make")
+        self._loss: nn.Module = built_loss(make, networks | _OWN, self.arguments)
         self._try()
 
     def __call__(self, made: Made, values: Tensor, rows: Rows) -> tuple[Tensor, Metrics]:
@@ -125,8 +125,8 @@ class TorchRLLoss(StepLoss):
 _OWN = {"reduction": "none", "functional": False}
 
 
-def _check(make: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse a class that is not an actor-critic loss, or an argument that it does not take.
+def _check(make: str) -> None:
+    """Refuse a class that is not an actor-critic loss.
 
     Raises:
         ConfigError: names it.
@@ -137,20 +137,8 @@ def _check(make: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"model.loss.make: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"model.loss.make: {make} is not a loss; name one of torchrl.objectives")
-    known = set(
-        parameters(import_object(make))
-    )  # torchrl's take any keyword, and drop what none of them knows
-    if not {"actor_network", "critic_network", *_OWN} <= known:
+    if not {"actor_network", "critic_network", *_OWN} <= set(parameters(import_object(make))):
         raise ConfigError(_refusal(make))
-    for name in arguments:
-        if name in _OWN:
-            raise ConfigError(
-                f"model.loss: {name} cannot be set; the module averages all steps alike"
-            )
-        if name not in known:
-            raise ConfigError(
-                f"model.loss: {make} takes no {name!r}{did_you_mean(name, sorted(known))}"
-            )
 
 
 def _refusal(make: str) -> str:

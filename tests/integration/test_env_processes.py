@@ -17,14 +17,12 @@ from lightning_rl.envs import (
     ActorCriticModule,
     EnvDataModule,
     EnvError,
-    GymWorkers,
     PooledGym,
     TorchRLEnv,
 )
 from lightning_rl.envs.collectors import collector_of
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import Watch
-from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import RunInterrupted
 from lightning_rl.run.loop.background import runtime
 from tests.support.engine_checks import is_running
@@ -37,26 +35,23 @@ RAISES = r"environment \d in step 3 of its episode 0, seed \d+ raised ValueError
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "words"),
+    ("how", "words"),
     [
-        (PooledGym, "raises", RAISES),
-        (PooledGym, "hangs", "a step took longer than max_step_seconds=3"),
-        (GymWorkers, "raises", RAISES),
-        (GymWorkers, "hangs", r"took longer than max_step_seconds=3;.*environment \d in step 3 of"),
-        (GymWorkers, "nan", r"environment [0-4] gave \[nan, 0.0\] as observation at step 3"),
+        ("raises", RAISES),
+        ("hangs", r"a step took longer than max_step_seconds=3;.*environment \d in step 3 of"),
+        ("nan", r"environment [0-4] gave \[nan, 0.0\] as observation at step 3"),
     ],
 )
-def test_what_goes_wrong_in_a_process_says_where(started, kind, how, words):
-    made = started(kind("tests.support.worlds:Faulty-v0", {"how": how}, workers=2), seconds=3.0)
+def test_what_goes_wrong_in_a_process_says_where(started, how, words):
+    env = PooledGym("tests.support.worlds:Faulty-v0", {"how": how}, workers=2)
+    made = started(env, seconds=3.0)
     with pytest.raises(EnvError, match=words):
         collected(made, agent_for(made), 0, 10)
 
 
-@pytest.mark.parametrize(
-    ("kind", "gone", "words"), [(PooledGym, 0, "0, 2, 4"), (GymWorkers, 1, "3, 4")]
-)
-def test_a_process_that_is_gone_is_told(started, kind, gone, words):
-    made = started(kind("tests.support.worlds:Walk-v0", workers=2))
+@pytest.mark.parametrize(("gone", "words"), [(0, "0, 2, 4"), (1, "1, 3")])
+def test_a_process_that_is_gone_is_told(started, gone, words):
+    made = started(PooledGym("tests.support.worlds:Walk-v0", workers=2))
     agents = agent_for(made)
     made.collect(agents, 0, 3)
     process = made.processes.processes[gone]
@@ -66,9 +61,8 @@ def test_a_process_that_is_gone_is_told(started, kind, gone, words):
         made.collect(agents, 1, 30)
 
 
-@pytest.mark.parametrize("kind", [PooledGym, GymWorkers])
-def test_a_greedy_collector_takes_the_best_action(started, kind):
-    made = started(kind("tests.support.worlds:Walk-v0", workers=2))
+def test_a_greedy_collector_takes_the_best_action(started):
+    made = started(PooledGym("tests.support.worlds:Walk-v0", workers=2))
     made.greedy = True
     agents = agent_for(made)
     own = made.collect(agents, 0, 20)["steps", AGENT]
@@ -84,20 +78,17 @@ class Terminated(Callback):
 
     def _wait(self, data):
         while not (
-            data.collector.processes and runtime.stalled_seconds() > 2 and self._started(data)
+            data.collector.processes
+            and runtime.stalled_seconds() > 2
+            and "step 3" in data.collector.where()
         ):
             time.sleep(0.05)
         self.pids = [process.pid for process in data.collector.processes.processes]
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _started(self, data):
-        made = data.collector
-        return made._heard if isinstance(made, WorkersCollector) else "step 3" in made.where()
 
-
-@pytest.mark.parametrize("kind", [PooledGym, pytest.param(GymWorkers, marks=pytest.mark.slow)])
-def test_a_signal_ends_a_run_and_its_processes_while_one_hangs(tmp_path, kind):
-    env = kind("tests.support.rude_worlds:Rude-v0", {"how": "sleeps"}, workers=2)
+def test_a_signal_ends_a_run_and_its_processes_while_one_hangs(tmp_path):
+    env = PooledGym("tests.support.rude_worlds:Rude-v0", {"how": "sleeps"}, workers=2)
     data = EnvDataModule(env, num_envs=2, frames_per_iteration=4, max_step_seconds=300.0)
     terminated = Terminated()
     callbacks = [IterationCheckpoint(), terminated]

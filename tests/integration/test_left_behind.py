@@ -123,7 +123,6 @@ KINDS = {
     "program together": PROGRAM.format(alone=False),
     "server": SERVER + SLEEP,
     "PooledGym": ENVIRONMENTS.format(kind="PooledGym") + SLEEP,
-    "GymWorkers": ENVIRONMENTS.format(kind="GymWorkers") + SLEEP,
 }
 
 

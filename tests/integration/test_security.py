@@ -161,7 +161,6 @@ COMMANDS = [
     (agent("ScriptAgent", script="a", env={"PYTHONPATH": "."}), "may be run"),
     (env("Gym", name="evil:Env"), "name: 'evil:Env' names a module to import before the colon"),
     (env("PooledGym", name="evil:Env"), "name: 'evil:Env' names a module to import"),
-    (env("GymWorkers", name="evil:Env"), "name: 'evil:Env' names a module to import"),
     (env("Gym", name="A-v0", arguments={"file": "x"}), "arguments.file: 'x' may be run"),
     (env("TorchRLEnv", make="./evil"), "make: './evil' would be imported"),
 ]

@@ -17,7 +17,6 @@ from lightning_rl.envs.rows import Clips
 from lightning_rl.extend import Periodic, TheseCalls, TransformersAdapters
 from lightning_rl.games import PSPG, GameModule, GameRolesModule
 from lightning_rl.models.reference import PeriodicReference
-from lightning_rl.sync.schedule import FixedSchedule
 from tests.support import small_run, two_roles
 from tests.support.lots import LotEngine
 from tests.support.resumed import PER_EPOCH, Case
@@ -211,17 +210,24 @@ def played_in(env, **options):
     return envs.EnvDataModule(env, iterations_per_epoch=PER_EPOCH, **options)
 
 
-OFF_POLICY = {"warmup_frames": 60, "updates_per_iteration": 2, "batch_size": 8, "seed": 3}
+OFF_POLICY = {
+    "capacity": 100,
+    "warmup_frames": 60,
+    "updates_per_iteration": 2,
+    "batch_size": 8,
+    "seed": 3,
+}
 
 
 def dqn(model):
     agent = envs.QAgent(envs.MLPBody([16], "relu"))
-    return envs.DQNModule({"agent": agent}, buffer=envs.TransitionBuffer(100), **OFF_POLICY)
+    # Targets are copied after every third update, so a resumed run has to know their age.
+    return envs.OffPolicyModule({"agent": agent}, tau=1.0, target_every=3, **OFF_POLICY)
 
 
 def sac(model):
     agent = envs.SACAgent(envs.MLPBody([16], "relu"), critic=envs.ActionCritic(hidden=[16]))
-    return envs.SACModule({"agent": agent}, buffer=envs.TransitionBuffer(100), **OFF_POLICY)
+    return envs.OffPolicyModule({"agent": agent}, **OFF_POLICY)
 
 
 def environment(module, env, **options):
@@ -266,12 +272,9 @@ ENVIRONMENTS = {
             {"env_name": "CartPole-v1", "categorical_action_encoding": True},
         ),
     ),
-    "workers": environment(
+    "pool": environment(
         actor_critic,
-        lambda: envs.GymWorkers(
-            "tests.support.worlds:Walk-v0", workers=1, sync=FixedSchedule(2), max_staleness=2,
-            force_sync=False,
-        ),
+        lambda: envs.PooledGym("tests.support.worlds:Walk-v0", workers=2, force_sync=True),
         eval_episodes=0,
     ),
     "dqn": environment(dqn, lambda: envs.Gym("CartPole-v1")),
@@ -285,7 +288,7 @@ ENVIRONMENTS = {
 CASES = LANGUAGE | ROLES | PICTURES | ENVIRONMENTS
 SLOW = {
     "a model object", "bfloat16", "int8", "game of roles", "a tower and a critic",
-    "adapters of a tower", "memory", "torchrl", "workers", "sac",
+    "adapters of a tower", "memory", "torchrl", "pool", "sac",
 }  # fmt: skip
 """Cases of ``make test-all`` alone."""
 

@@ -79,7 +79,9 @@ class EnvAgent(nn.Module, ABC):
     def parts(self) -> dict[str, list[nn.Parameter]]:
         """Return all parameters by their purpose, such as ``body``, ``actor`` and ``critic``."""
 
-    def parameter_groups(self, name: str) -> list[dict[str, Any]]:
+    def parameter_groups(
+        self, name: str, parts: Mapping[str, list[nn.Parameter]]
+    ) -> list[dict[str, Any]]:
         """Return a parameter group for each part, with a ``name`` and its ``lr_factor``."""
         return [
             {
@@ -87,17 +89,9 @@ class EnvAgent(nn.Module, ABC):
                 "name": f"{name}/{kind}",
                 "lr_factor": self.factors.get(f"{kind}_lr", 1.0),
             }
-            for kind, part in self.parts().items()
+            for kind, part in parts.items()
             if part
         ]
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return all that its actions depend on: copies of tensors, on the CPU, and primitives."""
-        return {"weights": {n: w.detach().cpu().clone() for n, w in self.state_dict().items()}}
-
-    def become(self, snapshot: Mapping[str, Any]) -> None:
-        """Act like the agent that the snapshot was taken of."""
-        self.load_state_dict(snapshot["weights"])
 
     @property
     def state_size(self) -> int:

@@ -206,7 +206,7 @@ class TanhGaussian(ActionDistribution):
         with torch.no_grad():
             return self._squashed(self._base().sample())
 
-    def rsample(self) -> tuple[Tensor, Tensor]:
+    def rsample_and_log_prob(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Return an action and its log density, both with gradient (SAC's reparameterisation)."""
         raw = self.mean + torch.randn_like(self.mean) * self.log_std.exp()
         return self._squashed(raw), self._log_prob(raw)
@@ -226,7 +226,7 @@ class TanhGaussian(ActionDistribution):
         return self._base().log_prob(raw) - (slope + scale).sum(-1)
 
     def entropy(self) -> Tensor:
-        return -self.rsample()[1]
+        return -self.rsample_and_log_prob()[1]
 
     def kl(self, new: "TanhGaussian") -> Tensor:
         return self._base().kl(new._base())

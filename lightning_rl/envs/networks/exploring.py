@@ -1,11 +1,13 @@
 """Agents that explore: a share of their actions is drawn uniformly."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from tensordict import TensorDict
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_rl.envs.networks.agent import EnvAgent
@@ -22,17 +24,42 @@ from lightning_rl.errors import ConfigError
 class ExploringAgent(EnvAgent):
     """An off-policy agent, of whose actions a share ``exploration`` is random.
 
-    The module that trains it sets that share, in [0, 1], before each batch.
+    The module that trains it sets that share, in [0, 1], before each batch. It learns by a loss of
+    torchrl's, for which ``loss`` has further arguments.
     """
 
     exploration: float = 0.0
+    action: str
+    """Name of its action, once it is built."""
+    loss: Mapping[str, Any]
 
-    def snapshot(self) -> dict[str, Any]:
-        return super().snapshot() | {"exploration": self.exploration}
+    @abstractmethod
+    def torchrl_loss(self) -> tuple[str, dict[str, Any]]:
+        """Return the import path of the loss that trains it, and our own arguments for it.
 
-    def become(self, snapshot: Mapping[str, Any]) -> None:
-        super().become(snapshot)
-        self.exploration = snapshot["exploration"]
+        Raises:
+            ConfigError: if a network does not fit the environment.
+        """
+
+    @abstractmethod
+    def measured(self, steps: TensorDict, found: TensorDict) -> dict[str, Tensor]:
+        """Return metrics of some steps and what the loss found for them."""
+
+    def seen(self, steps: TensorDict) -> dict[str, Tensor]:
+        """Return the observations of some steps by name."""
+        assert self.space is not None
+        return {name: steps[name] for name in self.space.observations}
+
+    def explored_at(self, iteration: int) -> float:
+        """Return the share of random actions in an iteration after the warm-up."""
+        return 0.0
+
+    def separate_parts(self) -> list[list[nn.Parameter]]:
+        return [list(self.parameters())]
+
+    def further_parts(self, loss: Any) -> dict[str, list[nn.Parameter]]:
+        """Return the parameters that only the loss has, by purpose, each to be clipped alone."""
+        return {}
 
 
 def single_action(space: Space, who: str) -> tuple[str, ActionKind]:

@@ -1,9 +1,14 @@
-"""QAgent: an agent whose head values each action, and that takes the best."""
+"""QAgent: an agent whose head values each action, and that takes the best (Mnih et al. 2015)."""
 
 from typing import Any
 
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from lightning_rl.algos.schedules import LinearSchedule, Schedule, schedule_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.networks.agent import Observations
 from lightning_rl.envs.networks.bodies import Body, MLPBody
@@ -52,6 +57,9 @@ class QAgent(ExploringAgent):
     Args:
         body: computes the features for values.
         head: computes the values.
+        epsilon: share of random actions: a number, or a schedule over iterations.
+        loss: further arguments of torchrl's ``DQNLoss``, by default ``{double_dqn: true,
+            loss_function: smooth_l1}``.
         body_lr: factor on the optimizer's learning rate for ``body``.
         critic_lr: the same for ``head``.
         schedule: decides in which iterations it learns.
@@ -66,6 +74,8 @@ class QAgent(ExploringAgent):
         self,
         body: Body | None = None,
         head: QHead | None = None,
+        epsilon: float | Schedule = LinearSchedule(start=1.0, final=0.05, iterations=100),
+        loss: dict[str, Any] | None = None,
         body_lr: float = 1.0,
         critic_lr: float = 1.0,
         schedule: UpdateSchedule = EveryIteration(),
@@ -75,6 +85,8 @@ class QAgent(ExploringAgent):
         require_no_memory(body=body)
         self.body = body if body is not None else MLPBody([128, 128], "relu")
         self.head = head if head is not None else QHead()
+        self.epsilon = schedule_of(epsilon, "epsilon", 0, 1)
+        self.loss = {"double_dqn": True, "loss_function": "smooth_l1"} | (loss or {})
 
     def build(self, space: Space) -> None:
         self.space = space
@@ -82,7 +94,7 @@ class QAgent(ExploringAgent):
         if not isinstance(kind, Discrete):
             raise ConfigError(
                 f"QAgent compares the values of n actions, but the environment takes "
-                f"{type(kind).__name__} ones; use SACModule for real numbers, else ActorCritic"
+                f"{type(kind).__name__} ones; use SACAgent for real numbers, else ActorCritic"
             )
         self.one_hot = kind.one_hot
         self.head.build(self.body.build(space), kind.n)
@@ -102,5 +114,38 @@ class QAgent(ExploringAgent):
     def parts(self) -> dict[str, list[nn.Parameter]]:
         return {"body": list(self.body.parameters()), "critic": list(self.head.parameters())}
 
-    def separate_parts(self) -> list[list[nn.Parameter]]:
-        return [list(self.parameters())]
+    # ---------------------------------------------------------------- learning
+
+    def explored_at(self, iteration: int) -> float:
+        return self.epsilon.at(iteration)
+
+    def torchrl_loss(self) -> tuple[str, dict[str, Any]]:
+        kind = "one-hot" if self.one_hot else "categorical"
+        return "torchrl.objectives.DQNLoss", {"value_network": _Values(self), "action_space": kind}
+
+    @torch.no_grad()
+    def measured(self, steps: TensorDict, found: TensorDict) -> dict[str, Tensor]:
+        values = self(self.seen(steps))
+        return {"value/loss": found["loss"], "value/mean": values.amax(-1).mean()}
+
+
+class _Values(TensorDictModuleBase):
+    """The agent in the form of a torchrl value network."""
+
+    def __init__(self, agent: QAgent) -> None:
+        super().__init__()
+        assert agent.space is not None
+        self.agent = agent
+        self.in_keys = list(agent.space.observations)
+        self.out_keys = ["action", "action_value", "chosen_action_value"]
+
+    def forward(self, steps: TensorDict) -> TensorDict:
+        """Add values and the best action to steps."""
+        values = self.agent(self.agent.seen(steps))
+        # Finite: torchrl multiplies what follows an end, where none may be allowed, by 0.
+        values = values.clamp(min=torch.finfo(values.dtype).min)
+        best = values.argmax(-1)
+        steps["action"] = F.one_hot(best, values.shape[-1]) if self.agent.one_hot else best
+        steps["action_value"] = values
+        steps["chosen_action_value"] = values.amax(-1, keepdim=True)
+        return steps

@@ -1,10 +1,11 @@
-"""SACAgent: a squashed normal policy, two critics of state and action, and a temperature."""
+"""SACAgent: a squashed normal policy, learned with critics of state and action (Haarnoja 2018)."""
 
 import copy
-import math
 from typing import Any
 
 import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from lightning_rl.config.arguments import configurable
@@ -20,7 +21,7 @@ from lightning_rl.envs.networks.exploring import (
 from lightning_rl.envs.networks.layers import mlp, output, require_activation
 from lightning_rl.envs.networks.policy_heads import TanhGaussianHead
 from lightning_rl.envs.networks.space import Continuous, Space
-from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 
@@ -75,19 +76,18 @@ class ActionCritic(nn.Module):
 
 @configurable
 class SACAgent(ExploringAgent):
-    """The agent of ``SACModule``, for real-valued actions within bounds.
+    """An agent for real-valued actions within bounds, soft actor-critic (Haarnoja et al. 2018b).
 
     Args:
         body: computes the features for actions.
         policy: computes actions from them.
         critic: copied to two critics, with their own weights.
-        temperature: initial temperature: the worth of 1 nat of entropy in rewards.
-        target_entropy: entropy that the temperature is tuned to reach, in nats; None: -D for D
-            actions scaled from their bounds to [-1, 1] (Haarnoja et al. 2018b).
+        loss: further arguments of torchrl's ``SACLoss``, such as ``alpha_init``, the initial worth
+            of 1 nat of entropy in rewards; by default ``loss_function: l2``, and a
+            ``target_entropy`` of -D for D actions scaled from their bounds to [-1, 1].
         body_lr: factor on the optimizer's learning rate for ``body``.
         actor_lr: the same for ``policy``.
         critic_lr: the same for the critics.
-        temperature_lr: the same for the temperature; 0 keeps it constant.
         schedule: decides in which iterations it learns.
         pretrained: a checkpoint of a ``SoloModule``, whose body initialises this one.
 
@@ -101,33 +101,21 @@ class SACAgent(ExploringAgent):
         body: Body | None = None,
         policy: TanhGaussianHead | None = None,
         critic: ActionCritic | None = None,
-        temperature: float = 1.0,
-        target_entropy: float | None = None,
+        loss: dict[str, Any] | None = None,
         body_lr: float = 1.0,
         actor_lr: float = 1.0,
         critic_lr: float = 1.0,
-        temperature_lr: float = 1.0,
         schedule: UpdateSchedule = EveryIteration(),
         pretrained: str | None = None,
     ) -> None:
-        factors = {
-            "body_lr": body_lr,
-            "actor_lr": actor_lr,
-            "critic_lr": critic_lr,
-            "temperature_lr": temperature_lr,
-        }
+        factors = {"body_lr": body_lr, "actor_lr": actor_lr, "critic_lr": critic_lr}
         super().__init__(schedule, pretrained, factors)
         require_no_memory(body=body)
-        require_finite(temperature=temperature, target_entropy=target_entropy)
-        if temperature <= 0:
-            raise ConfigError(
-                f"temperature={temperature} must be > 0; use e.g. 0.01 for almost none"
-            )
         self.body = body if body is not None else MLPBody([256, 256], "relu")
         self.policy = policy if policy is not None else TanhGaussianHead()
-        self._critic = (critic if critic is not None else ActionCritic(),)  # hidden until built
-        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
-        self.given_target = target_entropy
+        self._critic = (critic if critic is not None else ActionCritic(),)  # the loss has copies
+        # A body may branch on what it sees, which vmap cannot.
+        self.loss = {"loss_function": "l2", "deactivate_vmap": True} | (loss or {})
 
     def build(self, space: Space) -> None:
         self.space = space
@@ -135,17 +123,12 @@ class SACAgent(ExploringAgent):
         if not isinstance(kind, Continuous):
             raise ConfigError(
                 f"SACAgent makes real numbers, but the environment takes {type(kind).__name__} "
-                "actions; use DQNModule for a choice of n, else ActorCritic"
+                "actions; use QAgent for a choice of n, else ActorCritic"
             )
         self.policy.build(self.body.build(space), kind)
-        critics = [copy.deepcopy(self._critic[0]) for _ in range(2)]
-        for critic in critics:
-            critic.build(space, kind)
-        self.critics = nn.ModuleList(critics)
         # Measured in the environment's units, actions are wider by half the distance of the bounds.
         wider = float((0.5 * (kind.high - kind.low)).log().sum())
-        given = self.given_target
-        self.target_entropy = wider - kind.size if given is None else given
+        self.loss = {"target_entropy": wider - kind.size, **self.loss}
         self.take_pretrained()
 
     def forward(self, observations: Observations) -> TanhGaussian:
@@ -164,10 +147,70 @@ class SACAgent(ExploringAgent):
         return {
             "body": list(self.body.parameters()),
             "actor": list(self.policy.parameters()),
-            "critic": list(self.critics.parameters()),
-            "temperature": [self.log_temperature],
         }
 
-    def separate_parts(self) -> list[list[nn.Parameter]]:
-        body, actor, critic, temperature = self.parts().values()
-        return [body + actor, critic, temperature]
+    # ---------------------------------------------------------------- learning
+
+    def torchrl_loss(self) -> tuple[str, dict[str, Any]]:
+        own = {"actor_network": _Actor(self), "qvalue_network": [_Value(self) for _ in range(2)]}
+        return "torchrl.objectives.SACLoss", own
+
+    def critic(self) -> ActionCritic:
+        """Return a new critic."""
+        assert self.space is not None
+        [kind] = self.space.actions.values()
+        assert isinstance(kind, Continuous)
+        critic = copy.deepcopy(self._critic[0])
+        critic.build(self.space, kind)
+        return critic
+
+    def further_parts(self, loss: Any) -> dict[str, list[nn.Parameter]]:
+        temperature = [p for p in [loss.log_alpha] if isinstance(p, nn.Parameter)]
+        critics = list(loss.qvalue_network_params.parameters())
+        return {"critic": critics} | ({"temperature": temperature} if temperature else {})
+
+    def measured(self, steps: TensorDict, found: TensorDict) -> dict[str, Tensor]:
+        actor, alpha, entropy = (found[key].detach() for key in ("loss_actor", "alpha", "entropy"))
+        return {
+            "value/loss": found["loss_qvalue"],
+            "value/mean": -actor - alpha * entropy,  # which the actor's loss is made of
+            "policy/loss": actor,
+            "policy/entropy": entropy,
+            "policy/temperature": alpha,
+        }
+
+
+class _Actor(TensorDictModuleBase):
+    """The agent in the form of a torchrl actor, which returns its distribution."""
+
+    dist_sample_keys, log_prob_keys = ("action",), ("action_log_prob",)
+
+    def __init__(self, agent: SACAgent) -> None:
+        super().__init__()
+        assert agent.space is not None
+        self.agent = agent
+        self.in_keys = list(agent.space.observations)
+        self.out_keys = ["action"]
+
+    def get_dist(self, steps: TensorDict) -> TanhGaussian:
+        """Return the distribution of actions for some steps."""
+        made: TanhGaussian = self.agent(self.agent.seen(steps))
+        return made
+
+
+class _Value(TensorDictModuleBase):
+    """A new critic of an agent in the form of a torchrl value network."""
+
+    def __init__(self, agent: SACAgent) -> None:
+        super().__init__()
+        assert agent.space is not None
+        self.critic = agent.critic()
+        self.in_keys = [*agent.space.observations, "action"]
+        self.out_keys = ["state_action_value"]
+
+    def forward(self, steps: TensorDict) -> TensorDict:
+        """Add the values of the actions to steps."""
+        *names, action = self.in_keys
+        seen = {name: steps[name] for name in names}
+        steps["state_action_value"] = self.critic(seen, steps[action]).unsqueeze(-1)
+        return steps

@@ -52,7 +52,6 @@ NEEDED = {
     "GameRolesModule": {"model": "base", "policies": {"all": {"policies": {"a": {}}}}},
     "Guard": {"bound": 1.0},
     "Gym": {"name": "CartPole-v1"},
-    "GymWorkers": {"name": "CartPole-v1"},
     "HFDatasetPrompts": {"path": "folder"},
     "HFStreamingPrompts": {"path": "folder"},
     "Isolated": {"function": FUNCTION},

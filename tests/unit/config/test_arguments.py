@@ -71,7 +71,6 @@ NO_CONFIGURATION = {
     "JobRequest",
     "MasterWeights",
     "Move",
-    "OffPolicyModule",
     "PackLayout",
     "Pair",
     "ParsedCall",

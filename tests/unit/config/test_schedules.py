@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rl import EntropyBonus, K2Penalty, PolicyModule
-from lightning_rl.envs import ActorCriticModule, DQNModule
+from lightning_rl.envs import ActorCriticModule, QAgent
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import (
     AdaptiveCoefficient,
@@ -60,8 +60,8 @@ def test_a_bonus_for_low_entropy_by_hand():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DQNModule(epsilon=LinearSchedule(1, 1.5, 4)), r"epsilon=1\.5 must be in \[0, 1\]"),
-        (lambda: DQNModule(epsilon=-0.1), r"epsilon=-0\.1 must be in \[0, 1\]"),
+        (lambda: QAgent(epsilon=LinearSchedule(1, 1.5, 4)), r"epsilon=1\.5 must be in \[0, 1\]"),
+        (lambda: QAgent(epsilon=-0.1), r"epsilon=-0\.1 must be in \[0, 1\]"),
         (lambda: ExpertIteration(truth_share=1.5), r"truth_share=1\.5 must be in \[0, 1\]"),
         (lambda: ExpertIteration(truth_share=math.nan), "truth_share=nan must be finite"),
         (lambda: ActorCriticModule(kl=-1.0), r"kl=-1\.0 must be >= 0"),
@@ -73,7 +73,7 @@ def test_a_bonus_for_low_entropy_by_hand():
         (lambda: K2Penalty(AdaptiveEntropy()), "measured entropy, but kl coef measures KL"),
         (lambda: AdaptiveEntropy(target=0.0), "target=0.0, .*: target and step must be > 0"),
         (lambda: AdaptiveEntropy(low=0.5, high=0.1), "low=0.5, high=0.1.*low <= high"),
-        (lambda: DQNModule(epsilon=AdaptiveKL(0.5)), "epsilon=AdaptiveKL: it adapts"),
+        (lambda: QAgent(epsilon=AdaptiveKL(0.5)), "epsilon=AdaptiveKL: it adapts"),
     ],
 )  # fmt: skip
 def test_numbers_out_of_range_are_refused_where_they_are_set(make, message):
@@ -91,7 +91,7 @@ def test_a_configuration_names_the_same_class_in_every_place():
         module.kl_reward.coef,
         module.objective.entropy,
         ActorCriticModule(kl=schedule).kl,
-        DQNModule(epsilon=schedule).epsilon,
+        QAgent(epsilon=schedule).epsilon,
         ExpertIteration(truth_share=schedule).truth_share,
     ]
     assert [one.at(1) for one in found] == pytest.approx([0.6] * len(found))

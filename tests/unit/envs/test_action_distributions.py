@@ -110,8 +110,8 @@ def test_several_choices_are_independent():
 def test_squashed_actions_stay_within_bounds():
     ours, _ = made("tanh", 0)
     far = TanhGaussian(ours.mean * 50, ours.log_std, LOW, HIGH)
-    for action in (far.sample(), far.mode(), far.rsample()[0]):
+    for action in (far.sample(), far.mode(), far.rsample_and_log_prob()[0]):
         assert ((action >= LOW) & (action <= HIGH)).all()
     assert far.log_prob(far.sample()).isfinite().all()
-    action, logprob = ours.rsample()
+    action, logprob = ours.rsample_and_log_prob()
     torch.testing.assert_close(ours.log_prob(action), logprob, atol=1e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, Watchdog
-from lightning_rl.envs import ActorCriticModule, DQNModule, EnvDataModule, EnvError, Gym
+from lightning_rl.envs import ActorCriticModule, EnvDataModule, EnvError, Gym, OffPolicyModule
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.watch import Watch
 from lightning_rl.errors import ConfigError, RunInterrupted, StalledError
@@ -226,7 +226,7 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("kind", [ActorCriticModule, DQNModule])
+@pytest.mark.parametrize("kind", [ActorCriticModule, OffPolicyModule])
 def test_a_signal_ends_a_run_whose_environment_hangs(tmp_path, release, kind):
     data = EnvDataModule(Gym(RUDE, {"how": "hangs", "at": 3}), num_envs=2, frames_per_iteration=4)
     callbacks = [IterationCheckpoint(), Hung(terminate)]

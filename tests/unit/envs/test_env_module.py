@@ -9,7 +9,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from tensordict import TensorDict
 
 from lightning_rl.callbacks import RLCallback
-from lightning_rl.envs import ActorCriticModule, DQNModule, EnvDataModule, Gym, MLPBody, QAgent
+from lightning_rl.envs import ActorCriticModule, EnvDataModule, Gym, OffPolicyModule
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.envs.torchrl_space import Places
 from tests.support import worlds  # registers the environments
@@ -47,20 +47,6 @@ def test_a_profiler_that_was_given_sees_all_hooks(tmp_path):
     assert isinstance(fit(tmp_path), PassThroughProfiler)  # none is asked for
 
 
-def test_an_agent_becomes_what_was_kept_of_another():
-    one, other = QAgent(MLPBody([4])), QAgent(MLPBody([4]))
-    for agent in (one, other):
-        agent.build(SPACE)
-    one.exploration = 0.25
-    kept = one.snapshot()
-    with torch.no_grad():
-        one.head.layer.weight.zero_()  # what was kept is a copy
-    other.become(kept)
-    assert other.exploration == 0.25
-    assert other.head.layer.weight.any()
-    assert torch.equal(other.body.layers[0].weight, one.body.layers[0].weight)
-
-
 @pytest.mark.parametrize("agents", [0, 2])
 def test_rewards_of_torchrl_may_be_whole_numbers(agents):
     data = TensorDict({"next": {"reward": torch.tensor([[[3], [-1]]])}}, [1, 2])
@@ -73,7 +59,7 @@ def test_rewards_of_torchrl_may_be_whole_numbers(agents):
     ("module", "planned"),
     [
         (ActorCriticModule(epochs=2, minibatches=4), "; 8 optimizer steps on about 4 frames each"),
-        (DQNModule(), ""),
+        (OffPolicyModule(), ""),
         (PlainModule(), None),
     ],
 )

@@ -7,10 +7,9 @@ from lightning.pytorch import Callback
 from lightning_rl.envs import (
     ActorCritic,
     ActorCriticModule,
-    DQNModule,
     EnvDataModule,
     Gym,
-    SACModule,
+    OffPolicyModule,
     TorchRLEnv,
 )
 from lightning_rl.envs.batches import handed_out, too_short
@@ -139,13 +138,13 @@ def test_where_all_are_too_short_nothing_is_learned(tmp_path):
     assert trained(module, REACH, tmp_path, 2) == [1.0, 1.0]
     assert module.iteration == 2
     assert not module.optimizers().optimizer.state  # it has made no step
-    off_policy = SACModule(warmup_frames=0, batch_size=4, updates_per_iteration=1, seed=1)
+    off_policy = OffPolicyModule(warmup_frames=0, batch_size=4, updates_per_iteration=1, seed=1)
     trained(off_policy, REACH, tmp_path, 2)
     assert (len(off_policy.buffer), int(off_policy.updates)) == (0, 0)
 
 
 def test_a_buffer_gets_none_of_them(tmp_path):
-    module = DQNModule(warmup_frames=0, batch_size=4, updates_per_iteration=1, seed=1)
+    module = OffPolicyModule(warmup_frames=0, batch_size=4, updates_per_iteration=1, seed=1)
     shares = trained(module, WALK, tmp_path, 8)
     assert sum(shares) > 0
     assert module.buffer.added == round(128 - 64 * sum(shares))

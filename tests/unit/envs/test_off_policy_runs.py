@@ -9,42 +9,32 @@ from tensordict import TensorDict
 
 from lightning_rl.envs import (
     ActionCritic,
-    ActorCritic,
-    CopyEvery,
-    DQNModule,
     EnvCollector,
     EnvDataModule,
     Gym,
     MLPBody,
+    OffPolicyModule,
     QAgent,
     SACAgent,
-    SACModule,
-    TransitionBuffer,
 )
 from lightning_rl.envs.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
-from lightning_rl.errors import ConfigError
 from lightning_rl.extend import LinearSchedule, Periodic
 from tests.support.small_run import trainer_of
 
 
-def small(kind):
-    if kind is DQNModule:
-        agent = QAgent(MLPBody([16], "relu"))
+def small(kind, seed=3, **options):
+    if kind is QAgent:
+        epsilon = LinearSchedule(start=0.5, final=0.0, iterations=4)
+        agent = QAgent(MLPBody([16], "relu"), epsilon=epsilon)
     else:
         agent = SACAgent(MLPBody([16], "relu"), critic=ActionCritic(hidden=[16]))
-    return kind(
-        {"agent": agent},
-        buffer=TransitionBuffer(100),
-        warmup_frames=40,
-        updates_per_iteration=2,
-        batch_size=8,
-        seed=3,
-    )
+    options = {"warmup_frames": 40, "updates_per_iteration": 2, "batch_size": 8} | options
+    return OffPolicyModule({"agent": agent}, capacity=100, seed=seed, **options)
 
 
-def data(kind=DQNModule, iterations=8, **options):
-    name = "CartPole-v1" if kind is DQNModule else "Pendulum-v1"
+def data(kind=QAgent, iterations=8, **options):
+    name = "CartPole-v1" if kind is QAgent else "Pendulum-v1"
     options = {"num_envs": 2, "frames_per_iteration": 20, "eval_episodes": 0, "seed": 3} | options
     return EnvDataModule(Gym(name), iterations_per_epoch=iterations, **options)
 
@@ -66,21 +56,19 @@ class Rows(Callback):
         self.rows.append(metrics)
 
 
-@pytest.mark.parametrize("kind", [DQNModule, SACModule])
+@pytest.mark.parametrize("kind", [QAgent, SACAgent])
 def test_the_same_seed_learns_the_same_and_another_something_else(kind, tmp_path):
     weights = []
     for seed in (3, 3, 4):
-        module = small(kind)
-        module.seed = seed
+        module = small(kind, seed)
         fit(module, data(kind, 4), tmp_path)
-        weights.append(torch.cat([p.flatten() for p in module.agents["agent"].parameters()]))
+        weights.append(torch.cat([p.flatten() for p in module.losses.parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
 
 def test_nothing_is_learned_before_the_warm_up_is_over(tmp_path):
-    rows, module = Rows(), small(DQNModule)
-    module.epsilon = LinearSchedule(start=0.5, final=0.0, iterations=4)
+    rows, module = Rows(), small(QAgent)
     fit(module, data(iterations=4), tmp_path, rows)
     assert [row["policy/exploration"] for row in rows.rows] == [1.0, 1.0, 0.25, 0.125]
     assert ["value/loss" in row for row in rows.rows] == [False, True, True, True]
@@ -90,50 +78,50 @@ def test_nothing_is_learned_before_the_warm_up_is_over(tmp_path):
 
 
 def test_random_actions_are_uniform(tmp_path):
-    module = small(SACModule)
-    module.warmup_frames = 10_000
-    fit(module, data(SACModule, 2, frames_per_iteration=400), tmp_path)
-    actions = module.buffer.sample(4000)["agent", "actions", "action"]
+    module = small(SACAgent, warmup_frames=10_000)
+    fit(module, data(SACAgent, 2, frames_per_iteration=400), tmp_path)
+    actions = module.buffer.sample(4000)["agent", "action"]
     # Uniform in [-2, 2]; of the buffer's last 100, the standard deviation of the mean is 0.12.
     assert abs(float(actions.mean())) < 5 * 0.12
     assert float(actions.std()) == pytest.approx(4 / 12**0.5, rel=0.25)
 
 
-def test_targets_follow_only_after_an_update(tmp_path):
-    module = small(DQNModule)
-    module.target_update = CopyEvery(1000)
+def targets_and_weights(tmp_path, **options):
+    module = small(QAgent, **options)
     fit(module, data(iterations=4), tmp_path)
-    begin, now = module.targets["agent"].state_dict(), module.agents["agent"].state_dict()
-    assert any(not torch.equal(begin[key], now[key]) for key in now)
-    module = small(DQNModule)
-    module.target_update = CopyEvery(1)
-    fit(module, data(iterations=4), tmp_path)
-    target, now = module.targets["agent"].state_dict(), module.agents["agent"].state_dict()
-    assert all(torch.equal(target[key], now[key]) for key in now)
+    assert int(module.updates) == 6
+    loss = module.losses["agent"]
+    return [
+        torch.cat([p.flatten() for p in params.values(True, True)])
+        for params in (loss.target_value_network_params, loss.value_network_params)
+    ]
+
+
+def test_targets_follow_after_as_many_updates_as_is_said(tmp_path):
+    begin, now = targets_and_weights(tmp_path, tau=1.0, target_every=7)
+    assert not torch.equal(begin, now)
+    copied, now = targets_and_weights(tmp_path, tau=1.0, target_every=6)
+    assert torch.equal(copied, now)
+    moved, now = targets_and_weights(tmp_path, tau=0.25, target_every=6)
+    torch.testing.assert_close(moved, 0.75 * begin + 0.25 * now)
 
 
 def test_an_agent_that_is_not_due_only_acts(tmp_path):
-    agent = QAgent(MLPBody([16], "relu"), schedule=Periodic(every=100, first=100))
-    module = DQNModule({"agent": agent}, warmup_frames=0, batch_size=8, updates_per_iteration=1)
+    module = small(QAgent, warmup_frames=0)
+    module.given_agents["agent"].schedule = Periodic(every=100, first=100)
     fit(module, data(iterations=3), tmp_path)
     assert int(module.updates) == 0
     assert module.buffer.added == 60
 
 
-def test_another_kind_of_agent_is_refused(tmp_path):
-    module = DQNModule()
-    module.given_agents = {"agent": ActorCritic()}
-    with pytest.raises(ConfigError, match="trains a QAgent, but agent 'agent' is ActorCritic"):
-        fit(module, data(), tmp_path)
-
-
 @pytest.mark.slow
 def test_dqn_learns_to_balance(tmp_path):
     """A random policy holds the pole for 22 steps, and this has to do so twice as long."""
-    module = DQNModule(
-        {"agent": QAgent(MLPBody([64, 64], "relu"))},
-        epsilon=LinearSchedule(1.0, 0.05, iterations=80),
-        target_update=CopyEvery(200),
+    epsilon = LinearSchedule(1.0, 0.05, iterations=80)
+    module = OffPolicyModule(
+        {"agent": QAgent(MLPBody([64, 64], "relu"), epsilon=epsilon)},
+        tau=1.0,
+        target_every=200,
         warmup_frames=500,
         batch_size=64,
         seed=0,
@@ -201,12 +189,11 @@ class Signs(EnvCollector):
 
 def test_groups_of_agents_learn_side_by_side(tmp_path):
     rows = Rows()
-    agents = {name: QAgent(MLPBody([16], "relu")) for name in Signs.agents}
-    agents["lone"] = QAgent(MLPBody([16], "relu", observations=["sign"]))
-    module = DQNModule(
-        agents,
+    bodies = {"pair": MLPBody([16], "relu"), "lone": MLPBody([16], "relu", observations=["sign"])}
+    epsilon = LinearSchedule(1.0, 0.05, iterations=10)
+    module = OffPolicyModule(
+        {name: QAgent(body, epsilon=epsilon) for name, body in bodies.items()},
         gamma=0.0,
-        epsilon=LinearSchedule(1.0, 0.05, iterations=10),
         warmup_frames=64,
         updates_per_iteration=10,
         batch_size=32,
@@ -223,8 +210,8 @@ def test_groups_of_agents_learn_side_by_side(tmp_path):
     )
     fit(module, datamodule, tmp_path, rows)
     last = module.buffer.sample(4)
-    assert last["pair", "rewards"].shape == (4, 2)
-    assert last["lone", "following", "noise"].dtype == torch.uint8
+    assert last["pair", "next", "reward"].shape == (4, 2, 1)
+    assert last["lone", "next", "noise"].dtype == torch.uint8
     for name in Signs.agents:
         assert rows.rows[-1][f"value/{name}/loss"] < 0.05
     signs = {"sign": torch.tensor([[-1.0], [1.0]])}
