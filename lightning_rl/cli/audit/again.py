@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from lightning_rl.cli.audit.claims import same
-from lightning_rl.cli.rerun.compare import IterationRerun, rerun_iteration
+from lightning_rl.cli.rerun.compare import IterationRerun, rerun_iteration, same as exactly
 from lightning_rl.cli.rerun.rebuild import remade
 from lightning_rl.cli.rerun.rollouts import (
     RolloutRerun,
@@ -66,11 +66,9 @@ class IterationVerdict:
             parts.append(f"weights since version {rerun.diverged_at}, now first in {name}")
         if rerun.checkpoint_differs:
             parts.append(f"{rerun.checkpoint} in {rerun.checkpoint_differs}")
-        again = rerun.again.metrics
-        differ = (name for name in again if rerun.recorded.metrics.get(name) != again[name])
-        metric = (self._far() if self.elsewhere else None) or next(differ, None)
+        metric = (self._far() if self.elsewhere else None) or next(iter(rerun.differing), None)
         if metric is not None:
-            was, now = rerun.recorded.metrics.get(metric, math.nan), again[metric]
+            was, now = rerun.recorded.metrics.get(metric, math.nan), rerun.again.metrics[metric]
             parts.append(f"{metric} was {was:.6g}, is {now:.6g}")
         return "; ".join(parts)
 
@@ -81,7 +79,7 @@ class IterationVerdict:
         recorded = self.rerun.recorded.metrics
         for name, now in self.rerun.again.metrics.items():
             was = recorded.get(name, math.nan)
-            if not (was == now or math.isclose(was, now, rel_tol=CLOSE, abs_tol=NEAR_ZERO)):
+            if not (exactly(was, now) or math.isclose(was, now, rel_tol=CLOSE, abs_tol=NEAR_ZERO)):
                 return name
         return None
 

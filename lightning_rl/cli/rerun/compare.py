@@ -1,5 +1,6 @@
 """Repeats an iteration, and reports where it first differs from the recorded one."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,13 @@ class IterationRerun:
     @property
     def equal(self) -> bool:
         """True if loss, gradient norm, other metrics of the update, and weights are equal."""
-        same = all(self.recorded.metrics.get(k) == v for k, v in self.again.metrics.items())
-        return same and self.diverged_at is None and not self.checkpoint_differs
+        return not self.differing and self.diverged_at is None and not self.checkpoint_differs
+
+    @property
+    def differing(self) -> list[str]:
+        """Names of the metrics of the update that differ, or were not recorded."""
+        was = self.recorded.metrics
+        return [k for k, now in self.again.metrics.items() if k not in was or not same(was[k], now)]
 
     def lines(self) -> list[str]:
         """Return the result as lines of text."""
@@ -49,13 +55,13 @@ class IterationRerun:
                 f"  {name:<18} recorded {was!r:<24} again {now!r:<24} {_verdict(was, now)}"
             )
         others = [n for n in metrics if n not in SHOWN]
-        differ = [n for n in others if self.recorded.metrics.get(n) != metrics[n]]
+        differ = [n for n in self.differing if n not in SHOWN]
         verdict = "equal" if not differ else f"{len(differ)} differ, first {differ[0]}"
         lines.append(f"  {len(others)} more metrics    {verdict}")
         lines.append(f"  {len(self.again.weights)} weight tensors  {self._weights()}")
         if self.checkpoint is not None:
-            same = not self.checkpoint_differs
-            verdict = "equal" if same else f"{self.checkpoint_differs} differs"
+            differs = self.checkpoint_differs
+            verdict = f"{differs} differs" if differs else "equal"
             lines.append(f"  {self.checkpoint}  weights and optimizer: {verdict}")
         lines.append("equal" if self.equal else "different")
         return lines
@@ -118,5 +124,10 @@ def _compared(checkpoint: dict[str, Any], made: Remade) -> str:
     return ""
 
 
+def same(was: float, now: float) -> bool:
+    """Return True for equal numbers, and for NaN both times: the same update gives it again."""
+    return was == now or (math.isnan(was) and math.isnan(now))
+
+
 def _verdict(was: float, now: float) -> str:
-    return "equal" if was == now else f"differs by {abs(was - now):.2g}"
+    return "equal" if same(was, now) else f"differs by {abs(was - now):.2g}"

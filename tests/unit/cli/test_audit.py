@@ -13,11 +13,11 @@ ELSEWHERE = ["kernels: AVX512, here AVX2"]
 
 
 def verdict(loss: float, weights: str, elsewhere: list[str]) -> IterationVerdict:
-    """Of an iteration recorded with a loss of 2 and weights "a"."""
+    """Of an iteration recorded with a loss of 2, a KL of NaN, and weights "a"."""
     rerun = IterationRerun(
         kept=KeptWeights(2, Path("iteration_2.ckpt")),
-        recorded=Outcome(3, {"w": "a"}, {"policy/loss": 2.0, "policy/kl": 0.0}),
-        again=Outcome(3, {"w": weights}, {"policy/loss": loss, "policy/kl": 0.0}),
+        recorded=Outcome(3, {"w": "a"}, {"policy/loss": 2.0, "policy/kl": float("nan")}),
+        again=Outcome(3, {"w": weights}, {"policy/loss": loss, "policy/kl": float("nan")}),
         diverged_at=None if weights == "a" else 3,
         checkpoint=None,
         checkpoint_differs=None,
