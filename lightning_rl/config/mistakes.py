@@ -172,7 +172,7 @@ class _Walk:
             raise _Mistake(key, f"{what}; give it with --config")
         return True
 
-    def instance(self, spec: dict[str, Any], hint: Any, default: Any, key: Key) -> dict[str, Any]:
+    def instance(self, spec: dict[str, Any], hint: Any, default: Any, key: Key) -> Any:
         """Check ``{class_path, init_args}``, or the arguments of a dataclass or the default's
         class.
         """
@@ -204,7 +204,11 @@ class _Walk:
             kinds = " or ".join(base.__name__ for base in bases)
             what = f"{name} is a function, and a {kinds} is needed"
             raise _Mistake((*key, "class_path"), f"{what}; name a class")
-        return self.spec(spec, component, hint, key)
+        checked = self.spec(spec, component, hint, key)
+        alone = not inspect.isclass(component) and checked.keys() == {"class_path"}
+        return (
+            checked["class_path"] if alone else checked
+        )  # the parser knows a function by its path
 
     def callable(self, spec: dict[str, Any], key: Key) -> dict[str, Any]:
         """Check a callable given as an instance of any class, such as a reward."""
