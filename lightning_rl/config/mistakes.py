@@ -204,6 +204,8 @@ class _Walk:
             kinds = " or ".join(base.__name__ for base in bases)
             what = f"{name} is a function, and a {kinds} is needed"
             raise _Mistake((*key, "class_path"), f"{what}; name a class")
+        if inspect.isabstract(component):
+            raise _Mistake((*key, "class_path"), f"{name} is abstract; name a class derived from it")
         checked = self.spec(spec, component, hint, key)
         alone = not inspect.isclass(component) and checked.keys() == {"class_path"}
         return (
