@@ -285,7 +285,9 @@ def shared_memory(session: int) -> set[str]:
 
 
 @pytest.mark.parametrize("first", ["nothing", "its keeper"])
-def test_a_server_leaves_no_process_no_shared_memory_and_no_socket(skeleton, first):
+def test_a_server_leaves_no_process_no_shared_memory_and_no_socket(skeleton, first, monkeypatch):
+    # An engine in this process sets it, and a server would inherit it, and need no shared memory.
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     engine = VLLMServer(max_model_len=64, kv_cache_gb=0.01)
     engine.start(skeleton)
     process = engine.replicas[0]._process
