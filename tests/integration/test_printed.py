@@ -126,16 +126,15 @@ def reader(tmp_path_factory) -> Path:
     return place
 
 
-def environment() -> dict[str, str]:
-    own = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    # Under pytest a test may have set it, which no reader has.
-    return {k: v for k, v in os.environ.items() if k != "PL_GLOBAL_SEED"} | own
+# As it is when tests are collected: those that run before may leave a rank or a seed in it.
+ENVIRONMENT = dict(os.environ)
+ENVIRONMENT["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
 
 
 def run(place: Path, command: str) -> subprocess.CompletedProcess[str]:
     """Run a line as a shell does; the output is that of both streams."""
     return subprocess.run(
-        ["bash", "-c", command], cwd=place, env=environment(), text=True, timeout=800,
+        ["bash", "-c", command], cwd=place, env=ENVIRONMENT, text=True, timeout=800,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -145,7 +144,7 @@ def run_until_an_iteration(place: Path, command: str) -> tuple[int, bool, str]:
     log, stopped = place / "printed.log", False
     with log.open("wb") as file:
         process = subprocess.Popen(
-            ["bash", "-c", command], cwd=place, env=environment(), stdout=file,
+            ["bash", "-c", command], cwd=place, env=ENVIRONMENT, stdout=file,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         end = time.monotonic() + 600
