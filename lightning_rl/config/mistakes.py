@@ -205,7 +205,8 @@ class _Walk:
             what = f"{name} is a function, and a {kinds} is needed"
             raise _Mistake((*key, "class_path"), f"{what}; name a class")
         if inspect.isabstract(component):
-            raise _Mistake((*key, "class_path"), f"{name} is abstract; name a class derived from it")
+            told = f"{name} is abstract; name a class derived from it"
+            raise _Mistake((*key, "class_path"), told)
         checked = self.spec(spec, component, hint, key)
         alone = not inspect.isclass(component) and checked.keys() == {"class_path"}
         return (

@@ -1,6 +1,7 @@
 """Fixtures that integration tests share: engines that are started once, and the fault table."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -42,6 +43,17 @@ class ServersOnce(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     return ServersOnce(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_left() -> Iterator[None]:
+    """Forget what Lightning's launcher sets, or commands that a later test runs wait for ranks."""
+    names = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
