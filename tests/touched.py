@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.house.modules import arrows, modules_of
 from tests.support.reports import DURATIONS, ROOT, git, read_durations
 
-BUDGET = float(os.environ.get("BUDGET", 450))
+BUDGET = float(os.environ.get("BUDGET", 300))
 """Worker seconds; two workers take half as long."""
 UNKNOWN = 20.0
 """Assumed of a file that the table does not know yet."""
