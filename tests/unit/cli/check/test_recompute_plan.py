@@ -12,7 +12,7 @@ from lightning_rl.cli.check.placement import Placement
 from lightning_rl.learn.optimizer_state import state_bytes, step_bytes
 from lightning_rl.models.policy import Policy
 from recipes.sort_digits.prepare import make_tokenizer
-from tests.support.tiers import follows_memory
+from tests.support.tiers import follows_memory, slow
 from tests.support.tiny_models import save_random_model
 
 
@@ -28,8 +28,11 @@ def pack():
     return pack_of(200)
 
 
+FIRST, *BETWEEN, LAST = SETTINGS
+
+
 @follows_memory
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [FIRST, LAST, *map(slow, BETWEEN)])
 def test_what_is_kept_is_planned(model, pack, setting):
     found = measure(model, SETTINGS[setting], pack)
     # 2 %, and one for what a kernel takes for itself on another CPU.
