@@ -197,7 +197,8 @@ def test_what_fails_on_one_rank_ends_all_with_its_error(
     first, second = together(2, failing, str(tiny_model), names, strategy)
     assert first["error"] == error
     assert first["message"].startswith(f"rank 1: {message}")
-    assert second["message"] in first["message"]
+    # Rank 1 names its own file of rollouts, too.
+    assert second["message"].partition("; all ")[0] in first["message"]
 
 
 @pytest.mark.parametrize(
