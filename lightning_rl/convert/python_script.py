@@ -28,7 +28,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Named:
-    """What the script imports, by its path, or a function of its own as ``MODULE.name``."""
+    """An import of the script, by its path, or a function of its own as ``MODULE.name``."""
 
     path: str
 

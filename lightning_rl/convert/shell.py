@@ -83,7 +83,7 @@ class Word(str):
 
 @dataclass
 class Script:
-    """What a script did.
+    """The record of a script's run.
 
     Args:
         commands: the words of the commands that were asked for.

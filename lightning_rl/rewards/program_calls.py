@@ -14,10 +14,10 @@ class ProgramCaller:
         self._line = line
         self._functions: list[Callable[..., Any]] = []
         self.used = False
-        """Whether the tests have used the program."""
+        """True once the tests have used the program."""
         self.failed = False
-        """Whether what no test may catch has failed: the program as such, the connection to it, or
-        an assertion in a function of the tests that it called."""
+        """True once what no test may catch has failed: the program as such, the connection to it,
+        or an assertion in a function of the tests that it called."""
         self.unsent = ""
         """The error for a value that the tests passed and that cannot be sent; "" if none."""
 

@@ -378,7 +378,7 @@ _CHANGING = {
     "prompt '.*?', completion '.*?'": "prompt '...', completion '...'",
     r"version_\d+": "version_0",
 }
-"""What differs from run to run, and what the table shows instead."""
+"""Patterns of what differs from run to run, and what the table shows instead."""
 
 
 def row(case: str, message: str) -> str:

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from lightning_rl.cli.audit.claims import same
-from lightning_rl.cli.rerun.compare import IterationRerun, rerun_iteration, same as exactly
+from lightning_rl.cli.rerun.compare import IterationRerun, identical, rerun_iteration
 from lightning_rl.cli.rerun.rebuild import remade
 from lightning_rl.cli.rerun.rollouts import (
     RolloutRerun,
@@ -79,7 +79,9 @@ class IterationVerdict:
         recorded = self.rerun.recorded.metrics
         for name, now in self.rerun.again.metrics.items():
             was = recorded.get(name, math.nan)
-            if not (exactly(was, now) or math.isclose(was, now, rel_tol=CLOSE, abs_tol=NEAR_ZERO)):
+            if not (
+                identical(was, now) or math.isclose(was, now, rel_tol=CLOSE, abs_tol=NEAR_ZERO)
+            ):
                 return name
         return None
 

@@ -1,4 +1,4 @@
-"""What the ledger of a run says."""
+"""Records: the entries of a run's ledger, replayed from the first to the last."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self

@@ -41,8 +41,8 @@ class IterationRerun:
     @property
     def differing(self) -> list[str]:
         """Names of the metrics of the update that differ, or were not recorded."""
-        was = self.recorded.metrics
-        return [k for k, now in self.again.metrics.items() if k not in was or not same(was[k], now)]
+        was, again = self.recorded.metrics, self.again.metrics
+        return [k for k, now in again.items() if k not in was or not identical(was[k], now)]
 
     def lines(self) -> list[str]:
         """Return the result as lines of text."""
@@ -124,10 +124,10 @@ def _compared(checkpoint: dict[str, Any], made: Remade) -> str:
     return ""
 
 
-def same(was: float, now: float) -> bool:
+def identical(was: float, now: float) -> bool:
     """Return True for equal numbers, and for NaN both times: the same update gives it again."""
     return was == now or (math.isnan(was) and math.isnan(now))
 
 
 def _verdict(was: float, now: float) -> str:
-    return "equal" if same(was, now) else f"differs by {abs(was - now):.2g}"
+    return "equal" if identical(was, now) else f"differs by {abs(was - now):.2g}"

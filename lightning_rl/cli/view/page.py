@@ -55,6 +55,7 @@ def build_page(runs: Sequence[Run]) -> str:
     (float32, nan where nothing was recorded), version (int32) and mask (uint8). Block ``pictures``
     is JSON: a ``data:`` URL by digest.
     """
+    keys = differing(runs)
     rollouts = [(place, record) for place, run in enumerate(runs) for record in run.rollouts]
     texts: dict[str, int] = {}
     blocks = [
@@ -62,7 +63,7 @@ def build_page(runs: Sequence[Run]) -> str:
         for start in range(0, len(rollouts), ROLLOUTS_PER_BLOCK)
     ]
     index = {
-        "runs": [_run_entry(run, keys) for keys in [differing(runs)] for run in runs],
+        "runs": [_run_entry(run, keys) for run in runs],
         "rollouts": [_rollout_row(place, record) for place, record in rollouts],
         "texts": list(texts),
         "columns": TOKEN_COLUMNS,

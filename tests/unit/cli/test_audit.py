@@ -13,7 +13,7 @@ ELSEWHERE = ["kernels: AVX512, here AVX2"]
 
 
 def verdict(loss: float, weights: str, elsewhere: list[str]) -> IterationVerdict:
-    """Of an iteration recorded with a loss of 2, a KL of NaN, and weights "a"."""
+    """Return the verdict on an iteration recorded with loss 2, KL NaN, and weights "a"."""
     rerun = IterationRerun(
         kept=KeptWeights(2, Path("iteration_2.ckpt")),
         recorded=Outcome(3, {"w": "a"}, {"policy/loss": 2.0, "policy/kl": float("nan")}),

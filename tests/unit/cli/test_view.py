@@ -253,7 +253,7 @@ def test_long_runs_are_cut_into_blocks(tmp_path):
 
 
 def listed(**changes):
-    """What the list shows of a rollout: the question, and the end of the answer."""
+    """The list shows a rollout's question, and the end of its answer."""
     [row] = json.loads(
         blocks_of(build_page([Run("a", rollouts=[good_rollout(**changes)])]))["index"]
     )["rollouts"]
