@@ -90,7 +90,7 @@ def _any_finite(values: Sequence[float]) -> bool:
 
 def _sameness(rollouts: Sequence[Rollout], bounds: Mapping[str, float]) -> str:
     """Say what rewards have in common so that none is better than another; empty: nothing."""
-    own = [rollout for rollout in rollouts if not rollout.baseline]
+    own = [rollout for rollout in rollouts if rollout.trained]
     graded = [rollout for rollout in own if rollout.reward is not None]
     if not graded:
         return "no rollout could be graded" if own else ""

@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from lightning_rl.collect.tasks import Task, by_name, grader_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
+from lightning_rl.data.plans import GroupPlan, InTurn
 from lightning_rl.data.prompts import Prompts
 from lightning_rl.data.sources import AnyPrompts, expert_rollouts, prompts_of
 from lightning_rl.engines import default_engine
@@ -93,6 +95,8 @@ class RLDataModule(CollectingDataModule):
             filters rejected last, instead of stopping the run. Replacements still being generated
             after ``refill_seconds`` are evicted.
         agent: generates one rollout.
+        plan: which rollouts a group has, how each is sampled, and which are trained on; None:
+            ``group_size`` equal samples.
         collector: decides when each group is generated for training; None: the whole batch at once,
             by ``SyncCollector``, which is always used to collect without training.
         sampling: sampling settings for training.
@@ -134,6 +138,7 @@ class RLDataModule(CollectingDataModule):
         refill_seconds: float | None = None,
         train_on_rest: bool = False,
         agent: Agent = SingleTurn(),
+        plan: GroupPlan | None = None,
         collector: Collector | None = None,
         sampling: Sampling = Sampling(),
         eval_sampling: Sampling | None = None,
@@ -173,6 +178,7 @@ class RLDataModule(CollectingDataModule):
         self.refill_seconds = refill_seconds
         self.train_on_rest = train_on_rest
         self.agent = agent
+        self.plan = plan or GroupPlan()
         self.collector = collector if collector is not None else SyncCollector()
         self.sampling = sampling
         self.eval_sampling = eval_sampling or sampling
@@ -189,7 +195,13 @@ class RLDataModule(CollectingDataModule):
             None if rewards is None else Rewards(rewards, reward_weights, max_failed_share)
         )
         self.train_tasks = tasks_of(
-            train_prompts, agent, self._common_rewards, sampling, group_size, success_reward
+            train_prompts,
+            agent,
+            self.plan,
+            self._common_rewards,
+            sampling,
+            group_size,
+            success_reward,
         )
         """One task per set of training prompts, or a single one."""
         held_out = (
@@ -198,6 +210,7 @@ class RLDataModule(CollectingDataModule):
             else tasks_of(
                 eval_prompts,
                 agent,
+                self.plan,
                 self._common_rewards,
                 self.eval_sampling,
                 eval_samples,
@@ -285,10 +298,11 @@ class RLDataModule(CollectingDataModule):
         works = stage == "fit" and drives_engine(self.engine)
         if works and self.collector.works_between_batches:
             self._during_fit.enter_context(switching_often())
+        tasks = self._planned(stage)
         self._collection = Collection(
-            self._made_pipeline(self.train_tasks),
+            self._made_pipeline(tasks),
             self.collector if works else SyncCollector(),
-            self._source(stage),
+            self._source(stage, tasks),
             self.filters,
             self.max_rounds,
             self.refill_seconds,
@@ -313,7 +327,14 @@ class RLDataModule(CollectingDataModule):
             self._tokenizer,
             self._module().clock,
             by_name(tasks),
+            tasks[0].plan,
         )
+
+    def _planned(self, stage: str) -> list[Task]:
+        """Return the training tasks, with what advantages add to their plans."""
+        policies = self._module().policies.values() if stage == "fit" else ()
+        added = [p.advantage for p in policies if isinstance(p.advantage, GroupPlan)]
+        return [replace(task, plan=InTurn([task.plan, *added])) for task in self.train_tasks]
 
     def _start_engine(self, module: RolloutModule) -> int:
         """Start the engine if this rank drives it; return its maximum length in tokens, else 0."""
@@ -329,7 +350,7 @@ class RLDataModule(CollectingDataModule):
                 self.engine.start(Path(self._model_dir.name))
         return self.engine.max_length
 
-    def _source(self, stage: str) -> GroupSource:
+    def _source(self, stage: str, tasks: Sequence[Task]) -> GroupSource:
         # Where one engine serves all ranks, rank 0 issues all groups.
         alone = self.engine.serves_all_ranks
         rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
@@ -345,9 +366,8 @@ class RLDataModule(CollectingDataModule):
             self.seed,
             rank=rank,
             ranks=ranks,
-            tasks=by_name(self.train_tasks),
-            baseline=stage == "fit"
-            and any(policy.advantage.needs_baseline for policy in self._module().policies.values()),
+            tasks=by_name(tasks),
+            plan=tasks[0].plan,
         )
 
     def load_prompts(self, stage: str) -> None:
@@ -376,6 +396,8 @@ class RLDataModule(CollectingDataModule):
         follow_trainer(self.engine, module, compute_dtype(self.trainer))
         for agent in self.all_agents:
             agent.configure(tokenizer)
+        for task in self.train_tasks:
+            task.plan.configure(tokenizer)
         for prompts in (self.train_prompts, self.expert_prompts, self.eval_prompts):
             if prompts is not None:
                 prompts.load(tokenizer, self.agent.chat_options)
@@ -515,7 +537,7 @@ class RLDataModule(CollectingDataModule):
         module, prompts, trainer = self._module(), self.train_prompts, self.trainer
         assert trainer is not None
         groups, metrics = self._ready().of_all_ranks(module.iteration, module.role_versions)
-        counted = [[rollout for rollout in group if not rollout.baseline] for group in groups]
+        counted = [[rollout for rollout in group if rollout.trained] for group in groups]
         self._ready().observe(prompts, counted)
         module.record(metrics | set_metrics(counted, prompts.shares()))
         if prompts.dropped:

@@ -220,6 +220,8 @@ class Row:
     tokens, including the prompt's (:mod:`lightning_rl.data.routing`); empty: not recorded.
     ``teacher_logprobs`` are a teacher's for the tokens after the prompt
     (:mod:`lightning_rl.data.teacher_logprobs`); empty: no teacher has looked.
+    ``compared_with`` holds numbers that a group's plan compares the row with, by name: columns of a
+    batch, such as ReMax's ``baseline``.
     ``pictures`` are all of the row in order, those of its prompt first; ``places`` say where each
     begins, counted from the start of the prompt.
     """
@@ -235,6 +237,7 @@ class Row:
     pictures: list[Picture] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     teacher_logprobs: str = ""
+    compared_with: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pictures = _pictures(self.pictures)
@@ -287,7 +290,7 @@ class Rollout:
     ``calls`` are the model calls in order; if none were recorded, each stretch of tokens that a
     model wrote is one (:meth:`model_calls`). ``fork`` is where the rollout branched off; None if it
     began with its prompt. ``dropped`` counts tokens that a model wrote for it but that are not, or
-    no longer, in its rows. ``expert`` marks a given completion to imitate, which no engine wrote.
+    no longer, in its rows. ``demonstration`` marks a given completion to imitate.
     ``structured`` marks output constrained to a form that scoring cannot reproduce.
 
     ``environment_reward`` is what an environment paid, for rewards to use. ``reward_parts`` are the
@@ -296,8 +299,8 @@ class Rollout:
     reward differs from the rollout's. ``extra`` and ``logged`` come from
     reward functions and agents: ``extra`` has one value per column for this rollout (such as
     ``session_id``, or ``tools``, the schemas that its models were offered), ``logged`` numbers for
-    the whole group. ``baseline`` marks a greedy rollout that is not trained on: its reward is the
-    baseline of its group (:class:`~lightning_rl.algos.baselines.ReMax`).
+    the whole group. ``trained`` is False for a rollout that a group's plan only compares others
+    with (:class:`~lightning_rl.data.plans.GroupPlan`).
     """
 
     prompt: Prompt
@@ -320,9 +323,9 @@ class Rollout:
     extra: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
-    expert: bool = False
+    demonstration: bool = False
     structured: bool = False
-    baseline: bool = False
+    trained: bool = True
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -428,11 +431,8 @@ class Rollout:
 
     @property
     def graded(self) -> bool:
-        """True if it is completed and has a reward, so that it is trained on and counted.
-
-        A ``baseline`` is neither.
-        """
-        return self.completed and self.reward is not None and not self.baseline
+        """True if it is completed, has a reward, and is trained on and counted."""
+        return self.completed and self.reward is not None and self.trained
 
     def fail(self, error: str) -> None:
         """Mark the rollout as FAILED for this reason; it keeps tokens as far as its lists agree."""

@@ -50,13 +50,6 @@ class Agent(ABC):
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         """Extend ``rollout`` in place until it is completed or aborted, and return it."""
 
-    def branches(self, rollout: Rollout) -> list[Rollout]:
-        """Return new rollouts of a completed one's group that share its beginning; not yet run.
-
-        The same rollout must give the same branches again, e.g. after an interrupted run.
-        """
-        return []
-
     def close(self) -> None:
         """Free what the agent holds besides its rollouts, such as processes, once a run is over.
 
@@ -295,29 +288,30 @@ def new_rollouts(
     seed: int,
     iteration: int,
     first_place: int = 0,
-    baseline: bool = False,
 ) -> list[Rollout]:
     """Return empty rollouts, group by group, each with a seed that reproduces it.
-
-    With ``baseline``, a group's last rollout is one more, which is greedy.
 
     ``iteration`` is the number of finished iterations, or negative for rollouts outside training
     (evaluations, probes); ``first_place`` is the number of groups already issued for it.
     """
-    named = iteration + 1 if iteration >= 0 else iteration  # counted from 1, as everywhere
     return [
-        Rollout(
-            prompt=prompt.copy(),
-            # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
-            group_id=f"{named}/{place}/{prompt.key}",
-            sample_index=index,
-            seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
-            sampling=replace(sampling.distribution, temperature=0.0)
-            if index == group_size
-            else sampling.distribution,
-            structured=sampling.structured_outputs is not None,
-            baseline=index == group_size,
-        )
+        new_rollout(prompt, index, sampling, seed, iteration, place)
         for place, prompt in enumerate(prompts, first_place)
-        for index in range(group_size + int(baseline))
+        for index in range(group_size)
     ]
+
+
+def new_rollout(
+    prompt: Prompt, index: int, sampling: Sampling, seed: int, iteration: int, place: int
+) -> Rollout:
+    """Return the empty rollout at an index of the group at a place; see :func:`new_rollouts`."""
+    named = iteration + 1 if iteration >= 0 else iteration  # counted from 1, as everywhere
+    return Rollout(
+        prompt=prompt.copy(),
+        # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
+        group_id=f"{named}/{place}/{prompt.key}",
+        sample_index=index,
+        seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
+        sampling=sampling.distribution,
+        structured=sampling.structured_outputs is not None,
+    )

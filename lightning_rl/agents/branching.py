@@ -2,17 +2,14 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from lightning_rl.agents.base import Agent
 from lightning_rl.agents.rows import captured, cut_anew
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine
-from lightning_rl.engines.sampling import Sampling, seed_of
+from lightning_rl.data.plans import GroupPlan
+from lightning_rl.engines.sampling import seed_of
 from lightning_rl.errors import ConfigError, EpisodeError, require_at_least
 from lightning_rl.rollout import Fork, Rollout
 
@@ -95,8 +92,8 @@ class RandomCalls(ForkPoints):
 
 
 @configurable
-class Branching(Agent):
-    """Forks another agent's rollouts: continues each ``k`` more times from the chosen calls.
+class Branching(GroupPlan):
+    """Forks rollouts: continues each ``k`` more times from the chosen calls.
 
     A branch begins with exactly the calls that its rollout made before the fork, token by token,
     without asking the engine, and then uses new seeds. It is a rollout of the same group with its
@@ -109,47 +106,19 @@ class Branching(Agent):
     the branch is FAILED with the reason.
 
     Args:
-        agent: the agent whose rollouts are forked; it calls models more than once.
         k: continuations of each chosen call, besides the rollout's own.
         at: chooses the calls before which rollouts are forked.
 
     Raises:
-        ConfigError: unless ``k`` >= 1, and if ``agent`` is itself a Branching.
+        ConfigError: unless ``k`` >= 1.
     """
 
-    def __init__(self, agent: Agent, k: int = 1, at: ForkPoints = EveryCall()) -> None:
+    def __init__(self, k: int = 1, at: ForkPoints = EveryCall()) -> None:
         require_at_least(1, k=k)
-        if isinstance(agent, Branching):
-            raise ConfigError("agent=Branching cannot be nested in Branching; raise its k instead")
-        self.agent = agent
         self.k = k
         self.at = at
 
-    @property
-    def within_max_tokens(self) -> bool:  # type: ignore[override]
-        """True if the forked agent's requests are."""
-        return self.agent.within_max_tokens
-
-    @property
-    def chat_options(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """The options of the agent whose rollouts are forked."""
-        return self.agent.chat_options
-
-    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.agent.configure(tokenizer)
-
-    async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
-        shared = _shared_calls(rollout)
-        await self.agent.run(rollout, engine, sampling)
-        if rollout.completed and _shared_calls(rollout) != shared:
-            raise EpisodeError(
-                f"did not repeat the {len(shared)} calls of {rollout.group_id}/"
-                f"{rollout.sample_index} before the fork, so it cannot continue from them; make "
-                "the agent depend on nothing but its prompt and the models' answers"
-            )
-        return rollout
-
-    def branches(self, rollout: Rollout) -> list[Rollout]:
+    def grow(self, rollout: Rollout) -> list[Rollout]:
         if rollout.fork is not None:
             return []
         return [
@@ -158,9 +127,6 @@ class Branching(Agent):
             if self.at.chosen(rollout, calls + 1)
             for number in range(self.k)
         ]
-
-    def close(self) -> None:
-        self.agent.close()
 
 
 def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
@@ -196,6 +162,23 @@ def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
     if not rollout.calls:
         branch.calls = []  # they are found as the rollout's are
     return branch
+
+
+@contextmanager
+def repeats_shared_calls(rollout: Rollout) -> Iterator[None]:
+    """Check that the agent that completes a branch repeats the calls before its fork.
+
+    Raises:
+        EpisodeError: if it made other ones.
+    """
+    shared = _shared_calls(rollout)
+    yield
+    if rollout.completed and _shared_calls(rollout) != shared:
+        raise EpisodeError(
+            f"did not repeat the {len(shared)} calls of {rollout.group_id}/"
+            f"{rollout.sample_index} before the fork, so it cannot continue from them; make "
+            "the agent depend on nothing but its prompt and the models' answers"
+        )
 
 
 def _shared_calls(rollout: Rollout) -> list[tuple[list[int], list[int]]]:

@@ -121,8 +121,6 @@ class Advantage(ABC):
     """
 
     needs_values: ClassVar[bool] = False
-    needs_baseline: ClassVar[bool] = False
-    """True if each group needs a greedy rollout, whose reward is ``baseline`` in the batch."""
     takes_kl_reward: ClassVar[bool] = True
     """True if a KL may be subtracted from the reward; False if that would change its meaning."""
     takes_branches: ClassVar[bool] = False

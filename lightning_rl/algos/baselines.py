@@ -1,7 +1,8 @@
 """More advantages: relative to the rollouts of a group, to the batch, or to past rewards."""
 
-from dataclasses import dataclass, field
-from math import comb
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import comb, nan
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,9 @@ from lightning_rl.algos.advantages import (
 )
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.episodes import CallTable, calls_of
+from lightning_rl.data.plans import GroupPlan
 from lightning_rl.errors import ConfigError, require_finite
+from lightning_rl.rollout import Group, Rollout, Row
 from lightning_rl.run.processes.dist import global_mean_std
 
 
@@ -203,7 +206,7 @@ class GDPO(WithinGroups):
 
 
 @dataclass(frozen=True)
-class ReMax(Advantage):
+class ReMax(Advantage, GroupPlan):
     """A[t] = r - reward of a greedy rollout of the same prompt (Li et al. 2023, arXiv 2310.10505).
 
     Each group is written one greedy rollout more, which is graded like the others, but neither
@@ -214,7 +217,22 @@ class ReMax(Advantage):
         ConfigError: if the batch was collected without greedy rollouts.
     """
 
-    needs_baseline: ClassVar[bool] = True
+    def begin(self, group: Group, another: Callable[[], Rollout]) -> Group:
+        greedy = another()
+        greedy.sampling = replace(greedy.sampling, temperature=0.0)
+        greedy.trained = False
+        return [*group, greedy]
+
+    def finish(self, group: Group) -> Group:
+        """Write the greedy rollout's reward into the rows of the others; NaN if it has none."""
+        greedy = next(r for r in group if not r.trained and r.sampling.temperature == 0)
+        known = greedy.completed and greedy.reward is not None
+
+        def compared(row: Row) -> Row:
+            baseline = {"baseline": greedy.reward_of(row.role) if known else nan}
+            return replace(row, compared_with=row.compared_with | baseline)
+
+        return [replace(rollout, rows=list(map(compared, rollout.rows))) for rollout in group]
 
     @property
     def per_group(self) -> bool:
@@ -226,7 +244,7 @@ class ReMax(Advantage):
         if "baseline" not in batch["rollouts"]:
             raise ConfigError(
                 "advantage=ReMax needs a greedy rollout in each group, which this batch has not; "
-                "collect it by fit with an RLDataModule, or pack it among rollouts with baseline"
+                "collect it by fit with an RLDataModule, or by your loop with its begin and finish"
             )
         calls, episodes = calls_of(batch), episodes_of(batch)
         baseline = torch.zeros_like(episodes.reward).index_put(

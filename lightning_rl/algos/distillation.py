@@ -32,7 +32,7 @@ class Distillation(Advantage):
     in later passes over a batch, or on older rollouts, the difference from its writer would be
     that of another KL. The difference is clamped to ±20 nats. One of the rewards has to be a
     ``ModelTeacher`` or ``ServedTeacher``; where it has not looked, the term is 0, as for a given
-    expert's tokens.
+    tokens of demonstrations.
 
     Args:
         coef: weight of the teacher's term.
@@ -68,12 +68,12 @@ class Distillation(Advantage):
         advantages = torch.zeros_like(written)
         if self.beside is not None:
             advantages = self.beside(batch)["tokens", "advantages"]
-        sampled = tokens["loss_mask"] & ~batch["rollouts", "expert"][token_rows(batch)]
+        sampled = tokens["loss_mask"] & ~batch["rollouts", "demonstration"][token_rows(batch)]
         tokens["advantages"] = advantages + self._term(written, tokens, sampled)
         return batch
 
     def at_present(self, logprobs: Tensor, tokens: TensorDict) -> Tensor:
-        sampled = ~tokens["expert"]
+        sampled = ~tokens["demonstration"]
         writers = self._term(tokens["rollout_logprobs"], tokens, sampled)
         return tokens["advantages"] - writers + self._term(logprobs, tokens, sampled)
 

@@ -2,7 +2,7 @@
 
 A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current policy and
 ``tokens``, a TensorDict [M] with ``old_logprobs``, ``rollout_logprobs``, ``advantages``, ``row``
-(which rollout a token belongs to), ``expert`` (True if it was given, not sampled) and, where
+(which rollout a token belongs to), ``demonstration`` (True if it was given, not sampled) and, where
 computed, ``ref_logprobs``, ``values``, ``returns``.
 """
 
@@ -325,14 +325,14 @@ class SAPO(PolicyLoss):
 @configurable
 @dataclass(frozen=True)
 class SFTMix(PolicyLoss):
-    """Reinforcement and imitation in one batch: -coef log p on expert tokens, ``loss`` elsewhere.
+    """Reinforcement and imitation in one batch: -coef log p of demonstrations, ``loss`` elsewhere.
 
-    Expert completions come from ``data.expert_prompts`` (as in Trinity-RFT's MIX, and in the
+    They come from ``data.demonstrations`` (as in Trinity-RFT's MIX, and in the
     off-policy guidance of LUFFY, Yan et al. 2025, without its reshaping).
 
     Args:
         loss: loss of sampled tokens.
-        coef: weight of an expert token relative to a sampled one.
+        coef: weight of a demonstration's token relative to a sampled one.
 
     Raises:
         ConfigError: if ``coef`` is not finite.
@@ -350,8 +350,8 @@ class SFTMix(PolicyLoss):
         return self.loss.zero_at_zero_advantage
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
-        expert = tokens["expert"]
+        given = tokens["demonstration"]
         loss, metrics = self.loss(logprobs, tokens)
-        metrics = {name: value[~expert] for name, value in metrics.items()}
-        metrics["expert_nll"] = -logprobs.detach()[expert]
-        return torch.where(expert, -self.coef * logprobs, loss), metrics
+        metrics = {name: value[~given] for name, value in metrics.items()}
+        metrics["demonstration_nll"] = -logprobs.detach()[given]
+        return torch.where(given, -self.coef * logprobs, loss), metrics

@@ -135,7 +135,7 @@ def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
     """Return the M scored tokens of a pack, with the columns that losses use."""
     tokens = pack["tokens"][scores.live]
     tokens["row"] = token_rows(pack)[scores.live]
-    tokens["expert"] = pack["rollouts", "expert"][tokens["row"]]
+    tokens["demonstration"] = pack["rollouts", "demonstration"][tokens["row"]]
     if "old_logprobs" not in tokens:  # one update per batch: the current policy is the old one
         tokens["old_logprobs"] = scores.logprobs.detach()
     if scores.likeliest is not None:
@@ -160,11 +160,11 @@ class Objective:
     ) -> tuple[Tensor, Metrics]:
         """Return loss and metrics of the M ``tokens`` that ``scores`` belong to, (M,) each.
 
-        ``all_sampled`` promises that no token is an expert's, which saves a GPU's host from
+        ``all_sampled`` promises that no token is a demonstration's, which saves a GPU's host from
         waiting.
         """
         metrics: Metrics = {"policy/entropy": scores.entropy}
-        sampled = slice(None) if all_sampled else ~tokens["expert"]
+        sampled = slice(None) if all_sampled else ~tokens["demonstration"]
         gap = (tokens["old_logprobs"] - tokens["rollout_logprobs"])[sampled].abs()
         metrics |= {"rollout/logprob_gap_mean": gap, "rollout/logprob_gap_max": gap}
         total = torch.zeros_like(scores.logprobs)
@@ -188,13 +188,13 @@ class Objective:
         sampled: Tensor | slice,
         metrics: Metrics,
     ) -> Tensor:
-        ours = ~tokens["expert"]
+        ours = ~tokens["demonstration"]
         loss, extra = self.loss(scores.logprobs, tokens)
         metrics |= {f"policy/{name}": value for name, value in extra.items()}
         if self.correction is not None:
             weights, extra = self.correction(tokens)
-            # No engine wrote the expert's tokens, so nothing is corrected.
-            loss = torch.where(tokens["expert"], 1.0, weights) * loss
+            # No engine wrote the tokens of demonstrations, so nothing is corrected.
+            loss = torch.where(tokens["demonstration"], 1.0, weights) * loss
             metrics |= {f"correction/{name}": value for name, value in extra.items()}
         metrics["policy/loss"] = loss
         if self.kl is not None:

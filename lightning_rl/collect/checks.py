@@ -5,12 +5,12 @@ Each check raises a ConfigError that names the conflicting keys, and what to cha
 
 from collections.abc import Sequence
 
-from lightning_rl.agents.base import Agent
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import PolicyLoss, SFTMix
 from lightning_rl.algos.objective import Aggregation, Objective
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector, GroupFilter
+from lightning_rl.data.plans import GroupPlan
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.base import Rewards
@@ -45,11 +45,11 @@ def check_collecting(
         )
 
 
-def check_branching(advantage: Advantage, agent: Agent) -> None:
+def check_growing(advantage: Advantage, plan: GroupPlan) -> None:
     """Check that the advantage distinguishes branches from the rollouts they branched off from."""
-    if type(agent).branches is not Agent.branches and not advantage.takes_branches:
+    if type(plan).grow is not GroupPlan.grow and not advantage.takes_branches:
         raise ConfigError(
-            f"agent={type(agent).__name__} adds branches to groups, which "
+            f"plan={type(plan).__name__} adds branches to groups, which "
             f"advantage={type(advantage).__name__} would count as independent rollouts; set "
             "model.advantage: TreeRLOO, which distinguishes them"
         )

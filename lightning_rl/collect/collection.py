@@ -103,9 +103,10 @@ class Collection:
         rollouts = self.collect(iteration)
         if tell is not None:
             tell(rollouts)
+        groups = list(map(self._finished, self.selection.kept))
         if self.buffer is not None:
-            groups = self.buffer.exchange(self.selection.kept, version)
-            rollouts = [rollout for group in groups for rollout in group]
+            groups = self.buffer.exchange(groups, version)
+        rollouts = [rollout for group in groups for rollout in group]
         if self.experts is not None:
             rollouts += self.experts(iteration)
         self.ack()
@@ -180,8 +181,12 @@ class Collection:
             groups = run_async(begin())
             while places := run_async(complete()):
                 kept = [place for place in places if self.selection.verdict(groups[place]) is None]
-                stream.add([(before + place, groups[place]) for place in kept])
+                stream.add([(before + place, self._finished(groups[place])) for place in kept])
         return max(0.0, end - time.monotonic())
+
+    def _finished(self, group: Group) -> Group:
+        """Return a graded group as its plan wants it in the batch."""
+        return self.source.by_prompt(group[0].prompt).plan.finish(group)
 
     async def in_loop(self, iteration: int, count: int, seconds: float) -> list[Group]:
         """The collector's next groups; after so many seconds, those that are finished."""
@@ -226,7 +231,7 @@ class Collection:
             light = [[_without_logprobs(rollout) for rollout in group] for group in groups]
             groups = dist.interleaved(dist.gather(light))
         rollouts = [rollout for group in groups for rollout in group]
-        counted = [rollout for rollout in rollouts if not rollout.baseline]
+        counted = [rollout for rollout in rollouts if rollout.trained]
         metrics = rollout_metrics(counted, dist.all_reduce_max(self.seconds), version, versions)
         summed = dist.all_reduce_sum(self.metrics() | {"cancelled": self._count_cancelled()})
         return groups, metrics | waste_metrics(counted, int(summed.pop("cancelled"))) | summed

@@ -114,7 +114,7 @@ class Collector(ABC):
             else:
                 finished.append(group)
         # Nothing is generated any more, but completions are decoded.
-        await self.pipeline.generate(finished, self.source.sampling, branching=False)
+        await self.pipeline.generate(finished, self.source.sampling, growing=False)
         return finished
 
     def ack(self, groups: list[Group]) -> None:

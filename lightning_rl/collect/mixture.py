@@ -13,6 +13,7 @@ from lightning_rl.agents.base import Agent
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.implied import ImpliedPrompts
 from lightning_rl.data.mixing import FixedWeights, Mixing
+from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines.sampling import Sampling
@@ -39,6 +40,7 @@ class PromptSet:
         weight: how many groups are drawn from it, relative to the other sets; see
             ``Mixture.mixing``.
         agent: generates the set's rollouts; None: the data module's.
+        plan: plans its groups; None: the data module's.
         rewards: reward functions that grade them; None: the data module's, with its weights.
         reward_weights: one per reward of ``rewards``; None: all 1.
         max_failed_share: the maximum share of its rollouts in an iteration whose grading by
@@ -58,6 +60,7 @@ class PromptSet:
     prompts: AnyPrompts
     weight: float = 1.0
     agent: Agent | None = None
+    plan: GroupPlan | None = None
     rewards: list[Callable[..., list[float]]] | None = None
     reward_weights: list[float] | None = None
     max_failed_share: float = 0.1

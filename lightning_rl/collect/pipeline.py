@@ -6,16 +6,18 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby, islice
+from itertools import chain, count, groupby, islice
 from traceback import walk_tb
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.agents.base import Agent, new_rollouts
+from lightning_rl.agents.base import Agent, new_rollout, new_rollouts
+from lightning_rl.agents.branching import repeats_shared_calls
 from lightning_rl.agents.rows import drop_unasked
 from lightning_rl.collect.tasks import Task
 from lightning_rl.data.ends import ends_of
+from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.prompts import Prompts
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.sampling import Sampling
@@ -52,7 +54,7 @@ class GroupSource:
         rank: index of this rank among ``ranks``.
         ranks: number of ranks that share the prompts.
         tasks: tasks with their own sampling, by the name of their prompt set.
-        baseline: add a greedy rollout to each group, whose reward is the group's baseline.
+        plan: plans the groups of prompts that belong to no task.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class GroupSource:
         rank: int = 0,
         ranks: int = 1,
         tasks: Mapping[str, Task] | None = None,
-        baseline: bool = False,
+        plan: GroupPlan | None = None,
     ) -> None:
         self.prompts = prompts
         self.num_groups = num_groups
@@ -77,7 +79,7 @@ class GroupSource:
         self.rank = rank
         self.ranks = ranks
         self.tasks = tasks or {}
-        self.baseline = baseline
+        self.plan = plan or GroupPlan()
         self.iteration = 0
         self.drawn = 0
         """Number of this rank's prompts drawn over the whole run."""
@@ -105,15 +107,18 @@ class GroupSource:
     def issue(self, prompt: Prompt) -> Group:
         """Return a new group of this prompt."""
         place = self._place * self.ranks + self.rank
-        task = self.tasks.get(prompt.set)
-        size, sampling = (
-            (self.group_size, self.sampling) if task is None else (task.group_size, task.sampling)
-        )
-        group = new_rollouts(
-            [prompt], size, sampling, self.seed, self.iteration, place, self.baseline
-        )
+        own = self.by_prompt(prompt)
+
+        def new(index: int) -> Rollout:
+            return new_rollout(prompt, index, own.sampling, self.seed, self.iteration, place)
+
+        another = map(new, count()).__next__
         self._place += 1
-        return group
+        return own.plan.begin([another() for _ in range(own.group_size)], another)
+
+    def by_prompt(self, prompt: Prompt) -> "GroupSource | Task":
+        """Return what a prompt's group size, sampling and plan are set in."""
+        return self.tasks.get(prompt.set, self)
 
     def give_back(self, prompt: Prompt) -> None:
         """Issue a prompt again later, because its group was given up."""
@@ -164,7 +169,7 @@ class RolloutPipeline:
     """Generates and grades rollouts. It needs no Trainer, so your own scripts can use it.
 
     ``clock`` times the stages. ``tasks`` holds the named prompt sets that have their own agent and
-    sampling, by name.
+    sampling, by name. ``plan`` adds rollouts to the groups of all other prompts.
     """
 
     engine: Engine
@@ -173,6 +178,7 @@ class RolloutPipeline:
     tokenizer: PreTrainedTokenizerBase
     clock: StageClock = field(default_factory=StageClock)
     tasks: Mapping[str, Task] = field(default_factory=dict)
+    plan: GroupPlan = field(default_factory=GroupPlan)
 
     def __post_init__(self) -> None:
         self.rewards.configure(self.tokenizer)
@@ -206,7 +212,7 @@ class RolloutPipeline:
         self.engine.require_ready()
         rollouts = [rollout for group in groups for rollout in group]
         with self.clock("generate"):
-            run_async(self.generate(groups, sampling, branching=False))
+            run_async(self.generate(groups, sampling, growing=False))
         self.grade(groups)
         self.rewards.require_graded(rollouts)
 
@@ -229,14 +235,14 @@ class RolloutPipeline:
         groups: Sequence[Group],
         sampling: Sampling,
         max_concurrency: int | asyncio.Semaphore | None = None,
-        branching: bool = True,
+        growing: bool = True,
     ) -> None:
         """Let the agent generate all unfinished rollouts, at most ``max_concurrency`` at a time.
 
         Calls that are given the same semaphore share its places.
 
-        A rollout whose agent raises becomes FAILED with that reason; the others continue. If agents
-        branch rollouts and ``branching`` is True, each branch is added to its group behind the
+        A rollout whose agent raises becomes FAILED with that reason; the others continue. If plans
+        let groups grow and ``growing`` is True, each branch is added to its group behind the
         rollout it branched off from.
 
         Raises:
@@ -254,14 +260,15 @@ class RolloutPipeline:
             gate = asyncio.Semaphore(gate or sys.maxsize)
 
         async def fill(group: Group, rollout: Rollout) -> None:
-            agent, own = self._by(rollout.prompt, sampling)
-            own = own.of(rollout.sampling) if rollout.baseline else own
+            agent, own, plan = self._by(rollout.prompt, sampling)
+            if rollout.sampling != own.distribution:  # a plan's choice
+                own = own.of(rollout.sampling)
             if rollout.status is RolloutStatus.INIT:
                 require_awaited()  # of many, all begin before the loop can cancel one
                 async with gate:
                     await run_agent(agent, rollout, self.engine, own)
                 note_progress()
-            if branching and rollout.completed and (branches := agent.branches(rollout)):
+            if growing and rollout.completed and (branches := plan.grow(rollout)):
                 known = {member.id for member in group}  # those of a checkpoint
                 branches = [branch for branch in branches if branch.id not in known]
                 group += branches
@@ -280,10 +287,11 @@ class RolloutPipeline:
         done = (r for group in groups for r in group if r.finish_reason is not None)
         self._decode(list(done))  # also of a checkpoint
 
-    def _by(self, prompt: Prompt, sampling: Sampling) -> tuple[Agent, Sampling]:
-        """Return the agent and the sampling settings of a prompt; ``sampling`` is the default."""
-        task = self.tasks.get(prompt.set)
-        return (self.agent, sampling) if task is None else (task.agent, task.sampling)
+    def _by(self, prompt: Prompt, sampling: Sampling) -> tuple[Agent, Sampling, GroupPlan]:
+        """Return a prompt's agent, sampling settings (by default ``sampling``) and plan."""
+        if (task := self.tasks.get(prompt.set)) is not None:
+            return task.agent, task.sampling, task.plan
+        return self.agent, sampling, self.plan
 
     def grade(self, groups: Sequence[Group]) -> None:
         """Grade all ungraded rollouts, and wait for the result."""
@@ -346,7 +354,7 @@ async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sa
         RunInterrupted: if the agent raises KeyboardInterrupt.
     """
     try:
-        with function_called_here():
+        with function_called_here(), repeats_shared_calls(rollout):
             await agent.run(rollout, engine, sampling)
         drop_unasked(rollout)
     except asyncio.CancelledError as error:

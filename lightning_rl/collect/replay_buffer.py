@@ -69,14 +69,15 @@ class ReplayBuffer:
         self._exchanges = 0
 
     def check(self, objective: Objective, trust_engine_logprobs: bool) -> None:
-        """Reject a loss that cannot use experts; warn if nothing corrects for off-policy rollouts.
+        """Reject a loss that cannot imitate demonstrations; warn if nothing corrects for off-policy
+        rollouts.
 
         Raises:
-            ConfigError: if the sampler gives experts, and the loss is not ``SFTMix``.
+            ConfigError: if the sampler gives demonstrations, and the loss is not ``SFTMix``.
         """
-        if self.sampler.gives_experts and not isinstance(objective.loss, SFTMix):
+        if self.sampler.gives_demonstrations and not isinstance(objective.loss, SFTMix):
             raise ConfigError(
-                f"buffer.sampler={type(self.sampler).__name__} with expert > 0 needs "
+                f"buffer.sampler={type(self.sampler).__name__} with demonstration > 0 needs "
                 f"model.loss=SFTMix, not {type(objective.loss).__name__}; change one of them"
             )
         warn_if_uncorrected("replayed", objective, trust_engine_logprobs)
@@ -118,7 +119,7 @@ class ReplayBuffer:
         self._exchanges += 1
         chosen = self.sampler.choose(old, self.sampler.count(len(fresh)), random)
         replayed = [self.store.group(entry.place) for entry in chosen]
-        added = [*replayed, *self.sampler.experts(len(fresh), random)]
+        added = [*replayed, *self.sampler.demonstrations(len(fresh), random)]
         self.metrics = {
             "buffer/size": float(len(self.entries)),
             "buffer/replayed_share": len(replayed) / (len(fresh) + len(added)),

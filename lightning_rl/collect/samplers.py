@@ -41,8 +41,8 @@ class Sampler(ABC):
         self.groups = groups
 
     @property
-    def gives_experts(self) -> bool:
-        """True if :meth:`experts` returns groups to imitate, which needs ``SFTMix``."""
+    def gives_demonstrations(self) -> bool:
+        """True if :meth:`demonstrations` returns groups to imitate, which needs ``SFTMix``."""
         return False
 
     def count(self, fresh: int) -> int:
@@ -57,7 +57,7 @@ class Sampler(ABC):
         groups.
         """
 
-    def experts(self, fresh: int, random: np.random.Generator) -> list[Group]:
+    def demonstrations(self, fresh: int, random: np.random.Generator) -> list[Group]:
         """Return groups from another source, to be imitated."""
         return []
 
@@ -174,63 +174,69 @@ class AdvantagePriority(_Weighted):
 
 @configurable
 class Mixed(Sampler):
-    """Mixes fresh, replayed and expert groups in given shares of the batch.
+    """Mixes fresh groups, replayed ones and demonstrations in given shares of the batch.
 
-    All F fresh groups are trained on, together with F * replayed / fresh replayed and F * expert /
-    fresh expert groups, rounded, where fresh = 1 - replayed - expert.
+    All F fresh groups are trained on, together with F * replayed / fresh replayed groups and F *
+    demonstration / fresh demonstrations, rounded, where fresh = 1 - replayed - demonstration.
 
     Args:
         replayed: share of replayed groups, which ``pick`` chooses.
-        expert: share of rollouts to imitate, each a group of its own; needs ``loss: SFTMix``.
-        expert_path: a rollout file; its completed rollouts with a reward of at least
-            ``expert_reward`` are experts.
-        expert_reward: minimum reward of an expert; None: all graded rollouts.
+        demonstration: share of rollouts to imitate, each a group of its own; needs ``SFTMix``.
+        demonstration_path: a rollout file; its completed rollouts with a reward of at least
+            ``demonstration_reward`` are demonstrations.
+        demonstration_reward: minimum reward of a demonstration; None: all graded rollouts.
         pick: chooses the groups to replay; None: ``Uniform``.
 
     Raises:
-        ConfigError: for shares that leave no room for fresh groups, or ``expert`` without a file.
+        ConfigError: for shares that leave no room for fresh groups, or ``demonstration`` without a
+            file.
     """
 
     def __init__(
         self,
         replayed: float = 0.25,
-        expert: float = 0.0,
-        expert_path: str | None = None,
-        expert_reward: float | None = None,
+        demonstration: float = 0.0,
+        demonstration_path: str | None = None,
+        demonstration_reward: float | None = None,
         pick: Sampler | None = None,
     ) -> None:
         super().__init__()
-        require_finite(replayed=replayed, expert=expert, expert_reward=expert_reward)
-        if min(replayed, expert) < 0 or replayed + expert >= 1:
+        require_finite(
+            replayed=replayed,
+            demonstration=demonstration,
+            demonstration_reward=demonstration_reward,
+        )
+        if min(replayed, demonstration) < 0 or replayed + demonstration >= 1:
             raise ConfigError(
-                f"Mixed(replayed={replayed}, expert={expert}): shares must be >= 0 and sum to "
-                "less than 1; the rest are fresh groups"
+                f"Mixed(replayed={replayed}, demonstration={demonstration}): shares must be >= 0 "
+                "and sum to less than 1; the rest are fresh groups"
             )
-        if (expert > 0) != (expert_path is not None):
+        if (demonstration > 0) != (demonstration_path is not None):
             raise ConfigError(
-                f"Mixed(expert={expert}, expert_path={expert_path!r}): set both, or neither"
+                f"Mixed(demonstration={demonstration}, demonstration_path={demonstration_path!r}): "
+                "set both, or neither"
             )
         self.replayed = replayed
-        self.expert = expert
-        self.expert_path = expert_path
-        self.expert_reward = expert_reward
+        self.demonstration = demonstration
+        self.demonstration_path = demonstration_path
+        self.demonstration_reward = demonstration_reward
         self.pick = pick or Uniform()
-        self._experts: list[Group] | None = None
+        self._demonstrations: list[Group] | None = None
 
     @property
-    def gives_experts(self) -> bool:
-        return self.expert > 0
+    def gives_demonstrations(self) -> bool:
+        return self.demonstration > 0
 
     def count(self, fresh: int) -> int:
-        return round(fresh * self.replayed / (1 - self.replayed - self.expert))
+        return round(fresh * self.replayed / (1 - self.replayed - self.demonstration))
 
     def choose(
         self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
     ) -> list[BufferEntry]:
         return self.pick.choose(entries, count, random)
 
-    def experts(self, fresh: int, random: np.random.Generator) -> list[Group]:
-        count = round(fresh * self.expert / (1 - self.replayed - self.expert))
+    def demonstrations(self, fresh: int, random: np.random.Generator) -> list[Group]:
+        count = round(fresh * self.demonstration / (1 - self.replayed - self.demonstration))
         if count == 0:
             return []
         known = self._load()
@@ -247,28 +253,31 @@ class Mixed(Sampler):
         self.pick.load_state_dict(state)
 
     def _load(self) -> list[Group]:
-        if self._experts is None:
-            assert self.expert_path is not None
-            self._experts = _read_experts(self.expert_path, self.expert_reward)
-        return self._experts
+        if self._demonstrations is None:
+            assert self.demonstration_path is not None
+            self._demonstrations = _read_demonstrations(
+                self.demonstration_path, self.demonstration_reward
+            )
+        return self._demonstrations
 
 
-def _read_experts(path: str, least: float | None) -> list[Group]:
-    """Read experts as groups of one, whose advantage is zero; their tokens get version -1."""
-    experts: list[Group] = []
+def _read_demonstrations(path: str, least: float | None) -> list[Group]:
+    """Read them as groups of one, whose advantage is zero; their tokens get version -1."""
+    demonstrations: list[Group] = []
     for recorded in open_rollouts(path).read():
         rollout = recorded.rollout
         if not rollout.completed or rollout.reward is None:
             continue
         if least is not None and rollout.reward < least:
             continue
-        rollout.group_id = f"expert/{len(experts)}"
-        rollout.expert = True
+        rollout.group_id = f"demonstration/{len(demonstrations)}"
+        rollout.demonstration = True
         for row in rollout.rows:
             row.versions[:] = [-1] * len(row.versions)
-        experts.append([rollout])
-    if not experts:
+        demonstrations.append([rollout])
+    if not demonstrations:
         raise DataError(
-            f"{path}: no completed rollout has a reward of at least {least}; lower expert_reward"
+            f"{path}: no completed rollout has a reward of at least {least}; lower "
+            "demonstration_reward"
         )
-    return experts
+    return demonstrations

@@ -74,7 +74,7 @@ class GroupSelection:
     # What a collector asks, as its ``refill``.
 
     def rejects(self, group: Group) -> bool:
-        graded = all(r.reward is not None for r in group if r.completed and not r.baseline)
+        graded = all(r.reward is not None for r in group if r.completed and r.trained)
         return graded and self.verdict(group) is not None
 
     def may_refill(self, drawn: int) -> bool:

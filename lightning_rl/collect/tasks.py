@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from lightning_rl.agents.base import Agent, new_rollouts
 from lightning_rl.collect.mixture import Mixture, PromptSet
+from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, DataError
@@ -24,6 +25,7 @@ class Task:
     name: str
     prompts: PromptDataset
     agent: Agent
+    plan: GroupPlan
     rewards: Rewards
     sampling: Sampling
     group_size: int
@@ -59,6 +61,7 @@ class Task:
 def tasks_of(
     prompts: PromptDataset,
     agent: Agent,
+    plan: GroupPlan,
     rewards: Rewards | None,
     sampling: Sampling,
     group_size: int,
@@ -77,12 +80,13 @@ def tasks_of(
                 "RLDataModule.rewards: is missing; name at least one reward function (only sets "
                 "of a Mixture may have their own)"
             )
-        return [Task("", prompts, agent, rewards, sampling, group_size, success_reward)]
+        return [Task("", prompts, agent, plan, rewards, sampling, group_size, success_reward)]
     return [
         Task(
             one.name,
             one.prompts,
             agent if one.agent is None else one.agent,
+            plan if one.plan is None else one.plan,
             _rewards_of(one, rewards),
             one.sampling or sampling,
             one.group_size or group_size,

@@ -18,13 +18,14 @@ A *batch* is a TensorDict with two parts:
   ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt: tokens,
   pictures and the experts these were sent to), ``group``, ``rollout`` (rows with the same number
   are one rollout's), ``episode`` (and those are written by one role, too: they share its reward,
-  and count once), ``role``, ``reward``, ``truncated``, ``expert`` (given, not sampled) and how it
-  was sampled: ``temperature``, ``top_k``, ``top_p``, and where any rollout had them ``min_p`` and
-  ``repetition_``, ``presence_`` and ``frequency_penalty``. ``reward_parts`` and ``part_weights``,
-  (R, P): the scores of the reward functions in the order of their names, NaN where there is none,
-  then the rest of the reward, such as a role's own; their weighted sum is ``reward``. Where
-  groups have a greedy rollout, ``baseline``: its reward, NaN if it has none. Where any
-  branched off from another, ``sample`` (of a group, those with the same number began as one) and
+  and count once), ``role``, ``reward``, ``truncated``, ``demonstration`` (given, not sampled) and
+  how it was sampled: ``temperature``, ``top_k``, ``top_p``, and where any rollout had them
+  ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``. ``reward_parts`` and
+  ``part_weights``, (R, P): the scores of the reward functions in the order of their names, NaN
+  where there is none, then the rest of the reward, such as a role's own; their weighted sum is
+  ``reward``. What a group's plan compares rows with, by its names (ReMax: ``baseline``), NaN where
+  it is unknown. Where any branched off from another, ``sample`` (of a group, those with the same
+  number began as one) and
   ``fork`` (how many calls they share, 0 for the one they branched off from; those have no loss).
 - ``batch["pictures"]``, where any row has pictures: the table of those
   (:class:`~lightning_rl.vision.batch.PictureTable`), and in ``rollouts`` each row's place in it.
@@ -203,7 +204,16 @@ def host_of(batch: TensorDict) -> TensorDict:
     )
 
 
-_LAYOUT = ("length", "prompt_length", "prefix", "expert", "temperature", "top_k", "top_p", "min_p")
+_LAYOUT = (
+    "length",
+    "prompt_length",
+    "prefix",
+    "demonstration",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+)
 
 
 def with_host(batch: TensorDict) -> TensorDict:

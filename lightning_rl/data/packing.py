@@ -30,7 +30,7 @@ def pack_rollouts(
     Groups are numbered in the order of ``among``, all collected rollouts, or else of ``rollouts``:
     a group that was lost leaves its number unused, and the others have the same numbers on any
     number of ranks. Roles are numbered by their places in ``roles``, or else in the order of their
-    names. Greedy rollouts among ``among`` give the others of their groups a ``baseline``.
+    names.
 
     Raises:
         ConfigError: if one was sampled with constrained output, so that its tokens cannot be
@@ -52,7 +52,7 @@ def pack_rollouts(
         **_number_columns(sources, among, roles),
         **_fork_columns(rollouts, sources),
         **_outcome_columns(sources),
-        **_baseline_columns(sources, among),
+        **_compared_columns(rows),
         **_part_columns(sources),
         **_sampling_columns(sampling),
     }
@@ -75,7 +75,7 @@ def packed_rows(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Row]]:
 
 
 def _require_scorable(rollouts: Sequence[Rollout]) -> None:
-    held = next((r for r in rollouts if r.structured and not r.expert), None)
+    held = next((r for r in rollouts if r.structured and not r.demonstration), None)
     if held is not None:
         raise ConfigError(
             f"rollout {held.id!r} was constrained by sampling.structured_outputs: the trainer does "
@@ -224,20 +224,17 @@ def _outcome_columns(sources: Sources) -> dict[str, Tensor]:
     return {
         "truncated": _column(truncated, np.bool_),
         "reward": _column(rewards, np.float32),
-        "expert": _column([rollout.expert for rollout, _ in sources], np.bool_),
+        "demonstration": _column([rollout.demonstration for rollout, _ in sources], np.bool_),
     }
 
 
-def _baseline_columns(sources: Sources, among: Sequence[Rollout]) -> dict[str, Tensor]:
-    greedy = {rollout.group_id: rollout for rollout in among if rollout.baseline}
-    if not greedy:
-        return {}
-    graded = {group: r for group, r in greedy.items() if r.completed and r.reward is not None}
-    rewards = [
-        graded[rollout.group_id].reward_of(row.role) if rollout.group_id in graded else nan
-        for rollout, row in sources
-    ]
-    return {"baseline": _column(rewards, np.float32)}
+def _compared_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Return a column of each number that plans compare rows with; NaN where a row has none."""
+    names = sorted({name for row in rows for name in row.compared_with})
+    return {
+        name: _column([row.compared_with.get(name, nan) for row in rows], np.float32)
+        for name in names
+    }
 
 
 def _part_columns(sources: Sources) -> dict[str, Tensor]:
@@ -260,7 +257,7 @@ def _scores(rollout: Rollout, role: str, names: Sequence[str]) -> list[float]:
     The rest is what did not come from reward functions, such as a role's own reward.
     """
     reward = rollout.role_rewards.get(role, rollout.reward)
-    if reward is None or rollout.expert:
+    if reward is None or rollout.demonstration:
         return [nan] * (len(names) + 1)
     graded = {} if role in rollout.role_rewards else rollout.reward_weights
     scores = {n: s for n in graded if (s := rollout.reward_parts.get(n)) is not None}

@@ -61,7 +61,7 @@ def supervised_rollout(
         status=RolloutStatus.COMPLETED,
         finish_reason="stop",
         reward=0.0,
-        expert=True,
+        demonstration=True,
     )
 
 

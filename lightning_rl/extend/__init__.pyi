@@ -111,6 +111,9 @@ from lightning_rl.data.mixing import (
 from lightning_rl.data.packing import (
     pack_rollouts as pack_rollouts,
 )
+from lightning_rl.data.plans import (
+    GroupPlan as GroupPlan,
+)
 from lightning_rl.data.prompts import (
     PromptDataset as PromptDataset,
 )
@@ -120,6 +123,9 @@ from lightning_rl.data.rollouts.files import (
 )
 from lightning_rl.data.rollouts.store import (
     RolloutStore as RolloutStore,
+)
+from lightning_rl.data.supervised import (
+    supervised_rollout as supervised_rollout,
 )
 from lightning_rl.data.views import (
     as_padded as as_padded,

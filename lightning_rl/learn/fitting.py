@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.checks import (
-    check_branching,
     check_collecting,
     check_groups,
+    check_growing,
     check_teachers,
 )
 from lightning_rl.collect.collector import Collector, GroupFilter
@@ -40,7 +40,7 @@ def check_learning(
     for task in tasks:
         with naming(task.name):
             check_collecting(policy.advantage, filters, task.sampling, task.group_size)
-            check_branching(policy.advantage, task.agent)
+            check_growing(policy.advantage, task.plan)
     check_teachers(policy.advantage, policy.objective.loss, [task.rewards for task in tasks])
     check_groups(groups_per_iteration, policy.minibatches)
     if isinstance(collector, WorkingAhead) and collector.max_staleness:

@@ -315,7 +315,7 @@ class Learner:
             self.expert_load.add(scores.heard, counts)
         tokens = loss_tokens(pack, scores)
         tokens["advantages"] = self.advantage.at_present(scores.logprobs.detach(), tokens)
-        all_sampled = not bool(host_of(pack)["rollouts", "expert"].any())
+        all_sampled = not bool(host_of(pack)["rollouts", "demonstration"].any())
         loss, metrics = objective(scores, tokens, self.iteration, all_sampled)
         coef = 0.0 if self.kl_reward is None else self.kl_reward.coef.at(self.iteration)
         if "token_rewards" in tokens and coef:  # at 0, rewards do not tell the KL

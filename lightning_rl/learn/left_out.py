@@ -34,7 +34,7 @@ class LeftOut:
 
     def trained_tokens(self, batch: TensorDict) -> Tensor:
         """Return flags, (T,), of the tokens that an engine wrote and that will be trained on."""
-        without_loss = batch["rollouts", "expert"]
+        without_loss = batch["rollouts", "demonstration"]
         if self.truncated:
             without_loss = without_loss | batch["rollouts", "truncated"]
         rows = self.rows(batch)
@@ -46,7 +46,7 @@ class LeftOut:
 def has_zero_advantage(batch: TensorDict) -> Tensor:
     """Return flags, (R,), of sampled rollouts without an advantage on any loss token."""
     tokens = batch["tokens"]
-    idle = ~batch["rollouts", "expert"]
+    idle = ~batch["rollouts", "demonstration"]
     idle[token_rows(batch)[(tokens["advantages"] != 0) & tokens["loss_mask"]]] = False
     return idle
 

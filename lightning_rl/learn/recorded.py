@@ -208,7 +208,7 @@ class OfflineDataModule(LightningDataModule):
         groups = []
         for group in recorded:
             # Graded, and with tokens that a model wrote.
-            usable = [r for r in group if r.graded and any(r.loss_mask) and not r.expert]
+            usable = [r for r in group if r.graded and any(r.loss_mask) and not r.demonstration]
             _check_tokens(self.path, usable, text_config.vocab_size)
             if len(usable) >= smallest and all(f.keep(usable) for f in self.filters):
                 groups.append(usable)

@@ -88,7 +88,7 @@ class ServedTeacher(Teacher, Remote):
     async def _ask(self, rollouts: list[Rollout]) -> list[Score]:
         texts = self.texts(rollouts[0])
         hot = next((t.sampling.temperature for t in texts if t.sampling.temperature != 1), None)
-        if hot is not None and not rollouts[0].baseline:
+        if hot is not None and rollouts[0].trained:
             return [
                 RewardFailure(
                     f"sampling.temperature={hot}, but a served teacher's logprobs are those at 1; "

@@ -83,14 +83,12 @@ def config(model: str, agent: dict) -> dict:
 
 AGENTS = {
     "single": {"class_path": "SingleTurn"},
-    "branches": {
-        "class_path": "Branching",
-        "init_args": {
-            "agent": ECHOING,
-            "at": {"class_path": "TheseCalls", "init_args": {"numbers": [2]}},
-        },
-    },
+    "branches": ECHOING,
     "calls": {"class_path": "done_again.Calls"},
+}
+BRANCHES = {
+    "class_path": "Branching",
+    "init_args": {"at": {"class_path": "TheseCalls", "init_args": {"numbers": [2]}}},
 }
 
 

@@ -51,7 +51,7 @@ def with_all_columns(made: TensorDict) -> TensorDict:
     for name in names:
         noise = 0.3 * torch.randn(len(tokens), generator=generator)
         tokens[name] = (noise - (1 if "logprobs" in name else 0)) * tokens["loss_mask"]
-    made["rollouts", "expert"][3] = True
+    made["rollouts", "demonstration"][3] = True
     made["rollouts", "baseline"] = torch.rand(len(made["rollouts"]), generator=generator)
     call = tokens["call"] = call_numbers(made)
     tokens["call_reward"] = torch.zeros(len(tokens))

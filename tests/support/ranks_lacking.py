@@ -23,11 +23,11 @@ def _likeliest(batch: TensorDict) -> None:
 
 
 def _experts(batch: TensorDict) -> None:
-    batch["rollouts", "expert"][:] = False
+    batch["rollouts", "demonstration"][:] = False
 
 
 def _samples(batch: TensorDict) -> None:
-    batch["rollouts", "expert"][:] = True
+    batch["rollouts", "demonstration"][:] = True
 
 
 def _tokens(batch: TensorDict) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_rl.agents.base import Agent, Environment, Reply
+from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.agents.branching import Branching, RandomCalls
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.algos.advantages import GAE, Advantage
@@ -136,10 +136,12 @@ class Evens(Environment):
 
 def turns(advantage: Advantage) -> Settings:
     """Three turns of two tokens each, and branches where these are told apart."""
-    agent: Agent = MultiTurn(Evens, max_turns=3, max_turn_tokens=2)
-    if advantage.takes_branches:
-        agent = Branching(agent, at=RandomCalls(0.5))
-    data = {"agent": agent, "rewards": [EnvironmentReward()], "sampling": Sampling(max_tokens=8)}
+    data = {
+        "agent": MultiTurn(Evens, max_turns=3, max_turn_tokens=2),
+        "plan": Branching(at=RandomCalls(0.5)) if advantage.takes_branches else None,
+        "rewards": [EnvironmentReward()],
+        "sampling": Sampling(max_tokens=8),
+    }
     head = SharedValueHead() if advantage.needs_values else None
     return {"advantage": advantage, "critic": head, "data": data}
 

@@ -133,7 +133,8 @@ LANGUAGE = {
     "mixture": language(grpo, train_prompts=mixture),
     "branching": language(
         partial(grpo, advantage=rl.TreeRLOO(), ppo_epochs=2),
-        agent=lambda: rl.Branching(ThreeCalls(), at=TheseCalls([2])),
+        agent=ThreeCalls,
+        plan=lambda: rl.Branching(at=TheseCalls([2])),
     ),
     "offline": Case(
         partial(grpo, trust_engine_logprobs=True, ppo_epochs=2, minibatches=2), recorded,

@@ -154,7 +154,7 @@ def drawn_rollouts(
     drawn: defaultdict[int, list[Drawn]] = defaultdict(list)
     for iteration in iterations:
         rollouts = run.log.rollouts(iteration)
-        sound = [r for r in rollouts if not r.expert and len(set(r.written_versions())) == 1]
+        sound = [r for r in rollouts if not r.demonstration and len(set(r.written_versions())) == 1]
         for rollout in random.sample(sound, min(count, len(sound))):
             group = [r for r in rollouts if r.group_id == rollout.group_id]
             drawn[rollout.written_versions()[0]].append(Drawn(rollout, group))

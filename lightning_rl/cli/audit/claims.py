@@ -275,7 +275,7 @@ def _trains_on_all(data: Mapping[str, Any]) -> bool:
 
 def _metrics_of(rollouts: list[Rollout], version: int) -> dict[str, float]:
     """Return the metrics that rollouts determine, of those that were collected at a version."""
-    counted = [rollout for rollout in rollouts if not rollout.baseline]
+    counted = [rollout for rollout in rollouts if rollout.trained]
     sets = dict.fromkeys({rollout.prompt.set for rollout in counted} - {""}, 0.0)
     found = rollout_metrics(counted, 1.0, version) | set_metrics(in_groups(counted), sets)
     roles = any(row.role for rollout in counted for row in rollout.rows)

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightning_rl.agents.branching import Branching, forked
+from lightning_rl.agents.branching import forked
 from lightning_rl.agents.rows import captured
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.rollouts import data_with_engine, pushed_engine
@@ -96,7 +96,7 @@ def branch_rollout(
     recorded = run.rollout(rollout_id)
     branches = [forked(recorded, call, number) for number in range(count)]
     versions = captured(recorded, recorded.model_calls()[call]).completion.versions
-    if recorded.expert or not versions or versions[0] < 0:
+    if recorded.demonstration or not versions or versions[0] < 0:
         raise DataError(f"rollout {rollout_id!r} has no answer of an engine there to rerun")
     with remade(run, versions[0], versions[0]) as made:
         if not made.trainer.is_global_zero:
@@ -116,13 +116,12 @@ def _go_on(made: Remade, branches: list[Rollout]) -> None:
     data = data_with_engine(made)
     task = data.task_of(branches[0].prompt)
     tokenizer = data.load_tokenizer(made.module)
-    agent = task.agent if isinstance(task.agent, Branching) else Branching(task.agent)
-    agent.configure(tokenizer)
+    task.agent.configure(tokenizer)
     sampling = task.sampling.of(branches[0].sampling)
-    pipeline = RolloutPipeline(data.engine, agent, task.rewards, tokenizer)
+    pipeline = RolloutPipeline(data.engine, task.agent, task.rewards, tokenizer)
     try:
         with pushed_engine(made, data):
             pipeline.complete([branches], sampling)
     finally:
-        agent.close()
+        task.agent.close()
         task.rewards.close()

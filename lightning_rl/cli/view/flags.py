@@ -45,7 +45,7 @@ def find_flags(record: Record) -> dict[str, list[int]]:
 
 
 def _mask(record: Record) -> list[int]:
-    if record.get("expert"):  # a given completion: nothing wrote it, and it is learned from
+    if record.get("demonstration"):  # a given completion: nothing wrote it, and it is learned from
         return []
     pairs = zip(record["loss_mask"], record["versions"], strict=False)
     return [i for i, (mask, version) in enumerate(pairs) if mask and version < 0]
@@ -56,7 +56,7 @@ def gaps(record: Record) -> list[tuple[int, float]]:
     nats.
     """
     trainer = record.get("trainer_logprobs")
-    if trainer is None or record.get("expert"):
+    if trainer is None or record.get("demonstration"):
         return []
     rows = zip(record["loss_mask"], record["logprobs"], trainer, strict=False)
     return [(i, abs(a - b)) for i, (mask, a, b) in enumerate(rows) if mask]

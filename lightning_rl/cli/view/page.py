@@ -150,7 +150,7 @@ def _rollout_row(place: int, record: Record) -> Record:
             "role_rewards",
             "extra",
             "error",
-            "expert",
+            "demonstration",
             "fork",
         )
     }

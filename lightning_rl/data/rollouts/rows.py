@@ -13,8 +13,8 @@ TAIL = 40
 
 def rows_of(record: Record) -> list[Record]:
     """Return the rows of a recorded rollout; tokens before a branch's fork have no loss."""
-    expert = {"expert": record.get("expert")}
-    rows = [expert | row for row in record["rows"]]
+    given = {"demonstration": record.get("demonstration")}
+    rows = [given | row for row in record["rows"]]
     shared = [0] * len(rows)
     for call in (record.get("calls") or ())[: (record.get("fork") or {}).get("calls", 0)]:
         if 0 <= call["row"] < len(shared):  # a damaged record is to be seen, too

@@ -171,8 +171,7 @@ def test_calls_before_which_it_is_forked():
         (lambda: EveryCall(first=1), "first=1 must be >= 2"),
         (lambda: EveryCall(step=0), "step=0 must be >= 1"),
         (lambda: RandomCalls(0.0), r"share=0.0\) must be > 0 and <= 1"),
-        (lambda: Branching(ThreeCalls(), k=0), "k=0 must be >= 1"),
-        (lambda: Branching(Branching(ThreeCalls())), "cannot be nested in Branching"),
+        (lambda: Branching(k=0), "k=0 must be >= 1"),
     ],
 )
 def test_impossible_settings_are_refused(make, words):
@@ -198,9 +197,13 @@ async def play(client, prompt):
     await client.chat([{"role": "user", "content": answer.text}])
 
 
-def collected(agent, engine, tokenizer, group_size: int = 2, prompt=None) -> list[Rollout]:
+def pipeline_of(engine, agent, plan, tokenizer) -> RolloutPipeline:
+    return RolloutPipeline(engine, agent, Rewards([length_reward]), tokenizer, plan=plan)
+
+
+def collected(plan, agent, engine, tokenizer, group_size: int = 2, prompt=None) -> list[Rollout]:
     agent.configure(tokenizer)
-    pipeline = RolloutPipeline(engine, agent, Rewards([length_reward]), tokenizer)
+    pipeline = pipeline_of(engine, agent, plan, tokenizer)
     [group] = groups_of(prompt or Prompt("p", "12=", [4, 5, 2]), group_size)
     asyncio.run(pipeline.generate([group], PLAIN))
     pipeline.grade([group])
@@ -229,8 +232,7 @@ AGENTS = {
 @pytest.mark.parametrize("kind", AGENTS)
 def test_a_branch_begins_with_the_very_calls_and_goes_on_otherwise(kind, tokenizer):
     engine = Hashing()
-    agent = Branching(AGENTS[kind](), k=2)
-    sampling_tokens = collected(agent, engine, tokenizer)
+    sampling_tokens = collected(Branching(k=2), AGENTS[kind](), engine, tokenizer)
     trunks = {r.sample_index: r for r in sampling_tokens if r.fork is None}
     branches = [r for r in sampling_tokens if r.fork is not None]
     assert len(branches) == sum(2 * (len(r.calls) - 1) for r in trunks.values())
@@ -251,7 +253,8 @@ def test_a_branch_begins_with_the_very_calls_and_goes_on_otherwise(kind, tokeniz
 
 
 def test_a_branch_is_the_same_however_it_came_about(tokenizer):
-    groups = [collected(Branching(ThreeCalls(pause)), Hashing(), tokenizer) for pause in (0, 0.01)]
+    agents = ThreeCalls(0), ThreeCalls(0.01)
+    groups = [collected(Branching(), agent, Hashing(), tokenizer) for agent in agents]
     assert [r.to_dict() for r in groups[0]] == [r.to_dict() for r in groups[1]]
 
 
@@ -268,7 +271,7 @@ class Forgetful(ThreeCalls):
 
 
 def test_an_agent_that_asks_for_something_else_loses_its_branches(tokenizer):
-    group = collected(Branching(Forgetful()), Hashing(), tokenizer)
+    group = collected(Branching(), Forgetful(), Hashing(), tokenizer)
     for rollout in group:
         wanted = RolloutStatus.COMPLETED if rollout.fork is None else RolloutStatus.FAILED
         assert rollout.status is wanted
@@ -283,9 +286,9 @@ def test_one_that_is_interrupted_ends_as_if_it_had_not_been(stopped_after, token
                 raise EngineError("the power is out")
             return await super().generate(token_ids, sampling, seed)
 
-    agent = Branching(ThreeCalls())
-    whole = collected(agent, Hashing(), tokenizer)
-    pipeline = RolloutPipeline(Stops(), agent, Rewards([length_reward]), tokenizer)
+    plan, agent = Branching(), ThreeCalls()
+    whole = collected(plan, agent, Hashing(), tokenizer)
+    pipeline = pipeline_of(Stops(), agent, plan, tokenizer)
     [group] = groups_of(Prompt("p", "12=", [4, 5, 2]), 2)
     with pytest.raises(ExceptionGroup):
         asyncio.run(pipeline.generate([group], PLAIN))
@@ -297,11 +300,11 @@ def test_one_that_is_interrupted_ends_as_if_it_had_not_been(stopped_after, token
 
 
 def test_the_agent_may_be_a_function_of_ones_own():
-    agent, engine = Branching(FunctionAgent(play), at=TheseCalls([3])), Hashing()
+    plan, agent, engine = Branching(at=TheseCalls([3])), FunctionAgent(play), Hashing()
     engine.max_length = 512
     try:
         prompt = Prompt("p", [{"role": "user", "content": "12="}], [4, 5, 2])
-        group = collected(agent, engine, chatml_tokenizer(), prompt=prompt)
+        group = collected(plan, agent, engine, chatml_tokenizer(), prompt=prompt)
     finally:
         agent.close()
     assert [r.fork and r.fork.calls for r in group] == [None, 2, None, 2]
@@ -374,7 +377,8 @@ def trained(tiny_model, where, *extra, module=None, ckpt_path=None, **data):
     seen = Seen()
     module = module or grpo(tiny_model, advantage=TreeRLOO(), ppo_epochs=2)
     options = {
-        "agent": Branching(ThreeCalls(), at=TheseCalls([2])),
+        "agent": ThreeCalls(),
+        "plan": Branching(at=TheseCalls([2])),
         "groups_per_iteration": 3,
         "group_size": 3,
         "iterations_per_epoch": 3,
@@ -407,7 +411,7 @@ def test_a_streamed_run_is_the_same(tiny_model, tmp_path):
 
 
 def test_other_advantages_are_refused(tiny_model, tmp_path):
-    with pytest.raises(ConfigError, match=r"agent=Branching.*advantage=GRPO.*TreeRLOO"):
+    with pytest.raises(ConfigError, match=r"plan=Branching.*advantage=GRPO.*TreeRLOO"):
         trained(tiny_model, tmp_path, module=grpo(tiny_model, advantage=GRPO()))
 
 

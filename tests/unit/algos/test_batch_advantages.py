@@ -12,7 +12,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rollout import Rollout, Row
+from lightning_rl.rollout import Rollout, Row, SamplingDistribution
 from tests.support.algorithms import parts_of
 
 
@@ -76,7 +76,7 @@ def test_gdpo_by_hand(make_rollout):
         group = [make_rollout([3], [1], group_id=name, completion=t, reward=None) for t in texts]
         rewards.grade_here([group])
         rollouts += [Rollout.from_dict(r.to_dict()) for r in group if r.graded]  # as in a buffer
-    rollouts.append(make_rollout([3], [1], group_id="given", expert=True))
+    rollouts.append(make_rollout([3], [1], group_id="given", demonstration=True))
     batch = pack_rollouts(rollouts)
     parts = batch["rollouts", "reward_parts"]
     none = torch.nan
@@ -142,22 +142,32 @@ def test_gdpo_refuses_what_it_cannot_do(tiny_model):
 def test_remax_by_hand(make_rollout):
     """Each prompt has its own greedy rollout; that of c failed, that of d has a role's reward."""
     greedy = {"a": 0.5, "b": 1.0, "c": None, "d": 9.0}
-    among = [
-        make_rollout([3], [1], group_id=name, reward=reward, baseline=True)
-        for name, reward in greedy.items()
+    rewards = {"a": [1.0, 0.5], "b": [0.25], "c": [1.0], "d": [1.0]}
+    groups = [
+        [make_rollout([3], [1], group_id=name, reward=r, role="solver" * (name == "d")) for r in of]
+        for name, of in rewards.items()
     ]
-    among[-1].role_rewards = {"solver": 0.75}
-    rewards = [("a", 1.0), ("b", 0.25), ("a", 0.5), ("c", 1.0)]
-    rollouts = [make_rollout([3], [1], group_id=name, reward=reward) for name, reward in rewards]
-    rollouts.append(make_rollout([3], [1], group_id="d", reward=1.0, role="solver"))
-    assert given(pack_rollouts(rollouts, among), ReMax()) == [0.5, -0.75, 0.0, 0.0, 0.25]
+    made = [
+        [*group, greedy_one(make_rollout, name, greedy[name])]
+        for name, group in zip(rewards, groups, strict=True)
+    ]
+    made[-1][-1].role_rewards = {"solver": 0.75}
+    finished = [r for group in made for r in ReMax().finish(group) if r.graded]
+    assert given(pack_rollouts(finished), ReMax()) == [0.5, 0.0, -0.75, 0.0, 0.25]
     with pytest.raises(ConfigError, match="ReMax needs a greedy rollout in each group"):
-        ReMax()(pack_rollouts(rollouts))
+        ReMax()(pack_rollouts([r for group in groups for r in group]))
+
+
+def greedy_one(make_rollout, group: str, reward: float | None) -> Rollout:
+    rollout = make_rollout([3], [1], group_id=group, reward=reward, trained=False)
+    rollout.sampling = SamplingDistribution(temperature=0.0)
+    return rollout
 
 
 def test_remax_with_rewards_of_tokens_by_hand(make_rollout):
-    rollouts = [make_rollout([3], [4, 5, 1], reward=1.0, loss_mask=[True, False, True])]
-    batch = pack_rollouts(rollouts, [make_rollout([3], [1], reward=0.5, baseline=True)])
+    rollout = make_rollout([3], [4, 5, 1], reward=1.0, loss_mask=[True, False, True])
+    greedy = greedy_one(make_rollout, rollout.group_id, 0.5)
+    batch = pack_rollouts(ReMax().finish([rollout, greedy])[:1])
     batch["tokens", "token_rewards"] = torch.tensor([0.0, -0.25, 0.0, -0.125])
     # 1 - 0.5, less what follows: 0.375 and 0.125
     assert ReMax()(batch)["tokens", "advantages"].tolist() == [0, 0.125, 0, 0.375]

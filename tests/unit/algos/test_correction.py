@@ -38,7 +38,7 @@ def tokens_of(ratios, row, old=-2.0) -> TensorDict:
             "old_logprobs": old_logprobs,
             "rollout_logprobs": engine,
             "row": torch.tensor(row),
-            "expert": torch.zeros(len(row), dtype=torch.bool),
+            "demonstration": torch.zeros(len(row), dtype=torch.bool),
         },
         batch_size=[len(ratios)],
     )
@@ -121,7 +121,7 @@ def test_an_absurd_weight_is_corrected_and_stays_finite(correction):
             "old_logprobs": torch.tensor([-1.0]),
             "rollout_logprobs": torch.tensor([-200.0]),
             "row": torch.tensor([0]),
-            "expert": torch.tensor([False]),
+            "demonstration": torch.tensor([False]),
         },
         batch_size=[1],
     )

@@ -66,7 +66,7 @@ def test_each_token_gets_its_own_difference(make_rollout):
         logprobs=[-2.0, 0.0, -1.0],
     )  # fmt: skip
     two = make_rollout([3], [4], sample_index=1)
-    given = taught(make_rollout, [-0.5], group_id="e", expert=True)
+    given = taught(make_rollout, [-0.5], group_id="e", demonstration=True)
     batch = pack_rollouts([one, two, given])
     alone = Distillation(coef=2.0)(batch.copy())["tokens", "advantages"].tolist()
     assert alone == pytest.approx([0, 2 * 1.5, 0, 2 * -20.0, 0, 0, 0, 0])
@@ -176,7 +176,7 @@ def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_
         )
         for i in range(2)
     ]
-    given = taught(make_rollout, [-0.5], group_id="e", expert=True)
+    given = taught(make_rollout, [-0.5], group_id="e", demonstration=True)
     loss = Noting()
     module = PolicyModule(
         str(tiny_model), advantage=Distillation(3.0, beside), loss=loss, ppo_epochs=2,

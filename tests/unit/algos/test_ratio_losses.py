@@ -28,7 +28,7 @@ def evaluate(loss, ratios, advantages, row=None, old=-1.3, engine=-1.3):
             "old_logprobs": old_logprobs,
             "rollout_logprobs": torch.full_like(old_logprobs, engine),
             "advantages": torch.tensor(advantages, dtype=torch.double),
-            "expert": torch.zeros(count, dtype=torch.bool),
+            "demonstration": torch.zeros(count, dtype=torch.bool),
             "row": torch.tensor(row or list(range(count))),
         },
         batch_size=[count],

@@ -121,7 +121,7 @@ def test_staleness_counts_tokens_of_the_engine_that_are_trained_on(tiny_model, m
     assert StalenessGuard().measure(module, batch) == 6
     old = StalenessGuard(bound=1).offenders(module, batch) & batch["tokens", "loss_mask"]
     assert old.nonzero().squeeze(1).tolist() == [2, 7]
-    batch["rollouts", "expert"][0] = True  # nobody sampled it
+    batch["rollouts", "demonstration"][0] = True  # nobody sampled it
     assert StalenessGuard().measure(module, batch) == 2
 
 

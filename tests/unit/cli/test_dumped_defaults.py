@@ -36,7 +36,6 @@ PROMPTS = of("JSONLPrompts", path="rows.jsonl")
 PROTOCOL = "Debate"
 SCENARIO = of("TextScenario", prompts={"judge": {"user": "{question}"}})
 NEEDED = {
-    "Branching": {"agent": "SingleTurn"},
     "ChatGroup": {"agents": ["judge"], "model": "gpt"},
     "CheckpointTransport": {"directory": "weights"},
     "ClassHead": {"classes": 3},

@@ -103,7 +103,7 @@ def test_what_is_right_is_not_flagged():
     )
     assert find_flags(turns) == {}
     # Nobody sampled an expert's completion, so there is neither version nor gap.
-    expert = good_rollout(expert=True, versions=[-1] * 4, logprobs=[0.0] * 4)
+    expert = good_rollout(demonstration=True, versions=[-1] * 4, logprobs=[0.0] * 4)
     assert find_flags(expert) == {}
     # PreviewTable records no trainer's numbers; an aborted rollout needs no reward.
     preview = good_rollout(status="aborted", reward=None)

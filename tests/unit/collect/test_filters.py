@@ -13,7 +13,7 @@ from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
 from lightning_rl.collect.loader import trainable
-from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.selection import GroupSelection
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
@@ -331,18 +331,19 @@ def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
 
 def test_each_group_may_have_a_greedy_rollout_that_counts_as_a_baseline_alone(tiny_model):
     run = Collecting(tiny_model, useful=1)  # the first of each group is right
-    source = GroupSource(run.prompts, 2, 3, Sampling(temperature=0.7), seed=4, baseline=True)
+    source = GroupSource(run.prompts, 2, 3, Sampling(temperature=0.7), seed=4, plan=ReMax())
     collection = Collection(run.pipeline, run.collector, source)
     run.collector.issue()
     state = run.collector.state_dict()
     run.collector.load_state_dict(state)  # what was begun, greedy rollout and all, comes first
     rollouts = collection.collect(0)
-    found = [(r.baseline, r.sampling.temperature, r.graded) for r in rollouts]
-    assert found == [*[(False, 0.7, True)] * 3, (True, 0.0, False)] * 2
+    found = [(r.trained, r.sampling.temperature, r.graded) for r in rollouts]
+    assert found == [*[(True, 0.7, True)] * 3, (False, 0.0, False)] * 2
     assert sorted(run.engine.temperatures) == [0.0] * 2 + [0.7] * 6
     _, metrics = collection.of_all_ranks(0)
     assert metrics["rollout/completed"] == 6
     assert metrics["reward/mean"] == pytest.approx(1 / 3)
-    batch = ReMax()(pack_rollouts(trainable(rollouts), rollouts))
+    finished = [r for group in in_groups(rollouts) for r in ReMax().finish(group)]
+    batch = ReMax()(pack_rollouts(trainable(finished), finished))
     advantages = batch["tokens", "advantages"][batch["tokens", "loss_mask"]]
     assert advantages.tolist() == [1, 1, 0, 0, 0, 0] * 2

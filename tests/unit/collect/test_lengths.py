@@ -7,7 +7,6 @@ import pytest
 
 import lightning_rl
 from lightning_rl.agents.base import Agent, SingleTurn
-from lightning_rl.agents.branching import Branching
 from lightning_rl.agents.multi_turn import Environment, MultiTurn
 from lightning_rl.agents.thinking import ThinkingBudget
 from lightning_rl.agents.tools import ToolAgent
@@ -168,8 +167,6 @@ def test_a_subclass_with_its_own_run_says_anew_how_long_requests_get():
 
     known = {kind: kind().within_max_tokens for kind in (Program, Twice, Named, Same)}
     assert known == {Program: False, Twice: False, Named: True, Same: True}
-    assert Branching(SingleTurn()).within_max_tokens
-    assert not Branching(Program()).within_max_tokens
 
 
 def test_those_that_say_so_are_tried_here():

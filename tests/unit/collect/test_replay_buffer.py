@@ -286,8 +286,10 @@ def test_mixed_keeps_the_shares_and_marks_experts(buffer, make_group, tmp_path):
     open_rollouts(experts).append(
         [r for place in range(9) for r in make_group(0, place, rewards=(0.0, 1.0))], 0
     )
-    sampler = Mixed(replayed=0.25, expert=0.25, expert_path=str(experts), expert_reward=1.0)
-    assert sampler.gives_experts
+    sampler = Mixed(
+        replayed=0.25, demonstration=0.25, demonstration_path=str(experts), demonstration_reward=1.0
+    )
+    assert sampler.gives_demonstrations
     replay = buffer(sampler=sampler)
     replay.exchange([make_group(0, place) for place in range(8)], version=0)
     fresh = [make_group(1, place) for place in range(8)]
@@ -299,20 +301,20 @@ def test_mixed_keeps_the_shares_and_marks_experts(buffer, make_group, tmp_path):
     imitated = batch[12:]
     assert len({group[0].group_id for group in imitated}) == 4
     for (rollout,) in imitated:
-        assert (rollout.expert, rollout.reward, rollout.versions) == (True, 1.0, [-1, -1])
+        assert (rollout.demonstration, rollout.reward, rollout.versions) == (True, 1.0, [-1, -1])
     assert replay.metrics["buffer/replayed_share"] == 4 / 16
 
 
 def test_mixed_refuses_what_cannot_be(tmp_path, make_group):
     with pytest.raises(ConfigError, match="sum to less than 1"):
-        Mixed(replayed=0.5, expert=0.5, expert_path="x.jsonl")
+        Mixed(replayed=0.5, demonstration=0.5, demonstration_path="x.jsonl")
     with pytest.raises(ConfigError, match="set both, or neither"):
-        Mixed(expert=0.1)
+        Mixed(demonstration=0.1)
     path = tmp_path / "experts.jsonl"
     open_rollouts(path).append(make_group(0, 0), 0)
-    sampler = Mixed(0.0, 0.5, str(path), expert_reward=2.0)
+    sampler = Mixed(0.0, 0.5, str(path), demonstration_reward=2.0)
     with pytest.raises(DataError, match=r"no completed rollout has a reward of at least 2\.0"):
-        sampler.experts(4, np.random.default_rng(0))
+        sampler.demonstrations(4, np.random.default_rng(0))
 
 
 # ---------------------------------------------------------------- in a run

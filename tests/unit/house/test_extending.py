@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rl import WeightSync, errors
+from lightning_rl import SFTMix, WeightSync, errors
 from lightning_rl.callbacks import Evaluate, RLCallback
+from lightning_rl.collect.pipeline import in_groups
 from lightning_rl.config.names import HOME, SURFACES
 from lightning_rl.envs import ActorCritic, ActorCriticModule, EnvDataModule, Gym, MLPBody
 from lightning_rl.extend import pack_rollouts
@@ -40,7 +41,7 @@ def mine(tmp_path_factory):
 def test_there_is_a_page_for_each_part_on_public_names_alone():
     parts = {"loss", "advantage", "aggregation", "correction", "agent", "prompts", "filter"}
     parts |= {"episode", "collector", "engine", "transport", "metered", "schedule", "guard"}
-    parts |= {"drift", "folder", "update", "env", "head", "turns", "loop", "count"}
+    parts |= {"drift", "folder", "update", "env", "head", "turns", "loop", "count", "group"}
     assert {name.removeprefix("my_") for name in FILES} == parts
     for name, code in FILES.items():
         for node in ast.walk(ast.parse(code)):
@@ -60,6 +61,7 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
         eval_prompts=None,
         engine=mine["engine"].OneByOne(),
         agent=mine["agent"].Prefilled("77"),
+        plan=mine["group"].Temperatures([0.8, 1.0]),
         collector=mine["collector"].Waves(size=2),
         filters=[mine["filter"].NotAllCut(most=1.0)],
         group_size=4,
@@ -84,6 +86,7 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
     assert metrics["rollout/completed"] == 12
     assert all(r.token_ids[:2] == [10, 10] for r in data.generated)  # "77", which no loss sees
     assert not any(m for r in data.generated for m in r.loss_mask[:2])
+    assert [r.sampling.temperature for r in data.generated] == [0.8, 1.0] * 6
     assert metrics["sync/probe_gap"] < 1e-4
     assert "policy/ratio_far" in metrics
     # Synced before training and after iterations 1 and 3, each time with all weights.
@@ -91,6 +94,49 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
     assert transport.sent_mb == pytest.approx(3 * 4 * weights / 2**20)
     assert metrics["guard/truncated"] == 1
     assert metrics["policy/lr"] == pytest.approx(1e-3 * 0.25**3)
+
+
+def length(completion_ids, **columns):
+    return [len(ids) / 10 for ids in completion_ids]
+
+
+def test_rollouts_are_scored_at_the_temperature_they_were_sampled_at(mine, tiny_model, tmp_path):
+    plan = mine["group"].Temperatures([0.5, 1.5])
+    data = data_module(plan=plan, eval_prompts=None, iterations_per_epoch=1)
+    trainer = trainer_of(tmp_path, [WeightSync()])
+    trainer.fit(grpo(tiny_model), data)
+    assert trainer.callback_metrics["rollout/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.parametrize("name", ["BestOf", "Demonstrated"])
+def test_plans_that_imitate(mine, tiny_model, tmp_path, name):
+    rows = [{"prompt": f"{digit}=", "solution": "77"} for digit in range(3)]
+    data = data_module(
+        train_prompts=rows,
+        eval_prompts=None,
+        rewards=length,
+        plan=getattr(mine["group"], name)(),
+        group_size=4,
+        groups_per_iteration=3,
+        iterations_per_epoch=1,
+    )
+    trainer = trainer_of(tmp_path, [WeightSync()])
+    trainer.fit(grpo(tiny_model, loss=SFTMix(coef=1.0)), data)
+    assert trainer.callback_metrics["rollout/completed"] == 12
+    assert trainer.callback_metrics["policy/demonstration_nll"] > 0
+    for before, after in zip(
+        in_groups(data.generated), in_groups(data._loader.current), strict=True
+    ):
+        rewards = [rollout.reward for rollout in before]
+        given = [rollout for rollout in after if rollout.demonstration]
+        assert (len(given), len(after)) == (1, 4)
+        if name == "BestOf":
+            assert given[0].reward == max(rewards)
+            assert [r for r in after if r.graded] == given
+        else:  # of ten tokens none succeeds
+            assert (given[0].completion, given[0].reward) == ("77", 1.0)
+            others = sorted(r.reward for r in after if not r.demonstration)
+            assert others == sorted(rewards)[1:]
 
 
 def test_an_agent_of_ones_own_calls_a_model_as_it_likes(mine, tiny_model, tmp_path):

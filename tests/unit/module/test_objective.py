@@ -51,7 +51,7 @@ def test_the_sum_of_all_parts_by_hand():
             "returns": torch.tensor([1.5]),
             "values": torch.tensor([0.5]),
             "row": torch.tensor([0]),
-            "expert": torch.tensor([False]),
+            "demonstration": torch.tensor([False]),
         },
         batch_size=[1],
     )

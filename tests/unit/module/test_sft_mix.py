@@ -29,7 +29,7 @@ def test_loss_and_gradient_by_hand():
         {
             "old_logprobs": torch.tensor([-1.0, -9.0, -0.5], dtype=torch.double),
             "advantages": torch.tensor([2.0, 0.0, -1.0], dtype=torch.double),
-            "expert": torch.tensor([False, True, False]),
+            "demonstration": torch.tensor([False, True, False]),
         },
         batch_size=[3],
     )
@@ -38,7 +38,7 @@ def test_loss_and_gradient_by_hand():
     # ratio 1: -A for sampled tokens; 0.25 x 2 nats for the expert's
     assert loss.tolist() == pytest.approx([-2.0, 0.5, 1.0])
     assert logprobs.grad.tolist() == pytest.approx([-2.0, -0.25, 1.0])
-    assert metrics["expert_nll"].tolist() == [2.0]
+    assert metrics["demonstration_nll"].tolist() == [2.0]
     assert len(metrics["clip_frac"]) == 2  # of sampled tokens only
 
 
@@ -74,13 +74,13 @@ def fit(tiny_model, tmp_path, advantage=GRPO(), loss=None, critic=None):
         iterations_per_epoch=8,
     )
     trainer_of(tmp_path, [Watch()], logger=False).fit(module, datamodule=data)
-    return [row for row in rows if "policy/expert_nll" in row]
+    return [row for row in rows if "policy/demonstration_nll" in row]
 
 
 def test_experts_are_learnt_from_and_kept_out_of_what_is_measured(tiny_model, tmp_path):
     rows = fit(tiny_model, tmp_path)
     assert len(rows) == 8
-    assert rows[-1]["policy/expert_nll"] < 0.5 * rows[0]["policy/expert_nll"]
+    assert rows[-1]["policy/demonstration_nll"] < 0.5 * rows[0]["policy/demonstration_nll"]
     assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in rows)
     assert all(row["reward/mean"] == 0.5 and row["rollout/completed"] == 4 for row in rows)
 
@@ -103,7 +103,7 @@ def test_correction_kl_and_entropy_leave_experts_alone():
             "ref_logprobs": torch.tensor([-1.0, -5.0], dtype=torch.double),
             "advantages": torch.tensor([1.0, 0.0], dtype=torch.double),
             "row": torch.tensor([0, 1]),
-            "expert": torch.tensor([False, True]),
+            "demonstration": torch.tensor([False, True]),
         },
         batch_size=[2],
     )

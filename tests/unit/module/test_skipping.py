@@ -52,7 +52,7 @@ def weights_after(tiny_model, train_on, batches, skip, **options):
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 def test_weights_are_those_of_all_rollouts(tiny_model, train_on, rollouts, loss):
-    rollouts[6].expert = isinstance(loss, SFTMix)  # in a group without spread
+    rollouts[6].demonstration = isinstance(loss, SFTMix)  # in a group without spread
     options = {"loss": loss, "minibatches": 2, "max_tokens_per_pack": 60}
     (ours, metrics), (theirs, _) = (
         weights_after(tiny_model, train_on, lambda: [pack_rollouts(rollouts)] * 2, skip, **options)
@@ -154,7 +154,7 @@ def test_is_idle_by_hand(make_rollout):
     # The second one's advantage stands on a token that is not the model's; the third is an expert.
     advantages = [*(0, 0, 1), *(0, 9, 0), *(0, 0), *(0, 0, 0, 0)]
     batch["tokens", "advantages"] = torch.tensor(advantages, dtype=torch.float32)
-    batch["rollouts", "expert"][2] = True
+    batch["rollouts", "demonstration"][2] = True
     assert has_zero_advantage(batch).tolist() == [False, True, False, True]
     others = without(batch, has_zero_advantage(batch))
     assert others["tokens", "input_ids"].tolist() == [3, 4, 1, 3, 6]
