@@ -55,7 +55,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "DAPO": {
         LOSS: {"PPOClip": {"clip_high": 0.28}},
         "mask_truncated": True,
-        "data": {"filters": [{"class_path": "RewardSpread"}]},
+        "data": {"selection": {"filters": [{"class_path": "RewardSpread"}]}},
     },
     "dual clip": {LOSS: {"PPOClip": {"dual_clip": 3.0}}},
     # The paper's bounds are for far longer completions, whose mean ratio moves less.
@@ -73,11 +73,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "SFT-mix": {
         LOSS: {"SFTMix": {"coef": 0.1}},
         "data": {
-            "expert_prompts": {
-                "class_path": "IterablePrompts",
-                "init_args": {"rows": "recipes.sort_digits.prepare.expert_rows"},
+            "demonstrations": {
+                "prompts": {
+                    "class_path": "IterablePrompts",
+                    "init_args": {"rows": "recipes.sort_digits.prepare.expert_rows"},
+                },
+                "per_iteration": 32,
             },
-            "expert_per_iteration": 32,
         },
     },
 }

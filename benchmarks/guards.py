@@ -22,7 +22,15 @@ from typing import Any
 from benchmarks.schedulers.real import Clock
 from benchmarks.support.results import parser_of, report_on
 from benchmarks.support.task import OUT, KeptEngine, fit, make_data, make_module, prepare
-from lightning_rl import Evaluate, FixedSchedule, JSONLPrompts, Sampling, VLLMLocal, WeightSync
+from lightning_rl import (
+    Evaluate,
+    Evaluation,
+    FixedSchedule,
+    JSONLPrompts,
+    Sampling,
+    VLLMLocal,
+    WeightSync,
+)
 from lightning_rl.callbacks import Correct, GuardAction, LogprobGapGuard, Mask, SkipUpdate, Warn
 
 LR = 5e-4  # the recipe's is 1.5e-4
@@ -48,9 +56,11 @@ def run_arm(engine: VLLMLocal, arm: str, seed: int) -> dict[str, Any]:
         ITERATIONS,
         engine,
         seed=seed,
-        eval_prompts=JSONLPrompts(str(OUT / "heldout.jsonl")),
-        eval_sampling=Sampling(max_tokens=10, temperature=0.0),
-        eval_limit=128,
+        evaluation=Evaluation(
+            JSONLPrompts(str(OUT / "heldout.jsonl")),
+            sampling=Sampling(max_tokens=10, temperature=0.0),
+            limit=128,
+        ),
     )
     clock, begin = Clock(), time.process_time()
     callbacks = [

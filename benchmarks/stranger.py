@@ -49,13 +49,14 @@ data:
         split: train
         columns: {solution: answer}
         template: "{{ question }}="
-    eval_prompts:
-      class_path: HFDatasetPrompts
-      init_args:
-        path: stranger/digits
-        split: test
-        columns: {solution: answer}
-        template: "{{ question }}="
+    evaluation:
+      prompts:
+        class_path: HFDatasetPrompts
+        init_args:
+          path: stranger/digits
+          split: test
+          columns: {solution: answer}
+          template: "{{ question }}="
     rewards: [my_rewards.largest_first]
 trainer:
   logger: {class_path: TensorBoardLogger, init_args: {save_dir: runs, name: mine}}

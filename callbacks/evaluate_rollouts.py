@@ -1,22 +1,27 @@
 """EvaluateRollouts: accuracy on held-out prompts while SFT or DPO trains."""
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.collect.checks import room_for_prompts
-from lightning_rl.collect.evaluation import Evaluation
-from lightning_rl.collect.lengths import follow_requests
-from lightning_rl.collect.mixture import naming
+from lightning_rl.collect.engine_start import EngineStart
+from lightning_rl.collect.evaluation import HeldOut
 from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.tasks import by_name, grader_of, tasks_of
+from lightning_rl.collect.tasks import (
+    agents_of,
+    bound_prompts,
+    by_name,
+    grader_of,
+    rewards_of,
+    tasks_of,
+)
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
+from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, drives_engine
@@ -31,7 +36,7 @@ from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import require_free
 from lightning_rl.run.hooks import datamodule_of, is_fast_dev_run
-from lightning_rl.run.processes.dist import announced, every_rank, from_rank_zero
+from lightning_rl.run.processes.dist import every_rank
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.base import push
 from lightning_rl.sync.memory import MemoryTransport
@@ -89,17 +94,16 @@ class EvaluateRollouts(RLCallback):
         self.engine = engine if engine is not None else default_engine()
         self.agent = agent
         self.sampling = sampling
-        self.limit = limit
         self.every_n_steps = every_n_steps
         self.before_training = before_training
         graded = None if rewards is None else Rewards(rewards)
-        tasks = tasks_of(prompts, agent, graded, sampling, samples, success_reward)
-        self.evaluation = Evaluation(tasks, tasks, run_seed(seed), metrics or [])
+        tasks = tasks_of(prompts, agent, GroupPlan(), graded, sampling, samples, success_reward)
+        self.held_out = HeldOut(tasks, tasks, run_seed(seed), limit, metrics or [])
         """Creates the groups of the prompts, and computes their metrics."""
         self._transport = MemoryTransport()
         self._sent = SentWeights()
         self._evaluated: int | None = None  # the step that was evaluated last
-        self._model_dir: tempfile.TemporaryDirectory[str] | None = None
+        self._engine_start = EngineStart()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Load the prompts and start the engine."""
@@ -111,11 +115,11 @@ class EvaluateRollouts(RLCallback):
             )
         if stage != "fit":
             return
-        tasks, self._evaluated = self.evaluation.tasks, None
+        tasks, self._evaluated = self.held_out.tasks, None
         tokenizer = load_tokenizer(str(pl_module.model), pl_module.loading)
         tokenizer = with_chat_variables(tokenizer, data.chat_template_kwargs, pl_module.day)
         check_sight(self.engine, tokenizer)
-        for agent in self._agents:
+        for agent in agents_of(tasks, self.agent):
             agent.configure(tokenizer)
         self.prompts.load(tokenizer, self.agent.chat_options)
         require_free(self.prompts.row_columns(), repr(self.prompts))
@@ -124,31 +128,15 @@ class EvaluateRollouts(RLCallback):
         self.engine.follow_dtype(computes_in)
         self.engine.follow_head(computes_in == "float32")
         follow_lora(self.engine, pl_module)
-        with every_rank():
-            room = self._start(pl_module)
-        room = from_rank_zero(room)
-        for task in tasks:
-            with naming(task.name):
-                task.prompts.bound(room_for_prompts(room, task.sampling))
+        save = partial(save_skeleton, pl_module.model, loading=pl_module.loading)
+        trusts = pl_module.loading.trust_remote_code
+        bound_prompts(tasks, self._engine_start.start(self.engine, tasks, save, trusts))
         self._transport.use_scratch(is_fast_dev_run(trainer))
         self._transport.connect(self.engine)
         grader = grader_of(tasks)
         self._pipeline = RolloutPipeline(
             self.engine, self.agent, grader, tokenizer, tasks=by_name(tasks)
         )
-
-    def _start(self, module: SFTModule | DPOModule) -> int:
-        """Start the engine if this rank drives it; return its maximum length in tokens, else 0."""
-        if not drives_engine(self.engine):
-            return 0
-        if not self.engine.running:
-            self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
-            save_skeleton(module.model, self._model_dir.name, module.loading)
-            self.engine.trust_remote_code = module.loading.trust_remote_code
-            follow_requests(self.engine, self.evaluation.tasks, Path(self._model_dir.name))
-            with announced(self.engine.starting):
-                self.engine.start(Path(self._model_dir.name))
-        return self.engine.max_length
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.before_training and not trainer.ckpt_path:
@@ -180,26 +168,17 @@ class EvaluateRollouts(RLCallback):
         require_finite_weights(policy, f"pushed to the engine after step {step}")
         with every_rank():
             push(self._transport, self.engine, policy, step, self._sent)
-        groups = self.evaluation.groups(self.limit)
-        rollouts = self._pipeline.complete_together(groups, self.sampling)
+        _, metrics = self.held_out.run(self._pipeline)
         if drives_engine(self.engine):
             self.engine.sleep()
-        metrics = self.evaluation.all_metrics(rollouts)
         pl_module.record(metrics)
         self._evaluated = step
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._transport.close()
         self.engine.close()
-        for agent in self._agents:
+        for agent in agents_of(self.held_out.tasks, self.agent):
             agent.close()
-        for task in self.evaluation.tasks:
-            task.rewards.close()
-        if self._model_dir is not None:
-            self._model_dir.cleanup()
-            self._model_dir = None
-
-    @property
-    def _agents(self) -> list[Agent]:
-        agents = (self.agent, *(task.agent for task in self.evaluation.tasks))
-        return list({id(agent): agent for agent in agents}.values())
+        for rewards in rewards_of(self.held_out.tasks):
+            rewards.close()
+        self._engine_start.close()

@@ -247,11 +247,11 @@ class LearningAlarms(RLCallback):
         if "eval/reward_mean" not in metrics or not isinstance(datamodule, RLDataModule):
             return None
         first = self.first_evaluation
-        if not first or datamodule.eval_prompts is None:
+        if not first or datamodule.evaluation is None:
             names = (*SAMPLE_OF, "eval/reward_std")
             self.first_evaluation = {name: metrics[name] for name in names if name in metrics}
             return None
-        prompts = len(datamodule.evaluation.groups(datamodule.eval_limit))
+        prompts = len(datamodule.held_out.groups())
         for name, sample_of in SAMPLE_OF.items():
             if name not in first or name not in metrics:
                 continue
@@ -273,9 +273,9 @@ class LearningAlarms(RLCallback):
             said = self.gaming.part_fell(component_weights(task))
             if said is not None:
                 return said
-        if "eval/accuracy" not in metrics or datamodule.eval_prompts is None:
+        if "eval/accuracy" not in metrics or datamodule.evaluation is None:
             return None
-        prompts = len(datamodule.evaluation.groups(datamodule.eval_limit))
+        prompts = len(datamodule.held_out.groups())
         return self.gaming.accuracy_fell(metrics["eval/accuracy"], prompts)
 
     def _entropy(self) -> str | None:

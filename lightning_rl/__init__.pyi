@@ -120,8 +120,14 @@ from lightning_rl.collect.collector import (
     RewardSpread as RewardSpread,
     SyncCollector as SyncCollector,
 )
+from lightning_rl.collect.demonstrations import (
+    DemonstrationRows as DemonstrationRows,
+)
 from lightning_rl.collect.early_cut import (
     PartialCollector as PartialCollector,
+)
+from lightning_rl.collect.evaluation import (
+    Evaluation as Evaluation,
 )
 from lightning_rl.collect.mixture import (
     Mixture as Mixture,
@@ -129,6 +135,9 @@ from lightning_rl.collect.mixture import (
 )
 from lightning_rl.collect.replay_buffer import (
     ReplayBuffer as ReplayBuffer,
+)
+from lightning_rl.collect.selection import (
+    GroupSelection as GroupSelection,
 )
 from lightning_rl.collect.streamed import (
     StreamedCollector as StreamedCollector,

@@ -1,6 +1,5 @@
 """RLDataModule: prompts, engine and rewards behind Lightning's data interface."""
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,38 +15,41 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.base import CollectingDataModule, Hanging
-from lightning_rl.collect.checks import (
-    check_experts,
-    check_policies,
-    check_rollouts,
-    check_streaming,
-    room_for_prompts,
-)
-from lightning_rl.collect.collection import Collection
-from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
-from lightning_rl.collect.evaluation import Evaluation
-from lightning_rl.collect.lengths import follow_requests
+from lightning_rl.collect.checks import check_rollouts
+from lightning_rl.collect.collection import Batch, Collection
+from lightning_rl.collect.collector import Collector, SyncCollector
+from lightning_rl.collect.demonstrations import DemonstrationRows
+from lightning_rl.collect.engine_start import EngineStart
+from lightning_rl.collect.evaluation import Evaluation, HeldOut, as_evaluation
 from lightning_rl.collect.loader import LazyLoader, RolloutLoader, limited_epoch
-from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.peek import Peek
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer
-from lightning_rl.collect.stats import set_metrics
+from lightning_rl.collect.selection import GroupSelection, as_selection
 from lightning_rl.collect.streamed import StreamedCollector
-from lightning_rl.collect.tasks import Task, by_name, grader_of, tasks_of
+from lightning_rl.collect.tasks import (
+    Task,
+    agents_of,
+    bound_prompts,
+    by_name,
+    grader_of,
+    hanging_reward,
+    require_room,
+    rewards_of,
+    tasks_of,
+)
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
 from lightning_rl.data.plans import GroupPlan, InTurn
 from lightning_rl.data.prompts import Prompts
-from lightning_rl.data.sources import AnyPrompts, expert_rollouts, prompts_of
+from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.learn.ahead import NothingAhead
-from lightning_rl.learn.fitting import check_learning, check_sight, follow_trainer
-from lightning_rl.learn.own_loop import OwnLoop
+from lightning_rl.learn.fitting import check_run, check_sight, follow_trainer
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.tokenizer import with_chat_variables
@@ -61,7 +63,6 @@ from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.processes import dist
 from lightning_rl.run.processes.cores import share_cores, switching_often
-from lightning_rl.run.processes.dist import announced
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 
@@ -69,7 +70,7 @@ STOP_SECONDS = 10.0
 """Maximum seconds for which a failed run waits until requests in flight have stopped."""
 
 
-@configurable(train_prompts=prompts_of, eval_prompts=prompts_of, expert_prompts=prompts_of)
+@configurable(train_prompts=prompts_of, selection=as_selection, evaluation=as_evaluation)
 class RLDataModule(CollectingDataModule):
     """Collects graded rollouts, one batch of groups per iteration.
 
@@ -80,37 +81,21 @@ class RLDataModule(CollectingDataModule):
         rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async; in
             Python also a single one, or import paths. None: every set of a mixture has its own.
         engine: generates; None: vLLM in process, or transformers if vLLM is not installed.
-        eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``; a
-            :class:`Mixture` for several sets, each evaluated as a whole.
-        expert_prompts: rows with a ``completion`` to imitate in addition to the rollouts; see
-            ``SFTMix``.
-        expert_per_iteration: number of expert rows per iteration.
-        buffer: keeps the groups of a run, and mixes older ones into each batch; None: no buffer.
-        filters: groups rejected by any of them are replaced by groups of new prompts.
-        max_rounds: at most this many times ``groups_per_iteration`` groups are generated for one
-            batch, after which the run stops.
-        refill_seconds: no replacement begins later than this many seconds after the batch; None: no
-            limit.
-        train_on_rest: when nothing more may be generated, fill the batch with the groups that
-            filters rejected last, instead of stopping the run. Replacements still being generated
-            after ``refill_seconds`` are evicted.
         agent: generates one rollout.
         plan: which rollouts a group has, how each is sampled, and which are trained on; None:
             ``group_size`` equal samples.
-        collector: decides when each group is generated for training; None: the whole batch at once,
-            by ``SyncCollector``, which is always used to collect without training.
         sampling: sampling settings for training.
-        eval_sampling: sampling settings for evaluation; None: ``sampling``. Greedy:
-            ``temperature: 0``.
         group_size: rollouts per prompt (G).
         groups_per_iteration: prompts per iteration.
         iterations_per_epoch: iterations that Lightning counts as one epoch.
-        eval_samples: rollouts per held-out prompt; from 2 on, pass@k is reported too, and maj@k
-            where a reward gives answers.
-        eval_limit: evaluate only this many prompts, the first of each set; None: all.
-        success_reward: a held-out rollout with at least this reward counts as correct.
-        eval_metrics: functions ``f(rollouts) -> dict[str, float]`` of all held-out rollouts, whose
-            numbers are recorded as ``eval/<name>`` in addition to accuracy.
+        collector: decides when each group is generated for training; None: the whole batch at once,
+            by ``SyncCollector``, which is always used to collect without training.
+        selection: which groups are trained on, and what replaces the others; in Python also a list
+            of filters.
+        evaluation: held-out prompts, and how they are evaluated; None: none. In Python also the
+            prompts alone.
+        demonstrations: completions to imitate in addition to the rollouts; None: none.
+        buffer: keeps the groups of a run, and mixes older ones into each batch; None: no buffer.
         reward_weights: one per reward; None: all 1.
         max_failed_share: maximum share of an iteration's rollouts whose grading may fail; beyond it
             the run stops.
@@ -122,33 +107,24 @@ class RLDataModule(CollectingDataModule):
         ConfigError: for values out of range.
     """
 
-    nothing_to_evaluate = "set data.eval_prompts"
+    nothing_to_evaluate = "set data.evaluation"
 
     def __init__(
         self,
         train_prompts: AnyPrompts,
         rewards: list[Callable[..., list[float]]] | None = None,
         engine: Engine | None = None,
-        eval_prompts: AnyPrompts | None = None,
-        expert_prompts: AnyPrompts | None = None,
-        expert_per_iteration: int = 0,
-        buffer: ReplayBuffer | None = None,
-        filters: list[GroupFilter] | None = None,
-        max_rounds: int = 40,
-        refill_seconds: float | None = None,
-        train_on_rest: bool = False,
         agent: Agent = SingleTurn(),
         plan: GroupPlan | None = None,
-        collector: Collector | None = None,
         sampling: Sampling = Sampling(),
-        eval_sampling: Sampling | None = None,
         group_size: int = 8,
         groups_per_iteration: int = 32,
         iterations_per_epoch: int = 100,
-        eval_samples: int = 1,
-        eval_limit: int | None = None,
-        success_reward: float = 1.0,
-        eval_metrics: list[Callable[..., dict[str, float]]] | None = None,
+        collector: Collector | None = None,
+        selection: GroupSelection = GroupSelection(),
+        evaluation: Evaluation | None = None,
+        demonstrations: DemonstrationRows | None = None,
+        buffer: ReplayBuffer | None = None,
         reward_weights: list[float] | None = None,
         max_failed_share: float = 0.1,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -160,73 +136,42 @@ class RLDataModule(CollectingDataModule):
             group_size=group_size,
             groups_per_iteration=groups_per_iteration,
             iterations_per_epoch=iterations_per_epoch,
-            eval_samples=eval_samples,
-            eval_limit=eval_limit,
-            max_rounds=max_rounds,
         )
         check_rollouts(groups_per_iteration, group_size)
-        require_finite(success_reward=success_reward, refill_seconds=refill_seconds)
-        require_at_least(0, refill_seconds=refill_seconds)
-        self.train_prompts = train_prompts
-        self.eval_prompts = eval_prompts
-        self.engine = engine if engine is not None else default_engine()
-        self.expert_prompts = expert_prompts
-        self.expert_per_iteration = expert_per_iteration
-        self.buffer = buffer
-        self.filters = filters or []
-        self.max_rounds = max_rounds
-        self.refill_seconds = refill_seconds
-        self.train_on_rest = train_on_rest
-        self.agent = agent
-        self.plan = plan or GroupPlan()
-        self.collector = collector if collector is not None else SyncCollector()
-        self.sampling = sampling
-        self.eval_sampling = eval_sampling or sampling
-        self.group_size = group_size
-        self.groups_per_iteration = groups_per_iteration
-        self.iterations_per_epoch = iterations_per_epoch
-        self.eval_samples = eval_samples
-        self.eval_limit = eval_limit
-        self.success_reward = success_reward
-        self.eval_metrics = eval_metrics or []
-        self.chat_template_kwargs = chat_template_kwargs or {}
-        self.seed = run_seed(seed)
-        self._common_rewards = (
-            None if rewards is None else Rewards(rewards, reward_weights, max_failed_share)
-        )
-        self.train_tasks = tasks_of(
-            train_prompts,
-            agent,
-            self.plan,
-            self._common_rewards,
-            sampling,
-            group_size,
-            success_reward,
-        )
-        """One task per set of training prompts, or a single one."""
-        held_out = (
-            []
-            if eval_prompts is None
-            else tasks_of(
-                eval_prompts,
-                agent,
-                self.plan,
-                self._common_rewards,
-                self.eval_sampling,
-                eval_samples,
-                success_reward,
-            )
-        )
-        self.evaluation = Evaluation(held_out, self.train_tasks, self.seed, self.eval_metrics)
-        """Creates the groups of held-out prompts, and computes their metrics."""
-        self.rewards = grader_of(self.train_tasks)
-        """Grades the training rollouts."""
         if reward_weights is not None and rewards is None:
             raise ConfigError(
                 f"reward_weights={reward_weights} apply to rewards, which is null; set rewards, or "
                 "set the weights in the prompt sets that have rewards"
             )
-        self._model_dir: tempfile.TemporaryDirectory[str] | None = None
+        self.train_prompts = train_prompts
+        self.engine = engine if engine is not None else default_engine()
+        self.agent = agent
+        self.sampling = sampling
+        self.group_size = group_size
+        self.groups_per_iteration = groups_per_iteration
+        self.iterations_per_epoch = iterations_per_epoch
+        self.collector = collector if collector is not None else SyncCollector()
+        self.selection = selection
+        self.evaluation = evaluation
+        self.demonstrations = demonstrations
+        self.buffer = buffer
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        self.seed = run_seed(seed)
+        graded = None if rewards is None else Rewards(rewards, reward_weights, max_failed_share)
+        bar = 1.0 if evaluation is None else evaluation.success_reward
+        common = agent, plan or GroupPlan(), graded
+        self.train_tasks = tasks_of(train_prompts, *common, sampling, group_size, bar)
+        """One task per set of training prompts, or a single one."""
+        self.rewards = grader_of(self.train_tasks)
+        """Grades the training rollouts."""
+        self.held_out = HeldOut([], self.train_tasks, self.seed)
+        """Creates the groups of held-out prompts, and computes their metrics."""
+        if evaluation is not None:
+            own = evaluation.sampling or sampling
+            tasks = tasks_of(evaluation.prompts, *common, own, evaluation.samples, bar)
+            further = evaluation.limit, evaluation.metrics or []
+            self.held_out = HeldOut(tasks, self.train_tasks, self.seed, *further)
+        self._engine_start = EngineStart()
         self._collection: Collection | None = None
         self._during_fit = ExitStack()
         self._began: float | None = None  # when the last iteration did
@@ -239,9 +184,9 @@ class RLDataModule(CollectingDataModule):
         """
 
     @property
-    def _tasks(self) -> list[Task]:
+    def tasks(self) -> list[Task]:
         """The tasks of training and of evaluation."""
-        return [*self.train_tasks, *self.evaluation.tasks]
+        return [*self.train_tasks, *self.held_out.tasks]
 
     def task_of(self, prompt: Prompt) -> Task:
         """Return the task of a training prompt.
@@ -257,29 +202,14 @@ class RLDataModule(CollectingDataModule):
             )
         return tasks[prompt.set]
 
-    @property
-    def all_agents(self) -> list[Agent]:
-        """The data module's own agent and those of all tasks, without duplicates."""
-        agents = (self.agent, *(task.agent for task in self._tasks))
-        return list({id(agent): agent for agent in agents}.values())
-
-    @property
-    def all_rewards(self) -> list[Rewards]:
-        """The rewards of all tasks, without duplicates."""
-        return list(dict.fromkeys(task.rewards for task in self._tasks))
-
     def hanging(self) -> Hanging | None:
-        found = next((call for rewards in self.all_rewards if (call := rewards.hanging())), None)
-        if found is None:
-            return None
-        advice = "Isolated gives a reward a time limit; if it may take that long"
-        return Hanging(f"reward {found[0]}", found[1], advice)
+        return hanging_reward(self.tasks)
 
     # ---------------------------------------------------------------- Lightning's hooks
 
     def setup(self, stage: str) -> None:
         """Load the prompts and start the engine, after Lightning has created its process group."""
-        self._module()  # is there one, and a Trainer?
+        module = self._module()
         assert self.trainer is not None
         share_cores(self.trainer)
         enter_directory(self.trainer)
@@ -288,75 +218,90 @@ class RLDataModule(CollectingDataModule):
             self.buffer.use_file(output_path(self.trainer, self.buffer.path, name))
         self.load_prompts(stage)
         check_early(self.trainer)
+        trusts = any(policy.loading.trust_remote_code for policy in module.policies.values())
+        start = self._engine_start.start
+        bound_prompts(self.tasks, start(self.engine, self.tasks, module.save_skeletons, trusts))
+        self._collection = self._made_collection(module, stage)
+
+    def load_prompts(self, stage: str) -> None:
+        """Check the settings and load the prompts: the part of ``setup`` that needs no engine."""
         module = self._module()
+        self.engine.serve(module.roles)
+        check_run(
+            module,
+            self.train_tasks,
+            self.collector,
+            self.selection,
+            self.buffer,
+            self.demonstrations,
+            self.engine,
+            self.groups_per_iteration,
+            stage == "fit",
+        )
+        module.day.date = dist.from_rank_zero(module.day.date)
+        self._tokenizer = tokenizer = self.load_tokenizer(module)
+        check_sight(self.engine, tokenizer)
         with dist.every_rank():
-            room = self._start_engine(module)
-        room = dist.from_rank_zero(room)
-        for task in self._tasks:
-            with naming(task.name):
-                task.prompts.bound(room_for_prompts(room, task.sampling))
-        works = stage == "fit" and drives_engine(self.engine)
+            if dist.rank() == 0:  # it reads the weights once
+                module.require_sound_models()
+        assert self.trainer is not None
+        follow_trainer(self.engine, module, compute_dtype(self.trainer))
+        for agent in agents_of(self.tasks, self.agent):
+            agent.configure(tokenizer)
+        for task in self.train_tasks:
+            task.plan.configure(tokenizer)
+        given = None if self.demonstrations is None else self.demonstrations.prompts
+        held_out = None if self.evaluation is None else self.evaluation.prompts
+        for prompts in (self.train_prompts, given, held_out):
+            if prompts is not None:
+                prompts.load(tokenizer, self.agent.chat_options)
+                if prompts is not given:
+                    require_free(prompts.row_columns(), repr(prompts))
+        # Where the configuration tells the engine's length, do not start it only to refuse.
+        limit = getattr(self.engine, "max_model_len", None)
+        if limit is not None:
+            require_room(self.tasks, limit)
+
+    def _made_collection(self, module: RolloutModule, stage: str) -> Collection:
+        """Return the collection of a run; the policies' advantages may add to its plans."""
+        fits = stage == "fit"
+        policies = list(module.policies.values())
+        added = [p.advantage for p in policies if fits and isinstance(p.advantage, GroupPlan)]
+        tasks = [replace(task, plan=InTurn([task.plan, *added])) for task in self.train_tasks]
+        works = fits and drives_engine(self.engine)
         if works and self.collector.works_between_batches:
             self._during_fit.enter_context(switching_often())
-        tasks = self._planned(stage)
-        self._collection = Collection(
-            self._made_pipeline(tasks),
-            self.collector if works else SyncCollector(),
-            self._source(stage, tasks),
-            self.filters,
-            self.max_rounds,
-            self.refill_seconds,
-            self.train_on_rest,
-            self.buffer if stage == "fit" else None,
-            None if self.expert_prompts is None else self._experts,
-        )
-        if works and dist.world_size() == 1:  # ranks that wait may not agree on a push
-            self._collection.meanwhile = self._while_waiting
-        policies = list(module.policies.values())
         for policy in policies:
             policy.ahead = NothingAhead()
-        if stage == "fit" and isinstance(self.collector, StreamedCollector):
+        stream = None
+        if fits and isinstance(self.collector, StreamedCollector):
             [policy] = policies  # of several that is refused
-            policy.ahead = self._collection.stream = Stream(policy)
-
-    def _made_pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:
-        return RolloutPipeline(
-            self.engine,
-            self.agent,
-            grader_of(tasks),
-            self._tokenizer,
-            self._module().clock,
-            by_name(tasks),
-            tasks[0].plan,
+            policy.ahead = stream = Stream(policy)
+        return Collection(
+            self._pipeline(tasks),
+            self.collector if works else SyncCollector(),
+            self._source(tasks, fits),
+            self.selection,
+            self.buffer if fits else None,
+            self.demonstrations,
+            stream,
+            # Ranks that wait may not agree on a push.
+            self._while_waiting if works and dist.world_size() == 1 else None,
+            self._collected,
         )
 
-    def _planned(self, stage: str) -> list[Task]:
-        """Return the training tasks, with what advantages add to their plans."""
-        policies = self._module().policies.values() if stage == "fit" else ()
-        added = [p.advantage for p in policies if isinstance(p.advantage, GroupPlan)]
-        return [replace(task, plan=InTurn([task.plan, *added])) for task in self.train_tasks]
+    def _pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:
+        first, clock = tasks[0], self._module().clock
+        parts = self.engine, first.agent, grader_of(tasks), self._tokenizer, clock
+        return RolloutPipeline(*parts, by_name(tasks), first.plan)
 
-    def _start_engine(self, module: RolloutModule) -> int:
-        """Start the engine if this rank drives it; return its maximum length in tokens, else 0."""
-        if not drives_engine(self.engine):
-            return 0
-        if not self.engine.running:
-            self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
-            module.save_skeletons(self._model_dir.name)
-            trusted = (policy.loading.trust_remote_code for policy in module.policies.values())
-            self.engine.trust_remote_code = any(trusted)
-            follow_requests(self.engine, self._tasks, Path(self._model_dir.name))
-            with announced(self.engine.starting):
-                self.engine.start(Path(self._model_dir.name))
-        return self.engine.max_length
-
-    def _source(self, stage: str, tasks: Sequence[Task]) -> GroupSource:
+    def _source(self, tasks: Sequence[Task], fits: bool) -> GroupSource:
         # Where one engine serves all ranks, rank 0 issues all groups.
         alone = self.engine.serves_all_ranks
         rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
         count = self.groups_per_iteration
         prompts: Prompts = self.train_prompts
-        if stage == "fit" and self.trainer.overfit_batches:  # type: ignore[union-attr]
+        if fits and self.trainer.overfit_batches:  # type: ignore[union-attr]
             prompts = RepeatedPrompts(prompts, self._epoch() * count)
         return GroupSource(
             prompts,
@@ -369,69 +314,6 @@ class RLDataModule(CollectingDataModule):
             tasks=by_name(tasks),
             plan=tasks[0].plan,
         )
-
-    def load_prompts(self, stage: str) -> None:
-        """Check the settings and load the prompts: the part of ``setup`` that needs no engine."""
-        module = self._module()
-        self.engine.serve(module.roles)
-        check_policies(
-            len(module.policies),
-            streams=isinstance(self.collector, StreamedCollector),
-            buffer=self.buffer is not None,
-            experts=self.expert_prompts is not None,
-        )
-        if stage == "fit":
-            for policy in module.policies.values():
-                self._check_learning(policy)
-        if self.expert_prompts is not None:
-            for policy in module.policies.values():
-                check_experts(policy.advantage, policy.objective)
-        module.day.date = dist.from_rank_zero(module.day.date)
-        self._tokenizer = tokenizer = self.load_tokenizer(module)
-        check_sight(self.engine, tokenizer)
-        with dist.every_rank():
-            if dist.rank() == 0:  # it reads the weights once
-                module.require_sound_models()
-        assert self.trainer is not None
-        follow_trainer(self.engine, module, compute_dtype(self.trainer))
-        for agent in self.all_agents:
-            agent.configure(tokenizer)
-        for task in self.train_tasks:
-            task.plan.configure(tokenizer)
-        for prompts in (self.train_prompts, self.expert_prompts, self.eval_prompts):
-            if prompts is not None:
-                prompts.load(tokenizer, self.agent.chat_options)
-                if prompts is not self.expert_prompts:
-                    require_free(prompts.row_columns(), repr(prompts))
-        # Where the configuration tells the engine's length, do not start it only to refuse.
-        limit = getattr(self.engine, "max_model_len", None)
-        if limit is not None:
-            for task in self._tasks:
-                with naming(task.name):
-                    room_for_prompts(limit, task.sampling)
-
-    def _check_learning(self, policy: OwnLoop) -> None:
-        check_learning(
-            policy,
-            self.train_tasks,
-            self.collector,
-            self.filters,
-            self.buffer,
-            self.groups_per_iteration,
-        )
-        if isinstance(self.collector, StreamedCollector):
-            check_streaming(
-                policy.advantage,
-                policy.aggregation,
-                buffer=self.buffer is not None,
-                experts=self.expert_prompts is not None,
-                of_batch=self.rewards.of_batch,
-                filtered_minibatches=bool(self.filters) and policy.minibatches > 1,
-                sharded=policy.device_mesh is not None,
-                sleeps=self.engine.sleep_level is not None,
-                shared=self.engine.serves_all_ranks and dist.world_size() > 1,
-                measures=policy.packs is not None,
-            )
 
     def load_tokenizer(self, module: RolloutModule) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the module's model, with the ``chat_template_kwargs``."""
@@ -453,16 +335,14 @@ class RLDataModule(CollectingDataModule):
         self._during_fit.close()
         if self._collection is not None:
             self._collection.close()
-        for agent in self.all_agents:
+        for agent in agents_of(self.tasks, self.agent):
             agent.close()
         self.engine.close()
-        for rewards in self.all_rewards:
+        for rewards in rewards_of(self.tasks):
             rewards.close()
         if self.buffer is not None:
             self.buffer.close()
-        if self._model_dir is not None:
-            self._model_dir.cleanup()
-            self._model_dir = None
+        self._engine_start.close()
         if self.trainer is not None:
             leave_directory(self.trainer)
 
@@ -479,19 +359,20 @@ class RLDataModule(CollectingDataModule):
         if self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)
             self._loader_state = None
-        epochs = None if self.trainer is None else self.trainer.max_epochs
-        if epochs is not None and epochs > 0:
-            last = self._loader.first + epochs * self._epoch()
-            self._ready().source.iterations = last
         return self._loader
 
     # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
     def state_dict(self) -> dict[str, Any]:
-        return _states(loader=self._loader, buffer=self.buffer, experts=self.expert_prompts)
+        return _states(loader=self._loader, **self._beside())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader_state = state_dict["loader"]
-        _load_states(state_dict, buffer=self.buffer, experts=self.expert_prompts)
+        _load_states(state_dict, **self._beside())
+
+    def _beside(self) -> dict[str, Any]:
+        """Return what has a state beside the groups."""
+        given = None if self.demonstrations is None else self.demonstrations.prompts
+        return {"buffer": self.buffer, "demonstrations": given}
 
     def predict_dataloader(self) -> Any:
         """Return a loader of batches of graded rollouts, for ``lightning-rl rollout``."""
@@ -501,11 +382,11 @@ class RLDataModule(CollectingDataModule):
 
     def rollout_state(self) -> dict[str, Any]:
         """Return the state of collecting without training, as primitives."""
-        return _states(batches=self._ready(), experts=self.expert_prompts)
+        return _states(batches=self._ready(), **self._beside() | {"buffer": None})
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
         """Resume where the state was taken, from ``first_iteration`` on."""
-        _load_states(state, batches=self._ready(), experts=self.expert_prompts)
+        _load_states(state, batches=self._ready(), **self._beside() | {"buffer": None})
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
@@ -518,41 +399,36 @@ class RLDataModule(CollectingDataModule):
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
         before, self._began = self._began, time.monotonic()
-        for rewards in self.all_rewards:
+        for rewards in rewards_of(self.tasks):
             if before is not None:
                 rewards.end_iteration(self._began - before)
             rewards.state = self._reward_state(iteration)
-        collection = self._ready()
-        rollouts = collection.next(iteration, module.iteration, self._collected)
-        if collection.buffer is not None:
-            module.record(collection.buffer.metrics)
+        versions = module.iteration, self._last_iteration(), module.role_versions
+        rollouts = self._ready().next(iteration, *versions).rollouts
+        if self.buffer is not None and trainer.state.fn == "fit":
+            module.record(self.buffer.metrics)
         return rollouts
 
     def _while_waiting(self) -> None:
         assert self.trainer is not None
         call_hook(self.trainer, "on_collect_wait")
 
-    def _collected(self, rollouts: list[Rollout]) -> None:
-        """Record the rollouts collected on all ranks, and pass them to prompts and callbacks."""
-        module, prompts, trainer = self._module(), self.train_prompts, self.trainer
-        assert trainer is not None
-        groups, metrics = self._ready().of_all_ranks(module.iteration, module.role_versions)
-        counted = [[rollout for rollout in group if rollout.trained] for group in groups]
-        self._ready().observe(prompts, counted)
-        module.record(metrics | set_metrics(counted, prompts.shares()))
-        if prompts.dropped:
-            module.record({"data/prompts_dropped": float(prompts.dropped)})
-        self.generated = [rollout for group in groups for rollout in group]
-        call_hook(trainer, "on_collect_end", rollouts)
+    def _collected(self, batch: Batch) -> None:
+        """Record what was collected on all ranks, and show it to callbacks."""
+        assert self.trainer is not None
+        self._module().record(batch.metrics)
+        self.generated = [rollout for group in batch.groups for rollout in group]
+        call_hook(self.trainer, "on_collect_end", batch.rollouts)
 
-    def _experts(self, iteration: int) -> list[Rollout]:
-        """Return this rank's share of an iteration's expert rows."""
-        assert self.expert_prompts is not None
-        count = self.expert_per_iteration
-        return expert_rollouts(self.expert_prompts, count, iteration, self._tokenizer)
+    def _last_iteration(self) -> int | None:
+        """Return the number of iterations after which the run ends; None if it has no limit."""
+        epochs = None if self.trainer is None else self.trainer.max_epochs
+        if self._loader is None or epochs is None or epochs <= 0:
+            return None
+        return self._loader.first + epochs * self._epoch()
 
     def _reward_state(self, iteration: int) -> TrainerState:
-        total, length = self._ready().source.iterations or -1, self.iterations_per_epoch
+        total, length = self._last_iteration() or -1, self.iterations_per_epoch
         return TrainerState(
             global_step=iteration,
             max_steps=total,
@@ -591,25 +467,21 @@ class RLDataModule(CollectingDataModule):
 
     @property
     def evaluates(self) -> bool:
-        return self.eval_prompts is not None
+        return self.evaluation is not None
 
     def evaluate(self) -> tuple[list[Rollout], dict[str, float]]:
         """Generate and grade rollouts of the held-out prompts, always with the same seeds.
 
         Raises:
-            ConfigError: without ``eval_prompts``, or if one of ``eval_metrics`` fails.
+            ConfigError: without an ``evaluation``, or if one of its ``metrics`` fails.
         """
-        if self.eval_prompts is None:
+        if self.evaluation is None:
             raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
-        clock = self._module().clock
-        groups = self.evaluation.groups(self.eval_limit)
-        with clock("eval"), self._ready().yielding():
-            pipeline = self._made_pipeline(self.evaluation.tasks)
-            rollouts = pipeline.complete_together(groups, self.eval_sampling)
-        return rollouts, self.evaluation.all_metrics(rollouts)
+        with self._module().clock("eval"), self._ready().yielding():
+            return self.held_out.run(self._pipeline(self.held_out.tasks))
 
     def scores(self, done: list[Rollout]) -> dict[str, dict[str, float]]:
-        return self.evaluation.scores(done)
+        return self.held_out.scores(done)
 
     def try_out(self, groups: int, group_size: int) -> list[Rollout]:
         """Return graded rollouts of the first prompts, without using up any prompts of the

@@ -24,7 +24,7 @@ def three_iterations(bench: Bench) -> None:
     if bench.tiny:
         for rows in out.glob("*.jsonl"):
             rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:64]))
-    small = ["--data.groups_per_iteration=2", "--data.eval_limit=2"] if bench.tiny else []
+    small = ["--data.groups_per_iteration=2", "--data.evaluation.limit=2"] if bench.tiny else []
     steps = 5 if bench.tiny else 1500
     _run(
         bench,
@@ -42,7 +42,7 @@ def three_iterations(bench: Bench) -> None:
         f"--config={CONFIGS / 'grpo.yaml'}",
         f"--model.model={warm}",
         f"--data.train_prompts.path={out / 'train.jsonl'}",
-        f"--data.eval_prompts.path={out / 'heldout.jsonl'}",
+        f"--data.evaluation.prompts.path={out / 'heldout.jsonl'}",
         "--data.iterations_per_epoch=3",
         f"--trainer.logger.save_dir={out}",
         *small,

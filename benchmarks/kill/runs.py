@@ -51,15 +51,18 @@ def configuration(
     options = {
         "train_prompts": {"class_path": "JSONLPrompts",
                           "init_args": {"path": str(data / "train.jsonl")}},
-        "eval_prompts": {"class_path": "JSONLPrompts",
-                         "init_args": {"path": str(data / "heldout.jsonl")}},
+        "evaluation": {
+            "prompts": {"class_path": "JSONLPrompts",
+                        "init_args": {"path": str(data / "heldout.jsonl")}},
+            "limit": 4,
+        },
         "rewards": ["recipes.sort_digits.reward.exact_match",
                     "benchmarks.kill.runs.distinct_digits"],
         "engine": {"class_path": engine, "init_args": started},
         "collector": {"class_path": collector},
         "sampling": {"max_tokens": 10},
         "groups_per_iteration": GROUPS, "group_size": GROUP_SIZE,
-        "iterations_per_epoch": PER_EPOCH, "eval_limit": 4,
+        "iterations_per_epoch": PER_EPOCH,
     }  # fmt: skip
     if program:
         script = str(Path(__file__).with_name("program.py"))

@@ -163,7 +163,7 @@ RUNS: dict[str, Run] = {
             f"{PROGRAM}/grpo.yaml",
             *("--data.iterations_per_epoch", "3"),
             *("--data.groups_per_iteration", "4"),
-            *("--data.eval_samples", "1"),
+            *("--data.evaluation.samples", "1"),
             *("--data.agent.max_concurrency", "1"),
         ),
         warm_started(PROGRAM),

@@ -62,7 +62,7 @@ def run(engine: Engine, reward: Reward, collector: Collector, seed: int) -> Cloc
         reward=reward,
         seed=seed,
         collector=collector,
-        eval_prompts=JSONLPrompts(str(OUT / "heldout.jsonl")),
+        evaluation=JSONLPrompts(str(OUT / "heldout.jsonl")),
     )
     clock = Clock()
     callbacks = [WeightSync(), Evaluate(1000, before_training=False), clock]

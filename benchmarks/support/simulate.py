@@ -21,6 +21,7 @@ from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
+from lightning_rl.collect.selection import GroupSelection
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -222,6 +223,15 @@ class CountedPrompts:
     def __init__(self) -> None:
         self.drawn = 0
 
+    dropped = 0
+
+    def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Nothing is learned from groups."""
+
+    def shares(self) -> dict[str, float]:
+        """There are no sets."""
+        return {}
+
     def draw(self, count: int) -> list[Prompt]:
         """The next ones."""
         self.drawn += count
@@ -336,9 +346,8 @@ def simulate(
             sampling,
             iterations=None if ahead else iterations,
         )
-        collection = Collection(
-            pipeline, collector, source, filters, 1000, refill_seconds, refill_seconds is not None
-        )
+        selection = GroupSelection(list(filters), 1000, refill_seconds, refill_seconds is not None)
+        collection = Collection(pipeline, collector, source, selection)
         try:
             for iteration in range(first, iterations):
                 source.begin(iteration)

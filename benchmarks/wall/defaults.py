@@ -30,7 +30,7 @@ def configuration(task: Task, folder: Path) -> Path:
     """The recipe's, for the task, without a word about the machine, and with TRL's one update."""
     config = yaml.safe_load(CONFIG.read_text())
     model, data = config["model"]["init_args"], config["data"]["init_args"]
-    del data["engine"], data["eval_prompts"], config["trainer"]["devices"]
+    del data["engine"], data["evaluation"], config["trainer"]["devices"]
     model |= {"model": str(task.model), "minibatches": 1}
     model["optimizer"]["init_args"]["lr"] = 1e-4
     data["train_prompts"]["init_args"]["path"] = str(task.prompts)

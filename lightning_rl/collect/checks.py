@@ -40,7 +40,7 @@ def check_collecting(
         raise ConfigError(
             f"sampling.structured_outputs={sampling.structured_outputs.as_dict()} restricts which "
             "tokens can be sampled, but the trainer scores them without that restriction, so its "
-            "probability ratios would not start at 1; set it in data.eval_sampling only, or reward "
+            "probability ratios would not start at 1; set it in data.evaluation only, or reward "
             "the format instead"
         )
 
@@ -116,12 +116,14 @@ def check_rollouts(groups_per_iteration: int, group_size: int) -> None:
         )
 
 
-def check_policies(count: int, *, streams: bool, buffer: bool, experts: bool) -> None:
+def check_policies(count: int, *, streams: bool, buffer: bool, demonstrations: bool) -> None:
     """Check that several policies can share the collected rollouts."""
     reasons = {
         "data.collector=StreamedCollector supports a single one; use SyncCollector": streams,
         "data.buffer measures staleness by a single version; leave it out": buffer,
-        "data.expert_prompts do not say which one imitates them; train by SFT first": experts,
+        "data.demonstrations do not say which one imitates them; train by SFT first": (
+            demonstrations
+        ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if count > 1 and reason is not None:
@@ -172,7 +174,7 @@ def check_streaming(
     aggregation: Aggregation,
     *,
     buffer: bool,
-    experts: bool,
+    demonstrations: bool,
     of_batch: Sequence[str],
     filtered_minibatches: bool,
     sharded: bool,
@@ -187,10 +189,9 @@ def check_streaming(
         f"model's {' and '.join(whole)} may need the whole batch": bool(whole),
         f"the reward {', '.join(of_batch)} needs the whole batch": bool(of_batch),
         "data.buffer mixes other groups into the batch": buffer,
-        "data.expert_prompts adds rows to the batch": experts,
-        "data.filters leave open which groups are in the first of several model.minibatches": (
-            filtered_minibatches
-        ),
+        "data.demonstrations adds rows to the batch": demonstrations,
+        "data.selection.filters leaves open which groups are in the first of several "
+        "model.minibatches": filtered_minibatches,
         "sharded weights are gathered by all ranks at once": sharded,
         "engine.sleep_level requires an engine that is idle while the trainer trains": sleeps,
         "rank 0 collects for all ranks from one engine": shared,
@@ -207,23 +208,10 @@ def check_streaming(
 _INSTEAD = ", or parts that need one group at a time (GRPO, GAE with whiten=false, TokenMean)"
 
 
-def check_experts(advantage: Advantage, objective: Objective) -> None:
-    """Check that the loss and the advantage support expert rows, which have no reward."""
+def check_demonstrations(advantage: Advantage, objective: Objective) -> None:
+    """Check that the loss and the advantage support demonstrations, which have no reward."""
     if not isinstance(objective.loss, SFTMix) or advantage.min_group_size < 2:
         raise ConfigError(
-            "data.expert_prompts adds rows without a reward; set model.loss: SFTMix and an "
+            "data.demonstrations adds rows without a reward; set model.loss: SFTMix and an "
             f"advantage that compares the rollouts of a group (not {type(advantage).__name__})"
         )
-
-
-def room_for_prompts(max_length: int, sampling: Sampling) -> int:
-    """Return how many tokens a prompt may have if prompt and completion share ``max_length``
-    tokens.
-    """
-    room = max_length - sampling.max_tokens
-    if room < 1:
-        raise ConfigError(
-            f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
-            f"engine's {max_length} tokens; lower it or raise engine.max_model_len"
-        )
-    return room

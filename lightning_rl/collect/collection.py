@@ -5,16 +5,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_rl.collect.collector import Collector, GroupFilter
+from lightning_rl.collect.collector import Collector
+from lightning_rl.collect.demonstrations import DemonstrationRows
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.replay_buffer import ReplayBuffer
-from lightning_rl.collect.selection import GroupSelection
-from lightning_rl.collect.stats import rollout_metrics, waste_metrics
+from lightning_rl.collect.selection import GroupSelection, SelectedGroups
+from lightning_rl.collect.stats import rollout_metrics, set_metrics, waste_metrics
 from lightning_rl.collect.streamed import Consumer, StreamedCollector
-from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.rollout import Group, Prompt, Rollout
 from lightning_rl.run.loop.background import run_async, runtime
@@ -22,10 +22,26 @@ from lightning_rl.run.processes import dist
 from lightning_rl.run.processes.cores import beside_engine
 
 
-class Collection:
-    """Collects batches: takes groups from a collector, grades them, replaces those filters reject.
+@dataclass(frozen=True)
+class Batch:
+    """What an iteration collected.
 
-    ``next`` gives one iteration's rollouts, and ``state_dict`` everything that a later one needs.
+    Args:
+        rollouts: this rank's rollouts to train on.
+        groups: all ranks' groups as they were graded, in the order of their places; on several
+            ranks without logprobs, and of prompts only the id.
+        metrics: the metrics of these groups.
+    """
+
+    rollouts: list[Rollout]
+    groups: list[Group]
+    metrics: dict[str, float]
+
+
+class Collection:
+    """Collects the batches of a run: takes graded groups from a collector, and selects among them.
+
+    ``next`` gives one iteration's batch, and ``state_dict`` everything that a later one needs.
 
     Attributes describe the last batch: the ``selection`` of its groups, all rollouts ``generated``,
     and the ``seconds`` that they took. A collector that works while the trainer trains has had the
@@ -35,45 +51,40 @@ class Collection:
         pipeline: generates and grades.
         collector: decides when which group is generated.
         source: issues the groups.
-        filters: rejected groups are replaced by groups of new prompts (DAPO's dynamic sampling).
-        max_rounds: draw at most ``max_rounds * source.num_groups`` groups per batch.
-        refill_seconds: issue no further groups for a batch after so many seconds; None: no limit.
-        train_on_rest: groups that are still missing then are made up by the last that filters
-            rejected, in place of an error; what is still written after ``refill_seconds`` as a
-            replacement is evicted, and what is finished is kept.
+        selection: which groups are trained on, and what replaces the others.
         buffer: keeps the groups, and adds older ones to each batch; None: none.
-        experts: given an iteration, returns rollouts to imitate beside its own; None: none.
+        demonstrations: are imitated beside the groups; None: none.
+        stream: works on complete groups while the others are generated; None: nothing does.
+        meanwhile: called again and again while a batch is awaited; may push weights.
+        collected: called with the groups just collected, before older ones and demonstrations
+            join them; may change their rewards.
     """
-
-    stream: Consumer | None = None
-    """The part of an update that is done while the batch is still being written."""
-    meanwhile: Callable[[], None] | None = None
-    """Called again and again while a batch is awaited; may push weights."""
 
     def __init__(
         self,
         pipeline: RolloutPipeline,
         collector: Collector,
         source: GroupSource,
-        filters: Sequence[GroupFilter] = (),
-        max_rounds: int = 1,
-        refill_seconds: float | None = None,
-        train_on_rest: bool = False,
+        selection: GroupSelection = GroupSelection(),
         buffer: ReplayBuffer | None = None,
-        experts: Callable[[int], list[Rollout]] | None = None,
+        demonstrations: DemonstrationRows | None = None,
+        stream: Consumer | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        collected: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
         self.pipeline = pipeline
         self.collector = collector
         self.source = source
-        seconds = math.inf if refill_seconds is None else refill_seconds
-        self.selection = GroupSelection(source, filters, max_rounds, seconds, train_on_rest)
+        self.selection = SelectedGroups(source, selection)
         self.buffer = buffer
-        self.experts = experts
+        self.demonstrations = demonstrations
+        self._stream = stream
+        self._meanwhile = meanwhile
+        self._collected = collected
         self._acked: float | None = None
         self._cancelled: int | None = None  # tokens of cancelled requests, when last counted
         self.clear()
-        collector.bind(pipeline, source)
-        collector.refill = self.selection if filters else None
+        collector.bind(pipeline, source, self.selection if self.selection.filters else None)
 
     def clear(self) -> None:
         """Forget the last batch."""
@@ -83,40 +94,47 @@ class Collection:
         self._ahead: dict[str, float] = {}
 
     def next(
-        self, iteration: int, version: int, tell: Callable[[list[Rollout]], None] | None = None
-    ) -> list[Rollout]:
-        """This rank's share of what an iteration trains on.
+        self,
+        iteration: int,
+        version: int,
+        last: int | None = None,
+        versions: Mapping[str, int] | None = None,
+    ) -> Batch:
+        """Return what an iteration trains on.
 
         Args:
             iteration: its number, from 0 on.
-            version: of the trainer's weights.
-            tell: called with the rollouts just collected, before older ones and experts join them.
+            version: the version of the trainer's weights.
+            last: number of iterations of the run, beyond which no collector works ahead; None: no
+                limit.
+            versions: the versions of several policies, by the roles that they play.
 
         Raises:
             EngineError: if the engine is not ready, or fails.
-            FilterError: if too few groups were kept within ``max_rounds`` or
-                ``refill_seconds``, and ``train_on_rest`` is not set.
+            FilterError: if filters kept too few groups, and ``fill_with_rejected`` is not set.
             RewardError: if too large a share could not be graded.
         """
-        if self.stream is not None:
-            self.stream.begin(self.source.num_groups)
-        rollouts = self.collect(iteration)
-        if tell is not None:
-            tell(rollouts)
+        if self._stream is not None:
+            self._stream.begin(self.source.num_groups)
+        rollouts = self.collect(iteration, last)
+        groups, metrics = self.of_all_ranks(version, versions)
+        batch = Batch(rollouts, groups, metrics | self.observe(groups))
+        self._collected(batch)
         groups = list(map(self._finished, self.selection.kept))
         if self.buffer is not None:
             groups = self.buffer.exchange(groups, version)
         rollouts = [rollout for group in groups for rollout in group]
-        if self.experts is not None:
-            rollouts += self.experts(iteration)
+        if self.demonstrations is not None:
+            rollouts += self.demonstrations.rollouts(iteration, self.pipeline.tokenizer)
         self.ack()
-        if self.stream is not None:
-            self.stream.finish([rollout for rollout in rollouts if rollout.graded])
-        return rollouts
+        if self._stream is not None:
+            self._stream.finish([rollout for rollout in rollouts if rollout.graded])
+        return replace(batch, rollouts=rollouts)
 
-    def collect(self, iteration: int) -> list[Rollout]:
-        """This rank's share of an iteration's groups that all filters keep; held until ``ack``."""
+    def collect(self, iteration: int, last: int | None = None) -> list[Rollout]:
+        """Return this rank's share of the groups that all filters keep; held until ``ack``."""
         self.clear()
+        self.source.iterations = last
         engine = self.pipeline.engine
         if self._cancelled is None:
             self._cancelled = engine.cancelled_tokens
@@ -144,9 +162,9 @@ class Collection:
         if self.collector.works_between_batches and since is not None:
             begin, self._acked = since, None
         with self.pipeline.clock("generate"):
-            if self.stream is not None and isinstance(self.collector, StreamedCollector):
-                seconds = self._work_ahead(self.collector, iteration, count, seconds, self.stream)
-            groups = run_async(self.in_loop(iteration, count, seconds), meanwhile=self.meanwhile)
+            if self._stream is not None and isinstance(self.collector, StreamedCollector):
+                seconds = self._work_ahead(self.collector, iteration, count, seconds, self._stream)
+            groups = run_async(self.in_loop(iteration, count, seconds), meanwhile=self._meanwhile)
         self.seconds += time.perf_counter() - begin
         self.pipeline.grade(groups)
         return groups
@@ -220,11 +238,9 @@ class Collection:
     def of_all_ranks(
         self, version: int, versions: Mapping[str, int] | None = None
     ) -> tuple[list[Group], dict[str, float]]:
-        """Every rank's groups of the last batch in the order of their places, and what they say.
+        """Return every rank's groups of the last batch in the order of their places, and metrics.
 
-        ``versions``: of several policies, by the roles that they play.
-
-        On several ranks without logprobs, and of prompts only the id: less to send.
+        On several ranks they come without logprobs, and of prompts only the id: less to send.
         """
         groups = in_groups(self.generated)
         if dist.world_size() > 1:
@@ -241,8 +257,8 @@ class Collection:
         before, self._cancelled = self._cancelled or 0, self.pipeline.engine.cancelled_tokens
         return float(self._cancelled - before)
 
-    def observe(self, prompts: PromptDataset, groups: Sequence[Group]) -> None:
-        """Tell prompts of all ranks' groups: on each rank after the same number of draws.
+    def observe(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Show the prompts all ranks' groups, after the same number of draws; return their metrics.
 
         Filters make ranks draw more or fewer prompts, and what works ahead draws at any time. A
         curriculum or mixture needs all to learn, and to go on, from one place.
@@ -251,9 +267,13 @@ class Collection:
         async def in_loop() -> None:  # where prompts are drawn: none is, while ranks agree
             if not self.pipeline.engine.serves_all_ranks:
                 self.source.catch_up(int(dist.all_reduce_max(self.source.drawn)))
-            prompts.observe(groups)
+            prompts.observe(counted)
 
+        prompts = self.source.prompts
+        counted = [[rollout for rollout in group if rollout.trained] for group in groups]
         run_async(in_loop())
+        dropped = {"data/prompts_dropped": float(prompts.dropped)} if prompts.dropped else {}
+        return set_metrics(counted, prompts.shares()) | dropped
 
     def ack(self) -> None:
         """Acknowledge the batch, so that the collector can start the next one."""

@@ -38,7 +38,8 @@ class Collector(ABC):
     It remembers every issued group until ``ack`` says that the group became part of a batch. This
     is what a checkpoint holds, so that no prompt is lost or trained on twice.
 
-    ``pipeline`` (generates and grades) and ``source`` (issues groups) belong to the current run.
+    ``pipeline`` (generates and grades), ``source`` (issues groups) and ``refill`` (says which
+    groups need a replacement; None: none does) belong to the current run.
     """
 
     works_between_batches = False
@@ -46,8 +47,7 @@ class Collector(ABC):
 
     pipeline: RolloutPipeline
     source: GroupSource
-    refill: Refill | None = None
-    """Set if filters may reject groups: ``take`` may then also return replacements for them."""
+    refill: Refill | None
 
     def __init__(self) -> None:
         self._issued: dict[str, Group] = {}
@@ -66,9 +66,14 @@ class Collector(ABC):
                 "self.pipeline and self.source, and call self.issue() without arguments"
             ) from error
 
-    def bind(self, pipeline: RolloutPipeline, source: GroupSource) -> None:
-        """Store the pipeline and the source of a run; called before its first batch."""
-        self.pipeline, self.source = pipeline, source
+    def bind(
+        self, pipeline: RolloutPipeline, source: GroupSource, refill: Refill | None = None
+    ) -> None:
+        """Store the parts of a run; called before its first batch.
+
+        With ``refill``, filters may reject groups, and ``take`` may return replacements for them.
+        """
+        self.pipeline, self.source, self.refill = pipeline, source, refill
 
     @abstractmethod
     async def take(self, count: int) -> list[Group]:

@@ -48,7 +48,7 @@ class PromptSet:
         sampling: all its sampling settings, with defaults for those not given; None: the data
             module's.
         group_size: rollouts per prompt; None: the data module's ``group_size``, or
-            ``eval_samples``.
+            ``evaluation.samples``.
         success_reward: a rollout with at least this reward counts as correct; None: the data
             module's.
 

@@ -5,14 +5,54 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_rl.collect.collector import GroupFilter
 from lightning_rl.collect.pipeline import GroupSource
-from lightning_rl.errors import FilterError
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import FilterError, require_at_least, require_finite
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
 
 
+@configurable
+@dataclass(frozen=True)
 class GroupSelection:
+    """Which groups are trained on, and what replaces the others.
+
+    Args:
+        filters: groups rejected by any of them are replaced by groups of new prompts (DAPO's
+            dynamic sampling).
+        max_batches: at most this many times ``groups_per_iteration`` groups are generated for one
+            batch, after which the run stops.
+        seconds: no replacement begins later than this many seconds after the batch; None: no limit.
+        fill_with_rejected: when nothing more may be generated, fill the batch with the groups that
+            filters rejected last, instead of stopping the run. Replacements still being generated
+            after ``seconds`` are evicted.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    filters: list[GroupFilter] | None = None
+    max_batches: int = 40
+    seconds: float | None = None
+    fill_with_rejected: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least(1, **{"selection.max_batches": self.max_batches})
+        require_finite(**{"selection.seconds": self.seconds})
+        require_at_least(0, **{"selection.seconds": self.seconds})
+
+
+def as_selection(given: Any) -> Any:
+    """Convert filters to a selection by them; return anything else unchanged."""
+    if isinstance(given, GroupFilter):
+        return GroupSelection([given])
+    return GroupSelection(list(given)) if isinstance(given, list | tuple) else given
+
+
+class SelectedGroups:
     """Fills a batch with groups that all filters keep; tells collectors when to replace others.
 
     Attributes describe the present batch: all groups ``taken`` from the collector, those ``kept``,
@@ -21,26 +61,13 @@ class GroupSelection:
 
     Args:
         source: its ``num_groups`` is the size of the batch.
-        filters: each keeps or rejects a graded group.
-        max_rounds: draw at most ``max_rounds * num_groups`` groups per batch.
-        refill_seconds: issue no further groups for a batch after so many seconds.
-        train_on_rest: groups that are still missing then are made up by the last rejected ones, in
-            place of an error.
+        selection: the filters, and the limits of replacing what they reject.
     """
 
-    def __init__(
-        self,
-        source: GroupSource,
-        filters: Sequence[GroupFilter] = (),
-        max_rounds: int = 1,
-        refill_seconds: float = math.inf,
-        train_on_rest: bool = False,
-    ) -> None:
+    def __init__(self, source: GroupSource, selection: GroupSelection) -> None:
         self.source = source
-        self.filters = filters
-        self.max_rounds = max_rounds
-        self.refill_seconds = refill_seconds
-        self.train_on_rest = train_on_rest
+        self.settings = selection
+        self.filters = selection.filters or []
         self._warned = False
         self._clock: Callable[[], float] = time.monotonic
         self.clear()
@@ -61,9 +88,10 @@ class GroupSelection:
         At the end ``source.num_groups`` groups are kept.
 
         Raises:
-            FilterError: if they are not, and ``train_on_rest`` is not set.
+            FilterError: if they are not, and ``fill_with_rejected`` is not set.
         """
-        self._clock, self._end = clock, clock() + self.refill_seconds
+        seconds = math.inf if self.settings.seconds is None else self.settings.seconds
+        self._clock, self._end = clock, clock() + seconds
         while missing := self.source.num_groups - len(self.kept):
             if self.taken and not self.may_refill(0):
                 self._make_up(missing)
@@ -78,11 +106,11 @@ class GroupSelection:
         return graded and self.verdict(group) is not None
 
     def may_refill(self, drawn: int) -> bool:
-        within = len(self.taken) + drawn < self.max_rounds * self.source.num_groups
+        within = len(self.taken) + drawn < self.settings.max_batches * self.source.num_groups
         return within and self._clock() < self._end
 
     def seconds_to_evict(self) -> float:
-        return self._end - self._clock() if self.train_on_rest else math.inf
+        return self._end - self._clock() if self.settings.fill_with_rejected else math.inf
 
     def verdict(self, group: Group) -> GroupFilter | None:
         """Return the first filter that rejects a graded group, asking each at most once."""
@@ -105,14 +133,14 @@ class GroupSelection:
                 rollout.status = RolloutStatus.SKIPPED
 
     def _make_up(self, missing: int) -> None:
-        """Fill the batch with the groups rejected last, if ``train_on_rest`` is set."""
-        if not self.train_on_rest:
+        """Fill the batch with the groups rejected last, if ``fill_with_rejected`` is set."""
+        if not self.settings.fill_with_rejected:
             raise FilterError(
                 f"of {len(self.taken)} groups generated only {len(self.kept)} of "
                 f"groups_per_iteration={self.source.num_groups} groups passed the filters "
                 f"({self.tell()}): the prompts are exhausted, too easy or too hard; raise "
-                "max_rounds (or refill_seconds), change the prompts, drop the filter, or set "
-                "train_on_rest: true"
+                "selection.max_batches (or seconds), change the prompts, drop the filter, or set "
+                "selection.fill_with_rejected: true"
             )
         for group, completed in self._set_aside[-missing:]:
             for rollout in completed:
@@ -123,8 +151,8 @@ class GroupSelection:
             self._warned = True
             warnings.warn(
                 f"{missing} of groups_per_iteration={self.source.num_groups} groups are ones that "
-                f"filters rejected ({self.tell()}), because max_rounds or refill_seconds left no "
-                "time for others; raise them, or change the prompts or filters. The metric "
+                f"filters rejected ({self.tell()}), because selection.max_batches or seconds left "
+                "no time for others; raise them, or change the prompts or filters. The metric "
                 "filter/made_up has their number in every iteration",
                 stacklevel=2,
             )
@@ -136,5 +164,7 @@ class GroupSelection:
 
     def metrics(self) -> dict[str, float]:
         """Return how many groups each filter rejected, and how many were made up."""
-        made_up = {"filter/made_up": float(self.made_up)} if self.train_on_rest else {}
+        made_up = (
+            {"filter/made_up": float(self.made_up)} if self.settings.fill_with_rejected else {}
+        )
         return {f"filter/{name}": float(n) for name, n in self.rejected.items()} | made_up

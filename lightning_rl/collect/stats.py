@@ -353,12 +353,12 @@ def own_metrics(
             told = function(rollouts)
         except Exception as error:
             raise ConfigError(
-                f"data.eval_metrics: {name} raised {type(error).__name__}: {error}"
+                f"data.evaluation.metrics: {name} raised {type(error).__name__}: {error}"
             ) from error
         for key, value in _numbers(name, told).items():
             if f"eval/{key}" in {**known, **metrics}:
                 raise ConfigError(
-                    f"data.eval_metrics: {name} returns {key!r}, but eval/{key} is already "
+                    f"data.evaluation.metrics: {name} returns {key!r}, but eval/{key} is already "
                     "recorded; use another name"
                 )
             metrics[f"eval/{key}"] = value
@@ -368,7 +368,7 @@ def own_metrics(
 def _numbers(name: str, told: Any) -> dict[str, float]:
     if not isinstance(told, Mapping) or not all(isinstance(v, Real) for v in told.values()):
         raise ConfigError(
-            f"data.eval_metrics: {name} returned {told!r:.80}; it must return numbers by name, as "
-            '{"majority": 0.5}'
+            f"data.evaluation.metrics: {name} returned {told!r:.80}; it must return numbers by "
+            'name, as {"majority": 0.5}'
         )
     return {str(key): float(value) for key, value in told.items()}

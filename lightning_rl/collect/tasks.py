@@ -1,10 +1,11 @@
 """Task: the agent, sampling and rewards that a set of prompts gets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_rl.agents.base import Agent, new_rollouts
-from lightning_rl.collect.mixture import Mixture, PromptSet
+from lightning_rl.collect.base import Hanging
+from lightning_rl.collect.mixture import Mixture, PromptSet, naming
 from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.sampling import Sampling
@@ -25,11 +26,11 @@ class Task:
     name: str
     prompts: PromptDataset
     agent: Agent
-    plan: GroupPlan
     rewards: Rewards
     sampling: Sampling
     group_size: int
     success_reward: float
+    plan: GroupPlan = field(default_factory=GroupPlan)
 
     def new_groups(self, limit: int | None, seed: int, iteration: int) -> list[Group]:
         """Return empty groups of the first ``limit`` prompts (None: all).
@@ -80,17 +81,17 @@ def tasks_of(
                 "RLDataModule.rewards: is missing; name at least one reward function (only sets "
                 "of a Mixture may have their own)"
             )
-        return [Task("", prompts, agent, plan, rewards, sampling, group_size, success_reward)]
+        return [Task("", prompts, agent, rewards, sampling, group_size, success_reward, plan)]
     return [
         Task(
             one.name,
             one.prompts,
             agent if one.agent is None else one.agent,
-            plan if one.plan is None else one.plan,
             _rewards_of(one, rewards),
             one.sampling or sampling,
             one.group_size or group_size,
             success_reward if one.success_reward is None else one.success_reward,
+            plan if one.plan is None else one.plan,
         )
         for one in prompts.sets
     ]
@@ -116,3 +117,58 @@ def grader_of(tasks: Sequence[Task]) -> Rewards | RewardsBySet:
 def by_name(tasks: Sequence[Task]) -> dict[str, Task]:
     """Return tasks by the name of their prompt set; an unnamed task is left out."""
     return {task.name: task for task in tasks if task.name}
+
+
+def agents_of(tasks: Sequence[Task], *others: Agent) -> list[Agent]:
+    """Return the agents of all tasks, and others before them, without duplicates."""
+    agents = (*others, *(task.agent for task in tasks))
+    return list({id(agent): agent for agent in agents}.values())
+
+
+def rewards_of(tasks: Sequence[Task]) -> list[Rewards]:
+    """Return the rewards of all tasks, without duplicates."""
+    return list(dict.fromkeys(task.rewards for task in tasks))
+
+
+def room_for_prompts(max_length: int, sampling: Sampling) -> int:
+    """Return how many tokens a prompt may have if prompt and completion share ``max_length``
+    tokens.
+    """
+    room = max_length - sampling.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
+            f"engine's {max_length} tokens; lower it or raise engine.max_model_len"
+        )
+    return room
+
+
+def hanging_reward(tasks: Sequence[Task]) -> Hanging | None:
+    """Return the reward of these tasks that is being called in its own thread; None if none is."""
+    found = next((call for rewards in rewards_of(tasks) if (call := rewards.hanging())), None)
+    if found is None:
+        return None
+    advice = "Isolated gives a reward a time limit; if it may take that long"
+    return Hanging(f"reward {found[0]}", found[1], advice)
+
+
+def require_room(tasks: Sequence[Task], max_length: int) -> None:
+    """Check that prompt and completion fit into an engine's ``max_length`` tokens together.
+
+    Raises:
+        ConfigError: naming the prompt set whose completions leave no room.
+    """
+    for task in tasks:
+        with naming(task.name):
+            room_for_prompts(max_length, task.sampling)
+
+
+def bound_prompts(tasks: Sequence[Task], max_length: int) -> None:
+    """Limit the tasks' prompts to what an engine's ``max_length`` tokens leave beside completions.
+
+    Raises:
+        ConfigError: naming the prompt set whose completions leave no room.
+    """
+    for task in tasks:
+        with naming(task.name):
+            task.prompts.bound(room_for_prompts(max_length, task.sampling))

@@ -94,8 +94,8 @@ def put_heldout(given: Given, result: Conversion, path: str | None) -> None:
         found = _prompts(given, "dataset_test_split")
     if found is None:
         found = prompts_from("HELDOUT.jsonl", split)
-        result.missing.append(f"data.eval_prompts: held-out prompts (dataset_test_split {split})")
-    result.put("data.eval_prompts", found)
+        result.missing.append(f"data.evaluation.prompts: those of dataset_test_split {split}")
+    result.put("data.evaluation.prompts", found)
 
 
 def _reward(name: str) -> Any:

@@ -123,8 +123,8 @@ def _sampling(given: Given, result: Conversion) -> None:
     if "top_k" in said:
         said["top_k"] = max(0, said["top_k"])
     longest = given[_EVAL + "sampling.max_completion_tokens"] or longest
-    result.put("data.eval_sampling", {"max_tokens": longest} | said)
-    result.put("data.eval_samples", given[_EVAL + "group_size"])
+    result.put("data.evaluation.sampling", {"max_tokens": longest} | said)
+    result.put("data.evaluation.samples", given[_EVAL + "group_size"])
 
 
 def _sources(given: Given, result: Conversion) -> int:
@@ -145,7 +145,7 @@ def _sources(given: Given, result: Conversion) -> int:
         result.put_class("data.train_prompts", "Mixture", sets=train)
     if given.has("orchestrator.eval"):
         held = [_set(given, result, _EVAL, source) for source in given[_EVAL + "source"] or []]
-        result.put_class("data.eval_prompts", "Mixture", sets=held)
+        result.put_class("data.evaluation.prompts", "Mixture", sets=held)
     return size
 
 
@@ -182,7 +182,7 @@ def _set(given: Given, result: Conversion, place: str, source: dict[str, Any]) -
 def _gates(own: Given, result: Conversion) -> None:
     name = _TRAIN + "source.curriculum.gates"
     for gate in (own[name] or {}).values():
-        result.put("data.filters", [instance("RewardSpread")])
+        result.put("data.selection.filters", [instance("RewardSpread")])
         if gate not in ({"type": "advantage_range"}, _ZERO):
             result.leave(
                 own, name, "RewardSpread is written: only groups without a spread are left out"

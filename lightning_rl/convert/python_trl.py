@@ -187,7 +187,7 @@ def _rewards(rewards: Any, result: ReadScript) -> None:
 
 def _data(split: str, data: Any, result: ReadScript) -> None:
     """Follow a data set back to where it is loaded, noting how the script changes its rows."""
-    name = {"train": "data.train_prompts", "test": "data.eval_prompts"}[split]
+    name = {"train": "data.train_prompts", "test": "data.evaluation.prompts"}[split]
     changed: list[str] = []
     part = None
     while isinstance(data, Called) and isinstance(data.receiver, Called):

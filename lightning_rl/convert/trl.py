@@ -213,10 +213,10 @@ def _callbacks(given: Given, result: Conversion, steps: int, heldout: str | None
             )
         )
         samples = given["num_generations_eval"] or given.look("num_generations")
-        result.put("data.eval_samples", samples)
+        result.put("data.evaluation.samples", samples)
         put_heldout(given, result, heldout)
     elif heldout is not None:
-        result.put("data.eval_prompts", prompts_from(heldout, given["dataset_test_split"]))
+        result.put("data.evaluation.prompts", prompts_from(heldout, given["dataset_test_split"]))
         result.remarks.append(
             "eval_strategy no: the held-out prompts are read by `lightning-rl validate`; for "
             "evaluations while it trains, add the callback Evaluate"

@@ -133,28 +133,29 @@ def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> No
         train["seed"] = given["data.seed"]
     for theirs, ours, settings in (
         ("data.train_files", "data.train_prompts", train),
-        ("data.val_files", "data.eval_prompts", options),
+        ("data.val_files", "data.evaluation.prompts", options),
     ):
         files = as_list(given[theirs])
         if len(files) > 1:
             result.leave(given, theirs, "the first is written; put several into one file")
-        if not files and ours == "data.eval_prompts":
+        if not files and ours == "data.evaluation.prompts":
             continue
         if not files:
             result.missing.append("data.train_prompts: the file of prompts")
         path = files[0] if files else "PROMPTS.parquet"
         result.put(ours, prompts_from(path, None, **settings))
     if given["data.val_max_samples"] > 0:
-        result.put("data.eval_limit", given["data.val_max_samples"])
+        result.put("data.evaluation.limit", given["data.val_max_samples"])
     if given["algorithm.filter_groups.enable"]:
         if learning.group_size(given) == 1:
             result.leave(given, "algorithm.filter_groups.enable", "a group of one has no variance")
         else:
             part = _part_that_spreads(given, rewards)
             spread = instance("RewardSpread", **({} if part is None else {"part": part}))
-            result.put("data.filters", [spread])
+            result.put("data.selection.filters", [spread])
         if given["algorithm.filter_groups.max_num_gen_batches"] > 0:
-            result.put("data.max_rounds", given["algorithm.filter_groups.max_num_gen_batches"])
+            most = given["algorithm.filter_groups.max_num_gen_batches"]
+            result.put("data.selection.max_batches", most)
     _rewards(given, result, rewards)
 
 
@@ -186,7 +187,7 @@ def _rewards(given: Given, result: Conversion, rewards: Sequence[str] | None) ->
 def _sampling(given: Given, result: Conversion) -> None:
     held_out = _ROLLOUT + "val_kwargs."
     sampled = given[held_out + "do_sample"]
-    for ours, place in (("data.sampling", _ROLLOUT), ("data.eval_sampling", held_out)):
+    for ours, place in (("data.sampling", _ROLLOUT), ("data.evaluation.sampling", held_out)):
         drawn = place == _ROLLOUT or sampled
         settings = {
             "max_tokens": given["data.max_response_length"],
@@ -195,7 +196,7 @@ def _sampling(given: Given, result: Conversion) -> None:
             "top_k": max(0, given[place + "top_k"]),
         }
         result.put(ours, settings)
-    result.put("data.eval_samples", given[held_out + "n"])
+    result.put("data.evaluation.samples", given[held_out + "n"])
 
 
 def _engine(given: Given, result: Conversion) -> None:
@@ -284,8 +285,8 @@ def _callbacks(given: Given, result: Conversion) -> None:
         first = bool(given["trainer.val_before_train"])
         callbacks.append(instance("Evaluate", every_n_iterations=every, before_training=first))
         if given.look("data.val_files") is None:
-            result.missing.append("data.eval_prompts: held-out prompts")
-            result.put("data.eval_prompts", prompts_from("HELDOUT.parquet", None))
+            result.missing.append("data.evaluation.prompts: held-out prompts")
+            result.put("data.evaluation.prompts", prompts_from("HELDOUT.parquet", None))
     if given["trainer.log_val_generations"]:
         shown = given["trainer.log_val_generations"]
         callbacks.append(instance("PreviewTable", num_rollouts=shown))

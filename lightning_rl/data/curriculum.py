@@ -216,6 +216,19 @@ class RepeatedPrompts:
             self._place = (self._place + 1) % self._period
         return drawn
 
+    @property
+    def dropped(self) -> int:
+        """Number of prompts that were too long."""
+        return self._prompts.dropped
+
+    def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Show the data set every graded group."""
+        self._prompts.observe(groups)
+
+    def shares(self) -> dict[str, float]:
+        """Return the expected share of each named set in the groups to come."""
+        return self._prompts.shares()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the data set's state and the repeated prompts; primitives only."""
         kept = [primitives(prompt) for prompt in self._kept]

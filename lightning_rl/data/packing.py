@@ -80,7 +80,7 @@ def _require_scorable(rollouts: Sequence[Rollout]) -> None:
         raise ConfigError(
             f"rollout {held.id!r} was constrained by sampling.structured_outputs: the trainer does "
             "not know which tokens were allowed where, so it cannot score them; use "
-            "structured_outputs in eval_sampling only, or train on such completions by SFT or DPO"
+            "structured_outputs in data.evaluation only, or train on such completions by SFT or DPO"
         )
 
 

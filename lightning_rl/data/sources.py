@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from jsonargparse.typing import register_type
-from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.hub import is_dataset, load_files, load_rows
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.data.tables import DatasetTable, JSONLTable, Table
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
-from lightning_rl.rollout import Rollout, answer_in
-from lightning_rl.run.processes import dist
+from lightning_rl.rollout import answer_in
 from lightning_rl.vision.limits import OWN, PictureAccess
 
 
@@ -321,21 +318,6 @@ _KINDS: dict[str, type[JSONLPrompts | ParquetPrompts | HFDatasetPrompts]] = {
     ".parquet": ParquetPrompts,
     **dict.fromkeys((".json", ".csv", ".tsv", ".arrow"), HFDatasetPrompts),
 }
-
-
-def expert_rollouts(
-    prompts: PromptDataset, count: int, iteration: int, tokenizer: PreTrainedTokenizerBase
-) -> list[Rollout]:
-    """Return this rank's share of the next ``count`` rows with a ``completion``, to be imitated.
-
-    Each is a group by itself, so that its advantage is zero.
-    """
-    rollouts = []
-    for number, prompt in dist.shard(list(enumerate(prompts.draw(count)))):
-        rollout = supervised_rollout(prompt, "completion", tokenizer)
-        rollout.group_id = f"{iteration + 1}/expert/{number}"
-        rollouts.append(rollout)
-    return rollouts
 
 
 def reasoning_gym_score(

@@ -8,38 +8,91 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.checks import (
     check_collecting,
+    check_demonstrations,
     check_groups,
     check_growing,
+    check_policies,
+    check_streaming,
     check_teachers,
 )
-from lightning_rl.collect.collector import Collector, GroupFilter
+from lightning_rl.collect.collector import Collector
+from lightning_rl.collect.demonstrations import DemonstrationRows
 from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
-from lightning_rl.collect.tasks import Task
+from lightning_rl.collect.selection import GroupSelection
+from lightning_rl.collect.streamed import StreamedCollector
+from lightning_rl.collect.tasks import Task, grader_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.base import LearningModule
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.lora_layers import largest_rank, merged_only
+from lightning_rl.run.processes.dist import world_size
 from lightning_rl.vision.reader import reader_of
+
+
+def check_run(
+    module: RolloutModule,
+    tasks: Sequence[Task],
+    collector: Collector,
+    selection: GroupSelection,
+    buffer: ReplayBuffer | None,
+    demonstrations: DemonstrationRows | None,
+    engine: Engine,
+    groups_per_iteration: int,
+    fits: bool,
+) -> None:
+    """Check that the policies can learn from the rollouts that will be collected.
+
+    Args:
+        module: the policies.
+        tasks: the training tasks.
+        collector: decides when each group is generated.
+        selection: which groups are trained on.
+        buffer: mixes older groups into each batch; None: none.
+        demonstrations: are imitated in addition; None: none.
+        engine: generates.
+        groups_per_iteration: groups of all ranks together.
+        fits: True if the run trains; others only collect.
+
+    Raises:
+        ConfigError: naming the conflicting keys, and what to change.
+    """
+    streams = isinstance(collector, StreamedCollector)
+    added = {"buffer": buffer is not None, "demonstrations": demonstrations is not None}
+    check_policies(len(module.policies), streams=streams, **added)
+    for policy in module.policies.values():
+        if fits:
+            check_learning(policy, tasks, collector, selection, buffer, groups_per_iteration)
+        if fits and streams:
+            check_streaming(
+                policy.advantage,
+                policy.aggregation,
+                **added,
+                of_batch=grader_of(tasks).of_batch,
+                filtered_minibatches=bool(selection.filters) and policy.minibatches > 1,
+                sharded=policy.device_mesh is not None,
+                sleeps=engine.sleep_level is not None,
+                shared=engine.serves_all_ranks and world_size() > 1,
+                measures=policy.packs is not None,
+            )
+        if demonstrations is not None:
+            check_demonstrations(policy.advantage, policy.objective)
 
 
 def check_learning(
     policy: OwnLoop,
     tasks: Sequence[Task],
     collector: Collector,
-    filters: Sequence[GroupFilter],
+    selection: GroupSelection,
     buffer: ReplayBuffer | None,
     groups_per_iteration: int,
 ) -> None:
-    """Check that a policy can learn from the collected rollouts.
-
-    Raises:
-        ConfigError: naming the conflicting keys, and what to change.
-    """
+    """Check that a policy can learn from the collected rollouts."""
     for task in tasks:
         with naming(task.name):
-            check_collecting(policy.advantage, filters, task.sampling, task.group_size)
+            filters, size = selection.filters or [], task.group_size
+            check_collecting(policy.advantage, filters, task.sampling, size)
             check_growing(policy.advantage, task.plan)
     check_teachers(policy.advantage, policy.objective.loss, [task.rewards for task in tasks])
     check_groups(groups_per_iteration, policy.minibatches)

@@ -69,7 +69,7 @@ def changes(given: argparse.Namespace, model: str) -> list[str]:
         options["--seed_everything"] = given.seed
     if given.out != OUT:
         options["--data.train_prompts.path"] = given.out / "train.jsonl"
-        options["--data.eval_prompts.path"] = given.out / "heldout.jsonl"
+        options["--data.evaluation.prompts.path"] = given.out / "heldout.jsonl"
         options["--trainer.logger.save_dir"] = given.out
     cores, memory = len(os.sched_getaffinity(0)), memory_bytes()
     if not driver_gpus() and cores > 1 and memory >= 2 * MEMORY_OF_EACH:

@@ -106,7 +106,7 @@ def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, agent=Non
         engine=engine,
         agent=agent or SlowTurns(),
         collector=collector,
-        eval_prompts=numbers(8),
+        evaluation=numbers(8),
         sampling=Sampling(max_tokens=22),
         group_size=4,
         groups_per_iteration=4,

@@ -50,7 +50,7 @@ class Trained(RLCallback):
 def data_module(collector, **options) -> RLDataModule:
     options = {
         "train_prompts": numbers(100, 180, seed=1),
-        "eval_prompts": None,
+        "evaluation": None,
         "rewards": [sevens],
         "group_size": 2,
         "groups_per_iteration": 3,

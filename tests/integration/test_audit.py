@@ -199,10 +199,10 @@ def test_no_field_that_other_files_tell_can_be_forged_with_the_ledger(run):
 AS_NOBODY_FORGED = {
     "all kinds of rows": [
         *("--trainer.callbacks+=Evaluate", "--trainer.callbacks.every_n_iterations=1"),
-        *("--data.eval_prompts=JSONLPrompts", "--data.eval_prompts.path=train.jsonl"),
+        *("--data.evaluation.prompts=JSONLPrompts", "--data.evaluation.prompts.path=train.jsonl"),
         *("--trainer.callbacks+=RolloutRecorder", "--trainer.callbacks+=PreviewTable"),
     ],
-    "filters": ["--trainer.callbacks+=PreviewTable", "--data.filters+=RewardSpread"],
+    "filters": ["--trainer.callbacks+=PreviewTable", "--data.selection.filters+=RewardSpread"],
     "a buffer": [
         *("--trainer.callbacks+=PreviewTable", "--data.buffer=ReplayBuffer"),
         *("--data.buffer.path=buffer.sqlite", "--data.buffer.capacity=6"),

@@ -64,7 +64,7 @@ def test_a_metric_that_no_evaluation_records_is_known_without_one(workplace, cap
     command = ["check", "--config", "good.yaml", "--no_rollout", *saver]
     assert main([*command, "--trainer.callbacks.monitor", "eval/pass@4"]) == 2
     assert "monitor='eval/pass@4'): no such metric" in capsys.readouterr().err
-    samples = ["--trainer.callbacks.monitor", "eval/pass@4", "--data.eval_samples", "4"]
+    samples = ["--trainer.callbacks.monitor", "eval/pass@4", "--data.evaluation.samples", "4"]
     assert main([*command, *samples]) == 0
 
 

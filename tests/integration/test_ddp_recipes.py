@@ -60,7 +60,7 @@ def fit(tmp_path, model, prompts, *more, **environment) -> list[dict[str, float]
     options = {
         "model.model": model,
         "data.train_prompts.path": prompts,
-        "data.eval_prompts.path": prompts,
+        "data.evaluation.prompts.path": prompts,
         "data.groups_per_iteration": 4,
         "data.group_size": 4,
         "data.iterations_per_epoch": 2,

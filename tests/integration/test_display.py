@@ -139,8 +139,8 @@ def alarms_of(tiny_model, tmp_path, caplog, module=None, **options) -> list[str]
     caplog.clear()
     rows = [{"prompt": f"{n}="} for n in range(100, 200)]
     data = data_module(
-        train_prompts=IterablePrompts(rows, seed=1), eval_prompts=IterablePrompts(rows[:64]),
-        iterations_per_epoch=12, success_reward=2.0, **options,
+        train_prompts=IterablePrompts(rows, seed=1), iterations_per_epoch=12,
+        evaluation={"prompts": IterablePrompts(rows[:64]), "success_reward": 2.0}, **options,
     )  # fmt: skip
     trainer = trainer_of(tmp_path, [WeightSync(), Evaluate(4)])
     trainer.fit(module or grpo(tiny_model), data)

@@ -51,7 +51,7 @@ def trained(vllm, tiny_model, tmp_path_factory):
     """Six iterations during which weights change between calls, and in the middle of them."""
     watch, module = Watch(), grpo(tiny_model)
     data = data_module(
-        train_prompts=numbers(100, 200, seed=1), eval_prompts=None, rewards=[sevens],
+        train_prompts=numbers(100, 200, seed=1), evaluation=None, rewards=[sevens],
         engine=vllm, agent=ThreeCalls(pause=0.3), sampling=SAMPLING, group_size=4,
         groups_per_iteration=4, iterations_per_epoch=6, collector=AsyncCollector(2),
     )  # fmt: skip

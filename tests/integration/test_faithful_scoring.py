@@ -204,5 +204,5 @@ def test_evaluations_may_hold_completions_to_a_form(model, engine, tmp_path, for
         pack_rollouts(rollouts)
     data = RLDataModule(prompts, [share_of_even_tokens], sampling=held)
     trainer = trainer_of(tmp_path, logger=False)
-    with pytest.raises(ConfigError, match=r"structured_outputs=.* in data\.eval_sampling only"):
+    with pytest.raises(ConfigError, match=r"structured_outputs=.* in data\.evaluation only"):
         trainer.fit(PolicyModule(str(model)), data)

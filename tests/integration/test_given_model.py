@@ -13,7 +13,7 @@ def test_a_run_on_a_model_object_leaves_it_and_exports_another(tiny_model, tmp_p
 
     module = PolicyModule(lm, optimizer=adamw(1e-2), seed=7)
     prompts = [f"{n}=" for n in range(100, 120)]
-    data = data_module(train_prompts=prompts, eval_prompts=None, iterations_per_epoch=2)
+    data = data_module(train_prompts=prompts, evaluation=None, iterations_per_epoch=2)
     export = HFExport(str(tmp_path / "hf"))
     trainer_of(tmp_path, [WeightSync(), export]).fit(module, data)
     weights = dict(module.policy.named_weights())

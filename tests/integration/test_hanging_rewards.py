@@ -116,7 +116,7 @@ def fit(tiny_model, tmp_path, reward, *extra, ckpt_path=None, allow_changes=None
     )
     options = {
         "groups_per_iteration": GROUPS, "group_size": GROUP_SIZE, "iterations_per_epoch": 3,
-        "eval_limit": 2, "eval_samples": 1, "agent": Counting(),
+        "evaluation": {"limit": 2, "samples": 1}, "agent": Counting(),
     } | data  # fmt: skip
     module = grpo(tiny_model)
     module.allow_changes = allow_changes

@@ -30,7 +30,7 @@ class Skips(RLCallback):
 
 def run(tiny_model, tmp_path, rewards=None, callbacks=(), iterations=4, **options):
     more = {} if rewards is None else {"rewards": rewards}
-    data = data_module(eval_prompts=None, iterations_per_epoch=iterations, **more)
+    data = data_module(evaluation=None, iterations_per_epoch=iterations, **more)
     trainer = trainer_of(tmp_path, callbacks)
     trainer.fit(PolicyModule(str(tiny_model), seed=0, **options), data)
     return json.loads((tmp_path / "csv" / "version_0" / "summary.json").read_text())

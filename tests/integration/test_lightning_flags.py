@@ -34,7 +34,7 @@ class Seen(RLCallback):
 
 def small_data(**options: Any):
     small = {"groups_per_iteration": 2, "group_size": 2, "iterations_per_epoch": 2}
-    return data_module(**(small | {"eval_limit": 2, "eval_samples": 1} | options))
+    return data_module(**(small | {"evaluation": {"limit": 2, "samples": 1}} | options))
 
 
 def small(tiny_model: Path, tmp_path: Path, *callbacks: Any, model: Any = None, **flags: Any):

@@ -37,7 +37,9 @@ Rows = dict[int, dict[str, float]]
 def fit(tiny_model, *loggers: Logger) -> Rows:
     """Two iterations; what metrics.jsonl says of them, without its own two columns."""
     data = data_module(
-        success_reward=1.0, eval_samples=1, groups_per_iteration=2, iterations_per_epoch=2
+        evaluation={"success_reward": 1.0, "samples": 1},
+        groups_per_iteration=2,
+        iterations_per_epoch=2,
     )
     callbacks = [
         WeightSync(),

@@ -29,7 +29,7 @@ def fitted(model, path, *callbacks):
     engine, module = Apart(device="cpu"), grpo(model, lora=LoRA(rank=4))
     torch.manual_seed(0)  # of the adapters' first weights
     trainer = trainer_of(path, [WeightSync(), *callbacks], precision="bf16-mixed")
-    data = data_module(iterations_per_epoch=3, engine=engine, eval_prompts=None)
+    data = data_module(iterations_per_epoch=3, engine=engine, evaluation=None)
     trainer.fit(module, data)
     return module, trainer, engine
 

@@ -67,7 +67,7 @@ def fit(hub, models, folder, variants, options):
         "data.groups_per_iteration": 2,
         "data.group_size": 2,
         "data.iterations_per_epoch": 2,
-        "data.eval_limit": 2,
+        "data.evaluation.limit": 2,
         "data.sampling.max_tokens": 12,
         "trainer.accelerator": "cpu",
         "trainer.precision": "32-true",

@@ -70,7 +70,7 @@ CONFIG = {
         "init_args": {
             "train_prompts": "rows.jsonl",
             "rewards": ["lightning_rl.EnvironmentReward"],
-            "filters": [{"class_path": "NotAllCut", "init_args": {"most": 0.25}}],
+            "selection": {"filters": [{"class_path": "NotAllCut", "init_args": {"most": 0.25}}]},
         },
     },
 }
@@ -81,7 +81,7 @@ def test_a_package_adds_its_class(installed, tmp_path):
     fit = ("-m", "lightning_rl", "fit", "--config", "run.yaml")
     printed = succeeded(python(*fit, "--print_config", at=tmp_path, path=installed))
     told = yaml.safe_load(printed)
-    [found] = told["data"]["init_args"]["filters"]
+    [found] = told["data"]["init_args"]["selection"]["filters"]
     assert found == {"class_path": "my_filter.NotAllCut", "init_args": {"most": 0.25}}
     said = python(*fit, "--trusted_only", at=tmp_path, path=installed).stderr
     assert "'my_filter.NotAllCut' is not among the trusted modules" in said
@@ -162,7 +162,7 @@ def test_without_the_optional_parts_the_command_line_says_what_to_install(rest, 
     assert "convert" not in succeeded(python(*ours, "--help", at=tmp_path, path=path))
     said = python(*ours, "convert", "x.yaml", at=tmp_path, path=path).stderr
     assert f"no command 'convert'; it is in lightning_rl.convert, {told}" in said
-    given = {k: v for k, v in CONFIG["data"]["init_args"].items() if k != "filters"}
+    given = {k: v for k, v in CONFIG["data"]["init_args"].items() if k != "selection"}
     agent = {"class_path": "VerifiersAgent", "init_args": {"environment": "g", "python": "p"}}
     data = CONFIG["data"] | {"init_args": given | {"agent": agent}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIG | {"data": data}))

@@ -56,7 +56,9 @@ def test_rows_and_turns_are_as_the_page_says():
 def test_agents_are_trained_by_what_the_protocol_pays(made, name, roles, tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     small = {"data.groups_per_iteration": 4, "data.group_size": 4, "data.iterations_per_epoch": 2}
-    rows = dict.fromkeys(("data.train_prompts.path", "data.eval_prompts.path"), made / "rows.jsonl")
+    rows = dict.fromkeys(
+        ("data.train_prompts.path", "data.evaluation.prompts.path"), made / "rows.jsonl"
+    )
     fit(name, tmp_path, **{"model.model": made / "hf"}, **small, **rows)
     run = tmp_path / name / "version_0"
     summary = json.loads((run / "summary.json").read_text())

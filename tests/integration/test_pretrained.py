@@ -146,7 +146,7 @@ class Seen(SingleTurn):
 def test_chat_variables_reach_training_evaluation_and_sft(chat_model, tmp_path, given, digit):
     agent = Seen()
     data = data_module(
-        train_prompts=IterablePrompts(ROWS), eval_prompts=IterablePrompts(ROWS), agent=agent,
+        train_prompts=IterablePrompts(ROWS), evaluation=IterablePrompts(ROWS), agent=agent,
         chat_template_kwargs=given, iterations_per_epoch=1, groups_per_iteration=2, group_size=2,
         rewards=[lambda completion_ids: [float(len(ids)) for ids in completion_ids]],
     )  # fmt: skip

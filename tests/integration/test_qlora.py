@@ -63,7 +63,7 @@ def fitted(model, path, form, *callbacks):
     module = grpo(model, lora=LoRA(rank=4, quantization=form))
     torch.manual_seed(0)  # of the adapters' first weights
     trainer = trainer_of(path, [WeightSync(), *callbacks], precision="bf16-true")
-    data = data_module(iterations_per_epoch=3, engine=LotEngine(device="cpu"), eval_prompts=None)
+    data = data_module(iterations_per_epoch=3, engine=LotEngine(device="cpu"), evaluation=None)
     trainer.fit(module, data)
     return module, trainer
 

@@ -350,7 +350,7 @@ def begin_training(address, tiny_model, tmp_path, **more):
     settings = {
         "model.init_args.model": tiny_model,
         "data.init_args.train_prompts.init_args.path": prompts,
-        "data.init_args.eval_prompts.init_args.path": prompts,
+        "data.init_args.evaluation.prompts.init_args.path": prompts,
         "data.init_args.rewards": "[ray_rewards.sevens]",
         "data.init_args.groups_per_iteration": 8,
         "trainer.accelerator": "cpu",

@@ -55,7 +55,7 @@ def run(tiny_model, tmp_path, rewards, weights, callbacks, iterations):
     report = RunReport()
     data = data_module(
         train_prompts=numbers(100, 120, seed=1),
-        eval_prompts=None,
+        evaluation=None,
         rewards=rewards,
         sampling=Sampling(max_tokens=40),
         group_size=6,

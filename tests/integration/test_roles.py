@@ -60,7 +60,7 @@ def save_llama(tiny_model, directory) -> None:
 def run(tiny_model, tmp_path_factory):
     callbacks = [HFExport(merge_adapters=True), Evaluate(3)]
     path = tmp_path_factory.mktemp("roles")
-    return fitted(tiny_model, path, callbacks, eval_prompts=numbers(100, 104))
+    return fitted(tiny_model, path, callbacks, evaluation=numbers(100, 104))
 
 
 def test_each_is_pushed_when_it_changed_and_tokens_say_whose_version_wrote_them(run):

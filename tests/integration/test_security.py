@@ -345,7 +345,7 @@ def test_a_key_is_in_no_file_of_a_run(workplace, monkeypatch, capsys):
         "rewards": [{"class_path": "lightning_rl.LLMJudge", "init_args": judge}],
         "max_failed_share": 1.0,
     }
-    del data["eval_prompts"]
+    del data["evaluation"]
     logger = [
         {"class_path": name, "init_args": {"save_dir": "runs", "name": "", "version": "all"}}
         for name in ("TensorBoardLogger", "CSVLogger")

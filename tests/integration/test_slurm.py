@@ -183,7 +183,9 @@ model:
 data:
   init_args:
     train_prompts: {{class_path: JSONLPrompts, init_args: {{path: {rows}/train.jsonl}}}}
-    eval_prompts: {{class_path: JSONLPrompts, init_args: {{path: {rows}/heldout.jsonl}}}}
+    evaluation:
+      prompts: {{class_path: JSONLPrompts, init_args: {{path: {rows}/heldout.jsonl}}}}
+      limit: 1
     rewards: [recipes.math.data.digit_share]
     agent: {{init_args: {{max_thinking_tokens: 4}}}}
     engine: {{init_args: {{dtype: float32}}}}
@@ -191,7 +193,6 @@ data:
     groups_per_iteration: 4
     group_size: 2
     iterations_per_epoch: 2
-    eval_limit: 1
 trainer: {{accelerator: cpu, precision: 32-true, max_epochs: 1}}
 """
 """What makes of the example of 8B parameters one that a CPU computes."""

@@ -68,7 +68,7 @@ def fit(tiny_model, tmp_path, *extra, ckpt_path="last", saver=None, **data) -> P
     )
     options = {
         "groups_per_iteration": GROUPS, "group_size": GROUP_SIZE, "iterations_per_epoch": 2,
-        "eval_limit": 2, "eval_samples": 1,
+        "evaluation": {"limit": 2, "samples": 1},
         # What is left of a batch is written in another one.
         "engine": LotEngine(device="cpu"),
     }  # fmt: skip

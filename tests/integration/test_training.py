@@ -148,7 +148,7 @@ def test_a_group_of_one_is_fine_for_gae(tiny_model, tmp_path):
 def test_one_token_after_prompts_that_leave_room_for_no_more(tiny_model, tmp_path):
     prompts = IterablePrompts([{"prompt": "1" * n} for n in (126, 127, 128)])
     data = data_module(
-        train_prompts=prompts, eval_prompts=None, sampling=Sampling(max_tokens=1),
+        train_prompts=prompts, evaluation=None, sampling=Sampling(max_tokens=1),
         iterations_per_epoch=2,
     )  # fmt: skip
     module = grpo(tiny_model)

@@ -83,7 +83,7 @@ def run(model, rows, tmp_path, callbacks=(), data=None, **options):
     module = PolicyModule(str(model), **options)
     settings = {
         "train_prompts": JSONLPrompts(str(rows), seed=1),
-        "eval_prompts": None,
+        "evaluation": None,
         "rewards": [share_of_even],
         "success_reward": 0.5,
         "group_size": 4,

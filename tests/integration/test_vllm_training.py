@@ -45,7 +45,7 @@ def fit(tiny_model, tmp_path, engine, *callbacks, iterations=2, trainer=None, da
     data = data_module(
         train_prompts=prompts,
         engine=engine,
-        eval_prompts=numbers(8),
+        evaluation=numbers(8),
         iterations_per_epoch=iterations,
         **(data or {}),
     )

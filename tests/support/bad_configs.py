@@ -50,7 +50,9 @@ CONFIG: dict[str, Any] = {
         "class_path": "RLDataModule",
         "init_args": {
             "train_prompts": {"class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"}},
-            "eval_prompts": {"class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"}},
+            "evaluation": {
+                "prompts": {"class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"}}
+            },
             "rewards": ["my_rewards.length"],
             "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
             "sampling": {"max_tokens": 4},
@@ -132,9 +134,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.group_size 1": ["group_size=1 must be >= 2 for GRPO", "raise it, or use GAE"],
         "--data.groups_per_iteration -4": ["groups_per_iteration=-4 must be >= 1"],
         "--data.iterations_per_epoch 0": ["iterations_per_epoch=0 must be >= 1"],
-        "--data.max_rounds 0": ["max_rounds=0 must be >= 1"],
+        "--data.selection.max_batches 0": ["selection.max_batches=0 must be >= 1"],
         "--data.max_failed_share 2": ["max_failed_share=2"],
-        "--data.eval_samples 0": ["eval_samples=0 must be >= 1"],
+        "--data.evaluation.samples 0": ["evaluation.samples=0 must be >= 1"],
         "--data.reward_weights [1,2]": ["reward_weights", "2"],
         "--data.sampling.max_tokens 0": ["sampling.max_tokens=0 must be >= 1"],
         "--data.sampling.max_tokens 128": ["sampling.max_tokens=128 leaves no room", "128 tokens"],
@@ -214,9 +216,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
     "settings that contradict each other": {
         "--data.sampling.structured_outputs.regex '[0-9]+'": [
             "sampling.structured_outputs={'regex': '[0-9]+'}",
-            "data.eval_sampling only",
+            "data.evaluation.sampling only",
         ],
-        "--data.eval_sampling.structured_outputs '{regex: a, choice: [b]}'": [
+        "--data.evaluation.sampling.structured_outputs '{regex: a, choice: [b]}'": [
             "structured_outputs has ['choice', 'regex']; give exactly one"
         ],
         "--data.chat_template_kwargs '{enable_thinking: false}'": [
@@ -237,7 +239,10 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         ],
         "--model.reference FrozenReference": ["reference=FrozenReference is not used by any KL"],
         "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],
-        "--data.eval_prompts null": ["Evaluate has nothing to evaluate on", "data.eval_prompts"],
+        "--data.evaluation.prompts null": [
+            "Evaluate has nothing to evaluate on",
+            "data.evaluation.prompts",
+        ],
         "--trainer.callbacks+=WeightSync": ["there are 2 WeightSync", "remove all but one"],
         "--trainer.callbacks+=RunReport --trainer.callbacks+=RunReport": [
             "there are 2 RunReport",
@@ -257,8 +262,10 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.collector StreamedCollector --model.max_tokens_per_pack auto": [
             "model.max_tokens_per_pack=auto is measured on a complete batch"
         ],
-        "--data.collector StreamedCollector --data.filters+=RewardSpread --model.minibatches 2": [
-            "data.filters leave open which groups are in the first of several model.minibatches"
+        "--data.collector StreamedCollector --data.selection.filters+=RewardSpread "
+        "--model.minibatches 2": [
+            "data.selection.filters leaves open which groups are in the first of several "
+            "model.minibatches"
         ],
         "--trainer.enable_checkpointing true --trainer.callbacks+=IterationCheckpoint "
         "--trainer.callbacks.monitor eval/acuracy": [
@@ -266,9 +273,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "did you mean eval/accuracy?",
             "The recorded metrics are eval/accuracy",
         ],
-        "--data.filters+=RewardSpread --data.group_size 1 --model.advantage GAE "
+        "--data.selection.filters+=RewardSpread --data.group_size 1 --model.advantage GAE "
         "--model.critic.head SharedValueHead": ["group_size=1 must be >= 2 for RewardSpread"],
-        "--data.expert_prompts JSONLPrompts --data.expert_prompts.path train.jsonl": [
+        "--data.demonstrations.prompts train.jsonl --data.demonstrations.per_iteration 1": [
             "set model.loss: SFTMix"
         ],
         "--data.agent ToolAgent --data.agent.tools+=my_rewards.length": [

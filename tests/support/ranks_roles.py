@@ -126,7 +126,7 @@ def fit_roles(
     )  # fmt: skip
     data = data_module(
         engine=LotAdapters(device="cpu"), agent=Trio(), rewards=[mean_share],
-        train_prompts=numbers(100, 124, seed=4), eval_prompts=numbers(90, 93), group_size=3,
+        train_prompts=numbers(100, 124, seed=4), evaluation=numbers(90, 93), group_size=3,
         groups_per_iteration=4, iterations_per_epoch=4,
     )  # fmt: skip
     trainer.fit(module, data, ckpt_path=ckpt_path)

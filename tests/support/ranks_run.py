@@ -87,7 +87,7 @@ def fit(
     settings: dict[str, Any] = {
         "engine": LotEngine(),
         "train_prompts": prompts(),
-        "eval_prompts": IterablePrompts(lambda: rows(5)),
+        "evaluation": IterablePrompts(lambda: rows(5)),
         "rewards": [share_of_even_digits],
         "sampling": Sampling(max_tokens=6),
         "groups_per_iteration": GROUPS,

@@ -211,7 +211,7 @@ RUNS: dict[str, Callable[[str, Path], Settings]] = {
     "eight_bits": lambda model, where: {"optimizer": eight_bits},
     "measuring": lambda model, where: {"schedule": Measuring()},
     "poisoned": lambda model, where: {"callbacks": [PoisonsRankOne()]},
-    "filtered": lambda model, where: {"data": {"filters": [NotOnRankOne()]}},
+    "filtered": lambda model, where: {"data": {"selection": [NotOnRankOne()]}},
     "broken_reward": lambda model, where: {"data": {"rewards": [broken_on_rank_one]}},
     "broken_push": lambda model, where: {"data": {"engine": BreaksOnRankOne()}},
     "stale_push": lambda model, where: {"data": {"engine": StaleOnRankOne()}},
@@ -258,7 +258,7 @@ def failing(
 def mixed_ahead(model: str, *, where: Path) -> dict[str, Any]:
     """Ranks draw ahead of what they learn, each at its own pace."""
     mixture = mixed()
-    data = {"train_prompts": mixture, "collector": AsyncCollector(), "filters": [NotOnRankOne()]}
+    data = {"train_prompts": mixture, "collector": AsyncCollector(), "selection": [NotOnRankOne()]}
     strategy = strategy_of("ddp")
     result = fit(model, where, strategy, iterations=6, data=data, trust_engine_logprobs=True)
     return result | {"drawn": mixture.log, "learned": mixture.mixing.state_dict()}

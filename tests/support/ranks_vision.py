@@ -65,7 +65,7 @@ def see(model: str, way: str, layout: str = "one", *, where: Path) -> dict[str, 
     data = {
         "engine": engine,
         "train_prompts": IterablePrompts(rows, shuffle=False),
-        "eval_prompts": None,
+        "evaluation": None,
         "rewards": [even_tokens],
     }
     kind, options = LAYOUTS[layout]

@@ -45,7 +45,7 @@ def watching():
 
 
 def data(**options):
-    return small_run.data_module(**SMALL, eval_limit=2, eval_samples=2, **options)
+    return small_run.data_module(**SMALL | {"evaluation": {"limit": 2, "samples": 2}} | options)
 
 
 def language(
@@ -165,7 +165,7 @@ def roles_data(**options):
 
 ROLES = {
     "roles": Case(
-        roles, lambda: roles_data(eval_prompts=numbers(100, 104)), watching
+        roles, lambda: roles_data(evaluation=numbers(100, 104)), watching
     ),
     "game of roles": Case(
         game_roles,
@@ -181,7 +181,7 @@ ROLES = {
 def pictures(module, **options):
     def made():
         return data(
-            train_prompts=save_picture_rows(Path()), eval_prompts=None, rewards=[share_of_even],
+            train_prompts=save_picture_rows(Path()), evaluation=None, rewards=[share_of_even],
             **{name: value() for name, value in options.items()},
         )  # fmt: skip
 

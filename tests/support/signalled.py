@@ -60,7 +60,7 @@ def configure(folder: Path, model: Path, *at: str, iterations: int = 4) -> Path:
         "devices": 2,
         "callbacks": [{"class_path": SIGNALLED, "init_args": {"at": list(at)}}],
     }
-    data = CONFIG["data"]["init_args"] | {"iterations_per_epoch": iterations, "eval_prompts": None}
+    data = CONFIG["data"]["init_args"] | {"iterations_per_epoch": iterations, "evaluation": None}
     configuration = CONFIG | {
         "trainer": trainer,
         "data": {"class_path": "RLDataModule", "init_args": data},

@@ -1,10 +1,14 @@
 """A run of seconds: the tiny model learns to write sevens."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl import GAE
+from lightning_rl.collect.evaluation import Evaluation
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
@@ -23,15 +27,16 @@ def numbers(*bounds: int, **options) -> IterablePrompts:
     return IterablePrompts([{"prompt": f"{n}="} for n in range(*bounds)], **options)
 
 
-def data_module(**options) -> RLDataModule:
+def data_module(evaluation=MappingProxyType({}), **options) -> RLDataModule:
+    """With ``evaluation``, settings of it, its prompts alone, or None."""
+    held_out = {"prompts": numbers(100, 108), "samples": 4, "success_reward": 0.5}
+    given = evaluation if isinstance(evaluation, Mapping) else {"prompts": evaluation}
     options = {
         "train_prompts": numbers(108, 140, seed=1),
-        "eval_prompts": numbers(100, 108),
+        "evaluation": None if evaluation is None else Evaluation(**held_out | dict(given)),
         "rewards": [share_of_sevens],
         "engine": TransformersEngine(device="cpu"),
         "sampling": Sampling(max_tokens=6),
-        "success_reward": 0.5,
-        "eval_samples": 4,
         "group_size": 8,
         "groups_per_iteration": 6,
         "iterations_per_epoch": 10,

@@ -41,6 +41,6 @@ def roles_data(**options):
     engines = {name: TransformersEngine(device="cpu") for name in ("first", "second")}
     options = {
         "engine": PolicyEngines(engines), "agent": Talk(), "rewards": [total],
-        "eval_prompts": None, "group_size": 4, "groups_per_iteration": 4, "iterations_per_epoch": 4,
+        "evaluation": None, "group_size": 4, "groups_per_iteration": 4, "iterations_per_epoch": 4,
     } | options  # fmt: skip
     return data_module(**options)

@@ -269,8 +269,9 @@ def _trains_on_all(data: Mapping[str, Any]) -> bool:
     given = data.get("init_args") or {}
     collector = (given.get("collector") or {}).get("class_path", "SyncCollector")
     classes = [str(path).rpartition(".")[2] for path in (data.get("class_path"), collector)]
-    others = ("filters", "buffer", "expert_prompts", "refill_seconds")
-    return classes == ["RLDataModule", "SyncCollector"] and not any(map(given.get, others))
+    selection = given.get("selection") or {}
+    others = *map(given.get, ("plan", "buffer", "demonstrations")), selection.get("filters")
+    return classes == ["RLDataModule", "SyncCollector"] and not any(others)
 
 
 def _metrics_of(rollouts: list[Rollout], version: int) -> dict[str, float]:

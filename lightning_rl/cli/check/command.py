@@ -156,9 +156,9 @@ def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> lis
     evaluates = any(isinstance(callback, Evaluate) for callback in callbacks)
     row: dict[str, float] = {}
     # Metrics of one's own say their names when they have seen rollouts.
-    if evaluates and not data.eval_metrics:
-        samples = [rollout for group in data.evaluation.groups(limit=1) for rollout in group]
-        row = data.evaluation.metrics(samples)
+    if evaluates and not data.held_out.own_metrics:
+        samples = [rollout for group in data.held_out.groups(limit=1) for rollout in group]
+        row = data.held_out.metrics(samples)
     unknown = []
     for callback in callbacks:
         if not isinstance(callback, ModelCheckpoint | EarlyStopping) or not callback.monitor:
@@ -198,7 +198,7 @@ def _run(cli: RLCLI) -> str:
         minibatches = max(policy.minibatches for policy in module.policies.values())
         fewest = trainer.world_size * max(minibatches, TRIED_GROUPS)
         data.groups_per_iteration = min(data.groups_per_iteration, fewest)
-        data.eval_limit = min(data.eval_limit or TRIED_PROMPTS, TRIED_PROMPTS)
+        data.held_out.limit = min(data.held_out.limit or TRIED_PROMPTS, TRIED_PROMPTS)
         for sync in find_callbacks(trainer, WeightSync):
             sync.schedule = FixedSchedule()  # after the one iteration too
     trainer.fit(module, datamodule=data)

@@ -147,7 +147,7 @@ class Learning:
 
         Configurations are read once, though each placement asks.
         """
-        tasks = [*self.data.train_tasks, *self.data.evaluation.tasks]
+        tasks = self.data.tasks
         rewards = {id(f): f for task in tasks for f in task.rewards.functions.values()}
         models = [f for f in list[object](rewards.values()) if isinstance(f, HoldsModel)]
         return [

@@ -16,7 +16,7 @@ def cut_calls(rollout: Rollout) -> list[bool]:
 def protocol_metrics(
     rollouts: Sequence[Rollout], cut: Callable[[Rollout], list[bool]] = cut_calls
 ) -> dict[str, float]:
-    """Return the accuracy of :class:`ProtocolAgent` decisions, for ``data.eval_metrics``.
+    """Return the accuracy of :class:`ProtocolAgent` decisions, for ``data.evaluation.metrics``.
 
     ``worst_accuracy`` is the lowest accuracy of any prompt, ``accuracy_<class>`` that of the rows
     of a class. ``precision`` and ``recall`` are those of accepting, and 0 if nothing was, or should

@@ -33,7 +33,7 @@ def test_the_game_of_another_package_trains_a_model(tmp_path, monkeypatch):
     short = ["--trainer.max_steps", "60", "--model.lr_scheduler.total_steps", "60"]
     assert main(["fit", "--config", "recipes/hangman/sft.yaml", *short]) == 0
     two = ["--data.groups_per_iteration", "4", "--data.iterations_per_epoch", "2"]
-    two += ["--data.eval_prompts.limit", "4"]
+    two += ["--data.evaluation.prompts.limit", "4"]
     assert main(["fit", "--config", "recipes/hangman/grpo.yaml", *two]) == 0
     run = tmp_path / "runs/hangman/grpo/version_0"
     summary = json.loads((run / "summary.json").read_text())

@@ -214,7 +214,7 @@ def fit(tiny_model, tmp_path, engine, *callbacks, ckpt_path=None, **options):
     # Plain gradient steps: Adam's make a step of any gradient, also of one that is rounding only.
     module, watching = grpo(tiny_model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), Watching()
     data = data_module(
-        agent=ThreeCalls(), engine=engine, eval_prompts=None, groups_per_iteration=2,
+        agent=ThreeCalls(), engine=engine, evaluation=None, groups_per_iteration=2,
         group_size=3, iterations_per_epoch=2, **options,
     )  # fmt: skip
     trainer = trainer_of(

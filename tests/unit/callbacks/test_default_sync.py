@@ -25,9 +25,8 @@ class Watch(RLCallback):
 
 
 def small(**options):
-    return data_module(
-        group_size=2, groups_per_iteration=2, iterations_per_epoch=2, eval_samples=1, **options
-    )
+    few = {"group_size": 2, "groups_per_iteration": 2, "iterations_per_epoch": 2}
+    return data_module(**few | {"evaluation": {"samples": 1}} | options)
 
 
 def syncs(trainer):
@@ -104,7 +103,7 @@ def test_an_engine_that_nobody_pushes_to_is_told_of_once(
 ):
     monkeypatch.setattr(weight_sync, "STALE_AFTER", 3)
     data = data_module(
-        eval_prompts=None, group_size=2, groups_per_iteration=2, iterations_per_epoch=6
+        evaluation=None, group_size=2, groups_per_iteration=2, iterations_per_epoch=6
     )
     trainer = trainer_of(tmp_path, [WeightSync(schedule=schedule)], logger=False)
     trainer.fit(grpo(tiny_model, optimizer=adamw(1e-3)), data)

@@ -57,7 +57,7 @@ def test_the_run_ends_after_its_first_iteration_which_is_saved(tiny_model, tmp_p
     if saver is ModelCheckpoint:
         savers = [ModelCheckpoint(monitor="reward/mean"), *savers, IterationCheckpoint(10)]
     trainer = trainer_of(tmp_path, [WeightSync(), *savers], enable_checkpointing=True)
-    data = data_module(groups_per_iteration=2, group_size=2, eval_prompts=None)
+    data = data_module(groups_per_iteration=2, group_size=2, evaluation=None)
     with pytest.raises(ConfigError) as refused:
         trainer.fit(grpo(tiny_model), data)
     assert str(refused.value).startswith(

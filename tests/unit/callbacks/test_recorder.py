@@ -30,7 +30,7 @@ def fit(tiny_model, tmp_path, *callbacks, iterations=2, **module) -> list[dict]:
     """Train for some iterations of 3 groups of 4; the lines of recorded.jsonl."""
     data = data_module(
         train_prompts=numbers(100, 120, seed=1),
-        eval_prompts=None,
+        evaluation=None,
         group_size=4,
         groups_per_iteration=3,
         iterations_per_epoch=iterations,

@@ -166,7 +166,7 @@ PLACES = [
     "data.buffer.path",
     "data.train_prompts",
     "data.train_prompts.path",
-    "data.eval_prompts.path",
+    "data.evaluation.prompts.path",
     "model.model",
 ]
 
@@ -205,7 +205,7 @@ ON_COMMAND_LINE = {
     "--data.group_size": ["--data.group_size needs a value"],
     "--data.group_size=": ["group_size: expected int, got null"],
     "--data.group_size -3": ["group_size=-3 must be >= 1"],
-    "--data.eval_limit -1": ["eval_limit=-1 must be >= 1"],
+    "--data.evaluation.limit -1": ["evaluation.limit=-1 must be >= 1"],
     "--data.sampling.temperatur 1": ["Sampling", "mean temperature?", "top_p"],
     "--data.sampling '{temperatur: 1}'": ["Sampling", "mean temperature?"],
     "--data.train_prompts.promt_column x": [

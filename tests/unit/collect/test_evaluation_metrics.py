@@ -111,7 +111,8 @@ def test_an_evaluation_says_once_what_it_leaves_out(
     tiny_model, tmp_path, caplog, rewards, weights, bound
 ):
     caplog.set_level("INFO")
-    data = data_module(rewards=rewards, reward_weights=weights, eval_limit=2, eval_samples=2)
+    few = {"limit": 2, "samples": 2}
+    data = data_module(rewards=rewards, reward_weights=weights, evaluation=few)
     trainer, module = trainer_of(tmp_path, logger=False), grpo(tiny_model)
     rows = [trainer.validate(module, data, verbose=False)[0] for _ in range(2)]
     assert rows[0] == rows[1]
@@ -132,8 +133,8 @@ def test_a_set_names_the_bound_that_is_its_own(caplog):
         PromptSet("long", numbers(2), rewards=[penalty]),
         PromptSet("free", numbers(2), rewards=[penalty], success_reward=0.0),
     ]
-    data = data_module(rewards=[share_of_sevens], eval_prompts=Mixture(held_out))
-    assert data.evaluation._success_rewards == {"long": None, "free": 0.0}
+    data = data_module(rewards=[share_of_sevens], evaluation=Mixture(held_out))
+    assert data.held_out._success_rewards == {"long": None, "free": 0.0}
     assert "prompt set 'long': success_reward=0.5 is above 0.0" in caplog.text
     assert "'free'" not in caplog.text
 
@@ -142,7 +143,7 @@ def test_a_run_without_accuracy_reports_the_parts_and_still_has_its_alarm(tiny_m
     held_out = Mixture([PromptSet("one", numbers(2)), PromptSet("two", numbers(2))])
     rewards = [Sevens("a", (0, 1)), Sevens("b", (0, 1))]
     data = data_module(
-        rewards=rewards, reward_weights=[0.25, 0.125], eval_prompts=held_out,
+        rewards=rewards, reward_weights=[0.25, 0.125], evaluation=held_out,
         group_size=2, groups_per_iteration=2, iterations_per_epoch=1,
     )  # fmt: skip
     alarms, report = LearningAlarms(), RunReport()

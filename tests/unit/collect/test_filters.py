@@ -14,7 +14,7 @@ from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
 from lightning_rl.collect.loader import trainable
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
-from lightning_rl.collect.selection import GroupSelection
+from lightning_rl.collect.selection import GroupSelection, SelectedGroups
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
@@ -121,8 +121,9 @@ class Collecting:
     def collect(self, filters, groups: int = 4, rounds: int = 10, iteration: int = 0, **options):
         sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
         source = GroupSource(self.prompts, groups, 3, sampling, seed=4)
-        batches = Collection(self.pipeline, self.collector, source, filters, rounds, **options)
-        batches.stream = self.stream
+        selection = GroupSelection(list(filters), rounds, **options)
+        parts = self.pipeline, self.collector, source, selection
+        batches = Collection(*parts, stream=self.stream)
         batches.collect(iteration)
         batches.ack()
         return batches
@@ -183,7 +184,7 @@ def test_too_few_good_groups_end_with_a_clear_error(tiny_model):
     run = Collecting(tiny_model, useful=3)
     message = (
         r"of 8 groups generated only 2 of groups_per_iteration=4 groups passed the filters "
-        r"\(RewardSpread rejected 6\).*raise max_rounds"
+        r"\(RewardSpread rejected 6\).*raise selection.max_batches"
     )
     with pytest.raises(FilterError, match=message) as error:
         run.collect([RewardSpread()], rounds=2)
@@ -193,7 +194,7 @@ def test_too_few_good_groups_end_with_a_clear_error(tiny_model):
 def test_a_batch_may_be_made_up_of_what_was_rejected(tiny_model):
     run = Collecting(tiny_model, useful=3)
     with pytest.warns(UserWarning, match=r"2 of groups_per_iteration=4 .* filters rejected"):
-        collection = run.collect([RewardSpread()], rounds=2, train_on_rest=True)
+        collection = run.collect([RewardSpread()], rounds=2, fill_with_rejected=True)
     # Of 1 to 8, [3] and [6], and the last that were rejected
     assert numbers(collection.rollouts) == [n for n in (3, 6, 7, 8) for _ in range(3)]
     assert {r.status for r in collection.rollouts} == {RolloutStatus.COMPLETED}
@@ -210,21 +211,23 @@ def test_a_batch_may_be_made_up_of_what_was_rejected(tiny_model):
         "rollout/wasted_by_errors": 0.0,
     }
     # Of what is useful alone, nothing is made up; where nothing is, everything.
-    assert run.collect([], iteration=1, train_on_rest=True).metrics() == {"filter/made_up": 0.0}
+    assert run.collect([], iteration=1, fill_with_rejected=True).metrics() == {
+        "filter/made_up": 0.0
+    }
     nobody = Collecting(tiny_model, useful=100)
     with pytest.warns(UserWarning, match="4 of groups_per_iteration=4"):
-        nothing = nobody.collect([RewardSpread()], rounds=2, train_on_rest=True)
+        nothing = nobody.collect([RewardSpread()], rounds=2, fill_with_rejected=True)
     assert numbers(nothing.rollouts) == [n for n in (5, 6, 7, 8) for _ in range(3)]
 
 
 def test_no_replacement_begins_after_the_deadline(tiny_model):
     run = Collecting(tiny_model, useful=3)
     with pytest.warns(UserWarning, match="3 of groups_per_iteration=4"):
-        collection = run.collect([RewardSpread()], refill_seconds=0.0, train_on_rest=True)
+        collection = run.collect([RewardSpread()], seconds=0.0, fill_with_rejected=True)
     assert len(collection.generated) == 4 * 3
     assert numbers(collection.rollouts) == [n for n in (3, 1, 2, 4) for _ in range(3)]
-    with pytest.raises(FilterError, match=r"of 4 groups .* only 1 of .* set train_on_rest: true"):
-        run.collect([RewardSpread()], refill_seconds=0.0, iteration=1)
+    with pytest.raises(FilterError, match=r"of 4 groups .* only 1 of .* set selection.fill_with"):
+        run.collect([RewardSpread()], seconds=0.0, iteration=1)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +254,7 @@ def test_replacements_that_are_still_written_at_the_deadline_are_evicted(
     if streams:
         run.stream = SimpleNamespace(begin=len, add=list, first=frozenset())
     with pytest.warns(UserWarning, match="2 of groups_per_iteration=4"):
-        found = run.collect([RewardSpread()], refill_seconds=0.5, train_on_rest=True)
+        found = run.collect([RewardSpread()], seconds=0.5, fill_with_rejected=True)
     # 1 2 [3] 4, and of their replacements 5 [6] 7 what is finished
     assert Counter(numbers(found.rollouts)) == {3: 3, 6: 3, 2: 3, 4: 3}
     assert all(r.status is RolloutStatus.COMPLETED and r.completion for r in found.rollouts)
@@ -302,7 +305,7 @@ def test_all_filters_must_agree_and_each_counts_what_it_rejected_first(tiny_mode
 
 
 def test_a_kept_group_keeps_its_failures_for_what_they_are(tiny_model, make_rollout):
-    selection = GroupSelection(None, [RewardSpread()])
+    selection = SelectedGroups(None, GroupSelection([RewardSpread()]))
     group = group_of(make_rollout, 1.0, 1.0, None)
     group[2].status = RolloutStatus.FAILED
     selection.add([group])
@@ -316,7 +319,9 @@ def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
     def batches(run, rounds):
         sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
         source = GroupSource(run.prompts, 4, 3, sampling, seed=4)
-        return Collection(run.pipeline, SyncCollector(), source, [RewardSpread()], rounds)
+        return Collection(
+            run.pipeline, SyncCollector(), source, GroupSelection([RewardSpread()], rounds)
+        )
 
     first = batches(Collecting(tiny_model, useful=3), rounds=2)
     with pytest.raises(FilterError):

@@ -19,10 +19,12 @@ from lightning_rl.collect.collector import RewardSpread, SyncCollector
 from lightning_rl.collect.early_cut import TailBatchingCollector
 from lightning_rl.collect.mixture import Mixture, PromptSet
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.collect.selection import GroupSelection
 from lightning_rl.collect.stats import evaluation_metrics, rollout_metrics, set_metrics
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.collect.tasks import by_name, grader_of, tasks_of
 from lightning_rl.data.mixing import ByPassRate, FixedWeights, RoundRobin
+from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import AgentError, ConfigError, DataError, RewardError
@@ -38,6 +40,11 @@ from tests.support.small_run import (
     share_of_sevens,
     trainer_of,
 )
+
+
+def of_all(*rewards):
+    """The agent, plan and rewards of sets that have none of their own."""
+    return SingleTurn(), GroupPlan(), Rewards(list(rewards))
 
 
 def rows(first: int, count: int) -> IterablePrompts:
@@ -133,7 +140,7 @@ def test_sets_hear_of_their_own_groups(mixture, make_rollout):
 def test_ranks_together_issue_what_one_process_does(mixture, ranks):
     def source(rank=0, count=1):
         made = mixture(b={"group_size": 3, "sampling": Sampling(temperature=0.5)})
-        tasks = tasks_of(made, SingleTurn(), Rewards([share_of_sevens]), Sampling(), 2, 1.0)
+        tasks = tasks_of(made, *of_all(share_of_sevens), Sampling(), 2, 1.0)
         return GroupSource(
             made, 6 // count, 2, Sampling(), 5, rank=rank, ranks=count, tasks=by_name(tasks)
         )
@@ -179,7 +186,7 @@ class Unasked(FakeEngine):
 
 def grader(*sets: PromptSet):
     """What grades these sets; those without rewards of their own, for sevens."""
-    return grader_of(tasks_of(Mixture(sets), SingleTurn(), Rewards([sevens]), Sampling(), 2, 1.0))
+    return grader_of(tasks_of(Mixture(sets), *of_all(sevens), Sampling(), 2, 1.0))
 
 
 def sevens(completions, **_):
@@ -198,13 +205,13 @@ def collected(mixture, tokenizer, collector, filters=(), count=4):
         a={"agent": agents[0], "rewards": [sevens]},
         b={"agent": agents[1], "sampling": Sampling(max_tokens=9), "group_size": 3},
     )
-    tasks = tasks_of(made, SingleTurn(), Rewards([odd_first]), Sampling(max_tokens=5), 2, 1.0)
+    tasks = tasks_of(made, *of_all(odd_first), Sampling(max_tokens=5), 2, 1.0)
     engine = Unasked()
     pipeline = RolloutPipeline(
         engine, SingleTurn(), grader_of(tasks), tokenizer, tasks=by_name(tasks)
     )
     source = GroupSource(made, count, 2, Sampling(max_tokens=5), 4, tasks=by_name(tasks))
-    batches = Collection(pipeline, collector, source, filters, 10)
+    batches = Collection(pipeline, collector, source, GroupSelection(list(filters), 10))
     found = []
     for iteration in range(2):
         found.append((batches.collect(iteration), batches.of_all_ranks(0)[0]))
@@ -400,7 +407,7 @@ def test_evaluation_sets_have_their_own_names_and_seeds(tiny_model, tmp_path):
         PromptSet("easy", numbers(8), success_reward=0.1, group_size=2),
         PromptSet("hard", numbers(8), sampling=Sampling(max_tokens=3, temperature=0.0)),
     ]
-    options = {"eval_prompts": Mixture(held_out), "eval_limit": 5, "rewards": None,
+    options = {"evaluation": {"prompts": Mixture(held_out), "limit": 5}, "rewards": None,
                "train_prompts": Mixture(sets(rewards=[share_of_sevens]))}  # fmt: skip
     with pytest.raises(ConfigError, match="prompt set 'easy' has no rewards; set its rewards"):
         data_module(**options)
@@ -413,7 +420,7 @@ def test_evaluation_sets_have_their_own_names_and_seeds(tiny_model, tmp_path):
     }  # fmt: skip
     assert first["eval/hard/tokens_mean"] <= 3.0
     assert "eval/easy/pass@2" in first
-    assert "eval/hard/pass@2" in first  # the data module's eval_samples
+    assert "eval/hard/pass@2" in first  # the evaluation's samples
     assert history[-1]["reward/a/mean"] > 0
     lines = next(tmp_path.rglob("rollouts.jsonl")).read_text().splitlines()
     assert {json.loads(line)["prompt"]["set"] for line in lines} == {"a", "b"}
@@ -421,9 +428,9 @@ def test_evaluation_sets_have_their_own_names_and_seeds(tiny_model, tmp_path):
 
 def test_held_out_seeds_do_not_depend_on_the_other_sets(tokenizer):
     def seeds(*names):
-        data = data_module(eval_prompts=Mixture([PromptSet(name, ["1=", "2="]) for name in names]))
-        data.eval_prompts.load(tokenizer)
-        return {r.id: r.seed for group in data.evaluation.groups() for r in group}
+        data = data_module(evaluation=Mixture([PromptSet(name, ["1=", "2="]) for name in names]))
+        data.evaluation.prompts.load(tokenizer)
+        return {r.id: r.seed for group in data.held_out.groups() for r in group}
 
     two, one = seeds("a", "b"), seeds("b")
     assert len(two) == 16
@@ -463,7 +470,7 @@ def test_held_out_seeds_do_not_depend_on_the_other_sets(tokenizer):
                 rewards=None,
                 reward_weights=[1.0],
                 train_prompts=Mixture(sets(rewards=[share_of_sevens])),
-                eval_prompts=None,
+                evaluation=None,
             ),
             "reward_weights=.* apply to rewards, which is null",
         ),
@@ -505,7 +512,7 @@ def test_a_set_without_a_prompt_that_fits_is_named(tokenizer):
     made.load(tokenizer)
     with pytest.raises(DataError, match=r"prompt set 'long': .* longer than max_prompt_tokens=1"):
         made.draw(2)
-    [_, task] = tasks_of(made, SingleTurn(), Rewards([sevens]), Sampling(), 2, 1.0)
+    [_, task] = tasks_of(made, *of_all(sevens), Sampling(), 2, 1.0)
     with pytest.raises(DataError, match="all of its 1 prompts are too long"):
         task.new_groups(None, 0, 0)
 

@@ -15,6 +15,7 @@ from lightning_rl import (
     GRPO,
     RLOO,
     AsyncCollector,
+    Evaluation,
     HFDatasetPrompts,
     IterablePrompts,
     IterationCheckpoint,
@@ -142,7 +143,9 @@ SAME_WORDS = {
     "--data.train_prompts 3": lambda: data_module(train_prompts=3),
     "--data.train_prompts JSONLPromts": lambda: data_module(train_prompts="JSONLPromts"),
     "--data.reward_weights [a]": lambda: data_module(reward_weights=["a"]),
-    "--data.filters [RewardSpred]": lambda: data_module(filters=["RewardSpred"]),
+    "--data.selection.filters [RewardSpred]": lambda: data_module(
+        selection={"filters": ["RewardSpred"]}
+    ),
     "--model.advantage GPRO": lambda: PolicyModule("model", advantage="GPRO"),
     "--model.loss torch.nn.MSELoss": lambda: PolicyModule("model", loss="torch.nn.MSELoss"),
     "--model.kl 0.1": lambda: PolicyModule("model", kl=0.1),
@@ -207,9 +210,9 @@ def test_what_is_convenient_is_taken(furnished, monkeypatch):
         sampling={"max_tokens": 4},
         agent=SingleTurn,
         collector="OneStepOffCollector",
-        filters=RewardSpread(),
+        selection=RewardSpread(),
         group_size=np.int64(4),
-        success_reward=np.float32(0.5),
+        evaluation=Evaluation(["3="], success_reward=np.float32(0.5)),
         reward_weights=(torch.tensor(2.0),),
     )
     assert list(data.rewards.functions.values()) == [length]
@@ -217,8 +220,8 @@ def test_what_is_convenient_is_taken(furnished, monkeypatch):
     assert data.sampling == Sampling(max_tokens=4)
     assert isinstance(data.agent, SingleTurn)
     assert isinstance(data.collector, OneStepOffCollector)
-    assert [type(f) for f in data.filters] == [RewardSpread]
-    assert (type(data.group_size), type(data.success_reward)) == (int, float)
+    assert [type(f) for f in data.selection.filters] == [RewardSpread]
+    assert (type(data.group_size), type(data.evaluation.success_reward)) == (int, float)
     assert data.rewards.weights == {"length": 2.0}
     assert list(data_module(rewards=["my_rewards.too_few", length]).rewards.functions) == [
         "too_few",
@@ -259,10 +262,10 @@ def test_prompts_are_rows_or_a_path(tmp_path):
         (tmp_path / "rows.parquet", ParquetPrompts, rows),
         (tmp_path / "saved", HFDatasetPrompts, rows),
     ):
-        data = data_module(train_prompts=given, eval_prompts=given)
+        data = data_module(train_prompts=given, evaluation=given)
         assert isinstance(data.train_prompts, kind)
         assert [row for _, row in data.train_prompts.read()] == read
-        assert isinstance(data.eval_prompts, kind)
+        assert isinstance(data.evaluation.prompts, kind)
         assert isinstance(SFTDataModule(given).train, kind)
 
 

@@ -70,7 +70,7 @@ def test_a_path_that_names_no_prompts_is_told_as_a_path():
 
 REFUSED_WHEN_BUILT = {
     "--data.train_prompts.template '{{ a'": "template='{{ a' cannot be read as Jinja",
-    "--data.eval_prompts.template text": "template='text' names no column",
+    "--data.evaluation.prompts.template text": "template='text' names no column",
     "--data.train_prompts ReasoningGymPrompts --data.train_prompts.task sum "
     "--data.train_prompts.template text": "template='text' names no column",
     "--data.train_prompts.picture_limits.max_pixels 0": "max_pixels=0",

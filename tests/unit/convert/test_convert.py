@@ -283,7 +283,7 @@ def test_held_out_prompts_of_the_command_line_are_kept_without_evaluations(tmp_p
     assert main([str(tmp_path / "grpo.yaml"), "--eval_prompts", "held.jsonl"]) == 0
     printed = capsys.readouterr()
     ours = yaml.safe_load(printed.out)
-    assert ours["data"]["init_args"]["eval_prompts"]["init_args"]["path"] == "held.jsonl"
+    assert ours["data"]["init_args"]["evaluation"]["prompts"]["init_args"]["path"] == "held.jsonl"
     assert "Evaluate" not in [c["class_path"] for c in ours["trainer"]["callbacks"]]
     assert "lightning-rl validate" in printed.err
 
@@ -298,7 +298,7 @@ def test_data_of_the_hub_and_reward_models():
     data = result.config["data"]["init_args"]
     of_hub = {"path": "openai/gsm8k", "name": "main"}
     assert data["train_prompts"]["init_args"] == of_hub | {"split": "train"}
-    assert data["eval_prompts"]["init_args"] == of_hub | {"split": "test"}
+    assert data["evaluation"]["prompts"]["init_args"] == of_hub | {"split": "test"}
     # TRL's own names are no import paths.
     *models, overlong = data["rewards"]
     assert [reward["init_args"]["model"] for reward in models] == ["a/b", "org/Reward-1.5B"]
@@ -530,7 +530,7 @@ def test_the_group_of_search_r1_and_the_overlong_buffer_of_dapo():
     kept = values | {"algorithm.filter_groups.enable": True}
     for metric, part in (("acc", "b/acc"), ("score", "b"), ("seq_final_reward", None)):
         kept["algorithm.filter_groups.metric"] = metric
-        [spread] = convert_verl(kept, ["a.b"]).config["data"]["init_args"]["filters"]
+        [spread] = convert_verl(kept, ["a.b"]).config["data"]["init_args"]["selection"]["filters"]
         assert spread.get("init_args", {}).get("part") == part
     assert result.remarks[-1].endswith(
         "left out: actor_rollout_ref.actor.fsdp_config.param_offload"

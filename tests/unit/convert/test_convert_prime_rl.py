@@ -90,9 +90,9 @@ def test_a_whole_file_is_a_configuration_that_the_parser_accepts(tmp_path, capsy
     options = {"taskset": {"min_turns": 3}, "agent": {"harness": {"id": "null"}}}
     hosted = {"environment": "reverse-text", "python": "build/reverse-text", "options": options}
     assert data["agent"] == {"class_path": "VerifiersAgent", "init_args": hosted}
-    assert data["filters"] == [{"class_path": "RewardSpread"}]
+    assert data["selection"]["filters"] == [{"class_path": "RewardSpread"}]
     assert "filter_zero_advantages" not in said  # no such group is in a batch
-    [held] = data["eval_prompts"]["init_args"]["sets"]
+    [held] = data["evaluation"]["prompts"]["init_args"]["sets"]
     assert (held["name"], held["prompts"]["init_args"]["limit"]) == ("held", 64)
 
 

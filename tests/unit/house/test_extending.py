@@ -58,12 +58,12 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
     guard = mine["guard"].LongRollouts(bound=0.01, action=mine["guard"].SlowDown(0.25))
     data = data_module(
         train_prompts=mine["prompts"].Sums(limit=5, seed=1),
-        eval_prompts=None,
+        evaluation=None,
         engine=mine["engine"].OneByOne(),
         agent=mine["agent"].Prefilled("77"),
         plan=mine["group"].Temperatures([0.8, 1.0]),
         collector=mine["collector"].Waves(size=2),
-        filters=[mine["filter"].NotAllCut(most=1.0)],
+        selection=[mine["filter"].NotAllCut(most=1.0)],
         group_size=4,
         groups_per_iteration=3,
         iterations_per_epoch=3,
@@ -102,7 +102,7 @@ def length(completion_ids, **columns):
 
 def test_rollouts_are_scored_at_the_temperature_they_were_sampled_at(mine, tiny_model, tmp_path):
     plan = mine["group"].Temperatures([0.5, 1.5])
-    data = data_module(plan=plan, eval_prompts=None, iterations_per_epoch=1)
+    data = data_module(plan=plan, evaluation=None, iterations_per_epoch=1)
     trainer = trainer_of(tmp_path, [WeightSync()])
     trainer.fit(grpo(tiny_model), data)
     assert trainer.callback_metrics["rollout/logprob_gap_max"] < 1e-4
@@ -113,7 +113,7 @@ def test_plans_that_imitate(mine, tiny_model, tmp_path, name):
     rows = [{"prompt": f"{digit}=", "solution": "77"} for digit in range(3)]
     data = data_module(
         train_prompts=rows,
-        eval_prompts=None,
+        evaluation=None,
         rewards=length,
         plan=getattr(mine["group"], name)(),
         group_size=4,
@@ -142,7 +142,7 @@ def test_plans_that_imitate(mine, tiny_model, tmp_path, name):
 def test_an_agent_of_ones_own_calls_a_model_as_it_likes(mine, tiny_model, tmp_path):
     data = data_module(
         agent=mine["episode"].Compacting(),
-        eval_prompts=None,
+        evaluation=None,
         group_size=2,
         groups_per_iteration=2,
         iterations_per_epoch=1,
@@ -249,7 +249,7 @@ def test_a_sync_by_kl_through_a_folder_of_versions(mine, tiny_model, tmp_path, m
     drift = Drift()
     sync = WeightSync(transport, mine["drift"].WhenFar(max_kl, at_most=3))
     data = data_module(
-        eval_prompts=None, group_size=4, groups_per_iteration=3, iterations_per_epoch=3
+        evaluation=None, group_size=4, groups_per_iteration=3, iterations_per_epoch=3
     )
     trainer = trainer_of(tmp_path, [sync, drift])
     trainer.fit(grpo(tiny_model, optimizer=adamw(1e-3)), data)

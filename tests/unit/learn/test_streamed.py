@@ -315,7 +315,7 @@ def spread(prompts, completions, **columns):
     [
         ({"buffer": ReplayBuffer("buffer.jsonl", 8)}, 1, "data.buffer mixes other groups"),
         ({"rewards": [batch_reward(spread)]}, 1, "the reward spread needs the whole batch"),
-        ({"filters": [RewardSpread()]}, 2, "which groups are in the first of several"),
+        ({"selection": [RewardSpread()]}, 2, "which groups are in the first of several"),
     ],
 )
 def test_a_batch_that_is_more_than_its_groups_is_refused(
@@ -343,7 +343,7 @@ class Watching(RLCallback):
 def run(tiny_model, tmp_path, collector, callbacks=(), **options):
     module = grpo(tiny_model, optimizer=sgd, **options)
     engine = LotEngine(device="cpu", max_batch_size=8)
-    data = data_module(collector=collector, engine=engine, filters=[])
+    data = data_module(collector=collector, engine=engine, selection=[])
     watching = Watching()
     trainer = trainer_of(tmp_path, [watching, *callbacks], limit_train_batches=3)
     trainer.fit(module, data)

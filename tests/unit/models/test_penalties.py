@@ -175,7 +175,7 @@ def test_nothing_is_added_to_a_batch_without_them(make_rollout):
 
 
 def test_what_was_held_to_a_form_cannot_be_scored(make_rollout):
-    with pytest.raises(ConfigError, match=r"rollout 'g/0' was constrained by .*eval_sampling only"):
+    with pytest.raises(ConfigError, match=r"'g/0' was constrained by .*data\.evaluation only"):
         pack_rollouts([make_rollout([3], [4, 1], structured=True)])
 
 

@@ -38,7 +38,7 @@ def run(mixture, where, *callbacks, precision="32-true", data=None, **options) -
     """Two iterations of two updates each."""
     seen = Seen()
     trainer = trainer_of(where, [WeightSync(), *callbacks, seen], precision=precision)
-    settings = {"iterations_per_epoch": 2, "eval_prompts": None} | (data or {})
+    settings = {"iterations_per_epoch": 2, "evaluation": None} | (data or {})
     trainer.fit(grpo(mixture, minibatches=2, **options), data_module(**settings))
     return seen
 

@@ -12,7 +12,7 @@ from lightning_rl.algos.kl import EntropyBonus, K2Penalty
 from lightning_rl.algos.losses import PPOClip, SFTMix
 from lightning_rl.algos.objective import Objective
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.collect.demonstrations import DemonstrationRows
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.sampling import Sampling
@@ -64,10 +64,9 @@ def fit(tiny_model, tmp_path, advantage=GRPO(), loss=None, critic=None):
         numbers(20),
         [every_second],
         TransformersEngine(),
-        expert_prompts=IterablePrompts(
-            [{"prompt": f"{n}=", "completion": "777"} for n in range(20)]
+        demonstrations=DemonstrationRows(
+            [{"prompt": f"{n}=", "completion": "777"} for n in range(20)], per_iteration=4
         ),
-        expert_per_iteration=4,
         sampling=Sampling(max_tokens=4),
         groups_per_iteration=2,
         group_size=2,
@@ -89,7 +88,7 @@ def test_experts_are_learnt_from_and_kept_out_of_what_is_measured(tiny_model, tm
     "options", [{"loss": PPOClip()}, {"advantage": GAE(), "critic": SharedValueHead()}]
 )
 def test_experts_need_the_loss_and_a_group_advantage(tiny_model, tmp_path, options):
-    with pytest.raises(ConfigError, match="expert_prompts adds rows without a reward; set"):
+    with pytest.raises(ConfigError, match="demonstrations adds rows without a reward; set"):
         fit(tiny_model, tmp_path, **options)
 
 

@@ -65,6 +65,7 @@ def test_every_key_of_a_staged_run_exists(path):
 
 def test_no_held_out_question_is_trained_on():
     init_args = load_yaml(str(REASONING_GYM))[0]["data"]["init_args"]
+    sets = init_args["train_prompts"], init_args["evaluation"]["prompts"]
     train, heldout = (
         {
             entry["question"]
@@ -72,7 +73,7 @@ def test_no_held_out_question_is_trained_on():
                 a["task"], size=a["size"], seed=a["task_seed"], **a["config"]
             )
         }
-        for a in (init_args[name]["init_args"] for name in ("train_prompts", "eval_prompts"))
+        for a in (part["init_args"] for part in sets)
     )
     assert len(heldout) == 200
     assert not train & heldout

@@ -10,7 +10,7 @@ from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.agents.multi_turn import Environment, MultiTurn
 from lightning_rl.agents.thinking import ThinkingBudget
 from lightning_rl.agents.tools import ToolAgent
-from lightning_rl.collect.lengths import follow_requests
+from lightning_rl.collect.engine_start import follow_requests
 from lightning_rl.collect.tasks import Task
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.streaming import HFStreamingPrompts
