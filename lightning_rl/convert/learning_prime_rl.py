@@ -30,7 +30,7 @@ def carry(given: Given, result: Conversion) -> None:
     result.put_class("model.loss", "DPPO", low=low, high=high, square=given[_LOSS + "kl_tau"])
     result.choose(given, _LOSS + "type")
     name = TRAIN + "filter_zero_advantages"
-    if given.look(name) and "filters" not in result.config["data"]["init_args"]:
+    if given.look(name) and "selection" not in result.config["data"]["init_args"]:
         result.leave(given, name, given.row(name).note)
     if kind == "rae":
         result.put_class("model.advantage", "RunningBaseline", decay=given[_ALGO + "decay"])
