@@ -66,6 +66,9 @@ def convert_verl(
     learning.carry(given, result, steps, None if total is None else total * steps)
     _trainer(given, result)
     _callbacks(given, result)
+    data = result.config["data"]["init_args"]
+    if "prompts" not in data["evaluation"]:  # nothing is held out
+        del data["evaluation"]
     result.leave_rest(given)
     result.missing += other_teachers(values)
     result.missing += [
