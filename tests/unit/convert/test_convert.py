@@ -406,7 +406,7 @@ VERL_BESIDE = {
 # Off in the result as in verl, where something else is lacking that would let it be on.
 OFF_WITHOUT = (
     "algorithm.filter_groups.enable", "actor_rollout_ref.actor.optim.lr_scheduler_type",
-    *(f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in ("do_sample", "n", "top_k", "top_p")),
+    *("actor_rollout_ref.rollout.val_kwargs." + n for n in ("do_sample", "n", "top_k", "top_p")),
     "data.val_max_samples",
     "reward.reward_kwargs.overlong_buffer_cfg.enable",
 )  # fmt: skip
