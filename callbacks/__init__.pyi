@@ -48,7 +48,6 @@ from lightning_rl.callbacks.progress import (
 )
 from lightning_rl.callbacks.recorder import (
     RolloutRecorder as RolloutRecorder,
-    RolloutWriter as RolloutWriter,
 )
 from lightning_rl.callbacks.report import (
     RunReport as RunReport,
