@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.hostile.call import Call, command
 from tests.support.bad_configs import CONFIG, make_model
+from tests.support.hostile.call import Call, command
 
 OWN = {"class_path": "lightning_rl.OverlongPenalty", "init_args": {"max_tokens": 4, "buffer": 2}}
 
