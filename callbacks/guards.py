@@ -275,8 +275,8 @@ class MetricGuard(IterationGuard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not hasattr(self, "name"):
-            self.name, self.what = self.metric.replace("/", "_"), self.metric
+        self.name = getattr(self, "name", self.metric.replace("/", "_"))
+        self.what = getattr(self, "what", self.metric)
 
     def measure(self, module: RecordingModule) -> float | None:
         values = [v for n, v in module.recorded.items() if n in module.names_of(self.metric)]
