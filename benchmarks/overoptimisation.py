@@ -75,11 +75,11 @@ def learned_judge(engine: Any, directory: str, seed: int) -> float:
 
 def run_arm(engine: Any, judge: str, penalty: K3Penalty | None, seed: int) -> dict[str, Any]:
     """Train the policy by what the reward model says, and measure what it is worth."""
+    rewards: list[Any] = [ModelReward(judge, name="model", batch_size=64), gold]
     data = RLDataModule(
-        task.make_prompts(seed=seed),
-        [ModelReward(judge, name="model", batch_size=64), gold],
-        engine, reward_weights=[1.0, 0.0], sampling=task.SAMPLING, group_size=task.GROUP_SIZE,
-        groups_per_iteration=task.GROUPS, iterations_per_epoch=ITERATIONS, seed=seed,
+        task.make_prompts(seed=seed), rewards, engine, reward_weights=[1.0, 0.0],
+        sampling=task.SAMPLING, group_size=task.GROUP_SIZE, groups_per_iteration=task.GROUPS,
+        iterations_per_epoch=ITERATIONS, seed=seed,
     )  # fmt: skip
     alarms, meter = LearningAlarms(), Meter()
     module = task.make_module(lr=LR, minibatches=2, seed=seed, kl=penalty)

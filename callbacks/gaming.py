@@ -30,7 +30,7 @@ class Part(Scores):
         super().__init__(window, least)
         self.seen = 0
         """Number of iterations that had scores."""
-        self.peak: list[float] = []
+        self.peak: list[Any] = []
         """Mean, spread and count where the mean was highest; the mean reward of that time."""
 
     @property

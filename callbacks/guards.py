@@ -113,10 +113,11 @@ class StopRun(GuardAction):
         return Decision(stop=GuardError(finding.reason))
 
 
-@dataclass_transform(eq_default=False)
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
 def rule(cls: Class) -> Class:
     """Class decorator of a guard: its annotated attributes are arguments, checked as in YAML."""
-    return configurable(dataclass(eq=False, repr=False)(cls))
+    dataclass(eq=False, repr=False)(cls)  # changes it
+    return configurable(cls)
 
 
 @rule
@@ -140,7 +141,7 @@ class Guard(Stateful, RLCallback, ABC):
     """
 
     reruns = True
-    state_names = ("in_a_row",)
+    state_names: ClassVar[tuple[str, ...]] = ("in_a_row",)
     name: str = field(init=False)
     what: str = field(init=False)
     """A description of the number, for the warning."""

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from dataclasses import astuple, dataclass
 from itertools import compress
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
@@ -134,7 +134,7 @@ class LearningAlarms(Stateful, RLCallback):
         self.rewards = Scores(self.window, LEAST_GROUPS)
         self.entropies, self.gaps = FirstAndLast(self.window), FirstAndLast(self.window)
         self.gaming = Gaming(self.rewards, self.reward_sigmas, self.eval_sigmas)
-        self.first_evaluation: dict[str, list[float]] = {}
+        self.first_evaluation: dict[str, list[Any]] = {}
         self.idle = Idle()
         self.told: dict[str, str] = {}
         """What each kind of alarm that has gone off said, with its iteration."""
@@ -244,7 +244,7 @@ class LearningAlarms(Stateful, RLCallback):
         if found := next(filter(None, said), None):
             return found
         accuracy = held_out.get("eval/accuracy")
-        return accuracy and self.gaming.accuracy_fell(accuracy)
+        return None if accuracy is None else self.gaming.accuracy_fell(accuracy)
 
     def _entropy(self) -> str | None:
         if not self.entropies.full or not self.rewards.full:

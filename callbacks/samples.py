@@ -67,7 +67,7 @@ class FirstAndLast(Stateful):
         least: least number of values at either end.
     """
 
-    state_names = ("first", "last")
+    state_names: ClassVar[tuple[str, ...]] = ("first", "last")
 
     def __init__(self, window: int, least: int = 1) -> None:
         self.window = window
