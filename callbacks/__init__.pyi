@@ -6,13 +6,6 @@ from lightning_rl.callbacks.artifacts import (
 from lightning_rl.callbacks.base import (
     RLCallback as RLCallback,
 )
-from lightning_rl.callbacks.batch_guards import (
-    EffectiveSampleGuard as EffectiveSampleGuard,
-    LogprobGapGuard as LogprobGapGuard,
-    LogprobSpikeGuard as LogprobSpikeGuard,
-    StalenessGuard as StalenessGuard,
-    ZeroAdvantageGuard as ZeroAdvantageGuard,
-)
 from lightning_rl.callbacks.checkpoint import (
     IterationCheckpoint as IterationCheckpoint,
 )
@@ -25,10 +18,6 @@ from lightning_rl.callbacks.evaluate import (
 from lightning_rl.callbacks.evaluate_rollouts import (
     EvaluateRollouts as EvaluateRollouts,
 )
-from lightning_rl.callbacks.expert_guards import (
-    DeadExpertGuard as DeadExpertGuard,
-    ExpertOverloadGuard as ExpertOverloadGuard,
-)
 from lightning_rl.callbacks.export import (
     HFExport as HFExport,
     latest_hf_checkpoint as latest_hf_checkpoint,
@@ -36,15 +25,13 @@ from lightning_rl.callbacks.export import (
 from lightning_rl.callbacks.guards import (
     BatchGuard as BatchGuard,
     Correct as Correct,
-    EntropyGuard as EntropyGuard,
     Finding as Finding,
     Guard as Guard,
     GuardAction as GuardAction,
-    KLGuard as KLGuard,
+    IterationGuard as IterationGuard,
     Mask as Mask,
     MetricFloorGuard as MetricFloorGuard,
     MetricGuard as MetricGuard,
-    NonFiniteGuard as NonFiniteGuard,
     SkipUpdate as SkipUpdate,
     StopRun as StopRun,
     Warn as Warn,
@@ -61,7 +48,6 @@ from lightning_rl.callbacks.progress import (
 )
 from lightning_rl.callbacks.recorder import (
     RolloutRecorder as RolloutRecorder,
-    RolloutWriter as RolloutWriter,
 )
 from lightning_rl.callbacks.report import (
     RunReport as RunReport,
@@ -69,8 +55,19 @@ from lightning_rl.callbacks.report import (
 from lightning_rl.callbacks.rerun_recorder import (
     RerunRecorder as RerunRecorder,
 )
-from lightning_rl.callbacks.reward_alarms import (
-    RewardAlarms as RewardAlarms,
+from lightning_rl.callbacks.rules import (
+    DeadExpertGuard as DeadExpertGuard,
+    DuplicatesGuard as DuplicatesGuard,
+    EffectiveSampleGuard as EffectiveSampleGuard,
+    EntropyGuard as EntropyGuard,
+    ExpertOverloadGuard as ExpertOverloadGuard,
+    KLGuard as KLGuard,
+    LengthGuard as LengthGuard,
+    LogprobGapGuard as LogprobGapGuard,
+    LogprobSpikeGuard as LogprobSpikeGuard,
+    NonFiniteGuard as NonFiniteGuard,
+    StalenessGuard as StalenessGuard,
+    ZeroAdvantageGuard as ZeroAdvantageGuard,
 )
 from lightning_rl.callbacks.watchdog import (
     Watchdog as Watchdog,

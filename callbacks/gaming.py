@@ -7,7 +7,7 @@ from dataclasses import astuple
 from itertools import chain
 from typing import Any
 
-from lightning_rl.callbacks.samples import FirstAndLast, Sample
+from lightning_rl.callbacks.samples import FirstAndLast, Sample, Scores, Stateful
 from lightning_rl.collect.tasks import Task
 from lightning_rl.rewards.teachers import Teacher
 from lightning_rl.rollout import Rollout
@@ -21,7 +21,29 @@ SATED = 0.9
 """Share of the range of a part's scores above which it has little more to pay."""
 
 
-class Gaming:
+class Part(Scores):
+    """The scores in one part of the reward."""
+
+    state_names = ("first", "last", "seen", "range", "peak")
+
+    def __init__(self, window: int, least: int) -> None:
+        super().__init__(window, least)
+        self.seen = 0
+        """Number of iterations that had scores."""
+        self.peak: list[Any] = []
+        """Mean, spread and count where the mean was highest; the mean reward of that time."""
+
+    @property
+    def spread(self) -> float:
+        """How far the best score of a rollout is above the worst."""
+        return self.range[1] - self.range[0]
+
+    def height(self, sample: Sample) -> float:
+        """Return how far the mean of a sample is above the lowest score."""
+        return sample.mean - self.range[0]
+
+
+class Gaming(Stateful):
     """Compares the parts of a reward, and held-out accuracy, with the mean reward.
 
     Args:
@@ -33,16 +55,13 @@ class Gaming:
 
     def __init__(self, rewards: FirstAndLast, reward_sigmas: float, eval_sigmas: float) -> None:
         self.rewards, self.reward_sigmas, self.eval_sigmas = rewards, reward_sigmas, eval_sigmas
-        self.parts: dict[str, FirstAndLast] = {}
-        """Mean scores of groups in each part of the reward."""
-        self.ranges: dict[str, list[float]] = {}
-        """The lowest and the highest score of a rollout in each part."""
-        self.peaks: dict[str, tuple[Sample, Sample]] = {}
-        """Each part where it was highest, and the reward of the same iterations."""
-        self.iterations: dict[str, int] = defaultdict(int)
-        """How many iterations had scores in each part."""
+        self.parts: dict[str, Part] = {}
         self.best: dict[str, float] = {}
         """The highest held-out accuracy, and the mean reward of the iterations before it."""
+
+    def _part(self, name: str) -> Part:
+        new = Part(self.rewards.window, self.rewards.least)
+        return self.parts.setdefault(name, new)
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add the scores of an iteration's rollouts."""
@@ -52,17 +71,13 @@ class Gaming:
                 if score is not None:
                     scores[component(rollout.prompt.set, name)][rollout.group_id].append(score)
         for name, groups in scores.items():
-            ends = self.parts.setdefault(
-                name, FirstAndLast(self.rewards.window, self.rewards.least)
-            )
-            ends.add([sum(group) / len(group) for group in groups.values()])
-            seen = [*chain(*groups.values()), *self.ranges.get(name, [])]
-            self.ranges[name] = [min(seen), max(seen)]
-            self.iterations[name] += 1
-            if ends.full and self.rewards.full:
-                before, now = zip(ends.both, self.rewards.both, strict=True)
-                peak = self.peaks.setdefault(name, before)
-                self.peaks[name] = max(peak, now, key=lambda both: both[0].mean)
+            part = self._part(name)
+            part.add_groups(groups.values())
+            part.seen += 1
+            if part.full and self.rewards.full:
+                for sample, reward in zip(part.both, self.rewards.both, strict=True):
+                    if not part.peak or sample.mean > part.peak[0]:
+                        part.peak = [*astuple(sample), reward.mean]
 
     def part_fell(self, weights: Mapping[str, float]) -> str | None:
         """Return a warning if an important part is below its peak although the mean reward is not
@@ -72,53 +87,44 @@ class Gaming:
         and parts of weight 0, which exist to be watched. So is any other part that lost more than
         half, once a part pays nearly all that it can: then it is no trade for something to learn.
         """
-        if len(weights) < 2:
+        parts = {name: part for name, part in self.parts.items() if name in weights}
+        if len(weights) < 2 or not self.rewards.full:
             return None
-        ranges = {name: high - low for name, (low, high) in self.ranges.items()}
-        pays = {name: weight * ranges.get(name, 0.0) for name, weight in weights.items()}
-        _, now = self.rewards.both
-        for name, (peak, earlier) in self.peaks.items():
-            if name not in weights or now.mean < earlier.mean:
+        largest = max((weights[name] * part.spread for name, part in parts.items()), default=0.0)
+        sated = any(
+            weights[name] > 0 and part.full and part.height(part.both[1]) >= SATED * part.spread > 0
+            for name, part in parts.items()
+        )
+        now = self.rewards.both[1].mean
+        for name, part in parts.items():
+            if not part.peak or now < part.peak[-1]:
                 continue
-            _, last = self.parts[name].both
-            matters = weights[name] == 0 or 0 < pays[name] == max(pays.values())
-            lost = weights[name] > 0 and self._height(name, last) < self._height(name, peak) / 2
-            matters = matters or (lost and self._sated(weights))
-            if matters and last.mean < peak.lowest(last, self._sigmas(name)):
+            *values, earlier = part.peak
+            peak, last, weight = Sample(*values), part.both[1], weights[name]
+            matters = weight == 0 or 0 < weight * part.spread == largest
+            lost = weight > 0 and part.height(last) < part.height(peak) / 2
+            if (matters or (lost and sated)) and last.mean < peak.lowest(last, self._sigmas(part)):
                 return (
                     f"the reward {name} went from {peak.mean:.3g} to {last.mean:.3g}, while the "
-                    f"mean of all rewards went from {earlier.mean:.3g} to {now.mean:.3g}. {ADVICE}"
+                    f"mean of all rewards went from {earlier:.3g} to {now:.3g}. {ADVICE}"
                 )
         return None
 
-    def _sigmas(self, name: str) -> float:
+    def _sigmas(self, part: Part) -> float:
         """Return the number of standard errors below its peak that chance explains.
 
         The peak is the highest of n windows, and each is compared with those before it. Of n^2
         comparisons one is above sqrt(s^2 + 2 log n^2) by chance about as often as a single one is
         above s, since the tail of a normal distribution falls as exp(-s^2 / 2).
         """
-        windows = max(1.0, self.iterations[name] / len(self.parts[name].first) - 1)
+        windows = max(1.0, part.seen / len(part.first) - 1)
         return math.sqrt(self.reward_sigmas**2 + 4 * math.log(windows))
 
-    def _height(self, name: str, sample: Sample) -> float:
-        """Return how far the mean of a part is above its lowest score."""
-        return sample.mean - self.ranges[name][0]
-
-    def _sated(self, weights: Mapping[str, float]) -> bool:
-        """Return True if some part with a weight pays nearly all that it can."""
-        seen = {name: self.ranges[name] for name in weights if name in self.ranges}
-        return any(
-            self._height(name, self.parts[name].both[1]) >= SATED * (high - low) > 0
-            for name, (low, high) in seen.items()
-            if weights[name] > 0 and self.parts[name].full
-        )
-
-    def accuracy_fell(self, accuracy: float, prompts: int) -> str | None:
+    def accuracy_fell(self, now: Sample) -> str | None:
         """Return a warning if held-out accuracy fell although the reward rose; else None."""
         present = self.rewards.last or self.rewards.first
-        if not self.best or accuracy >= self.best["accuracy"]:
-            self.best = {"accuracy": accuracy}
+        if not self.best or now.mean >= self.best["accuracy"]:
+            self.best = {"accuracy": now.mean}
             if present:
                 self.best["reward"] = Sample.of(list(chain(*present))).mean
             return None
@@ -126,40 +132,22 @@ class Gaming:
             return None
         first, last = (sample.mean for sample in self.rewards.both)
         earlier = self.best.get("reward", first)
-        highest, now = (
-            Sample.of_share(share, prompts) for share in (self.best["accuracy"], accuracy)
-        )
+        highest = Sample.of_share(self.best["accuracy"], now.count)
         if last <= earlier or now.mean >= highest.lowest(now, self.eval_sigmas):
             return None
         return (
-            f"eval/accuracy of {prompts} prompts fell from {highest.mean:.3g} to {now.mean:.3g}, "
+            f"eval/accuracy of {now.count} prompts fell from {highest.mean:.3g} to {now.mean:.3g}, "
             f"while the mean reward rose from {earlier:.3g} to {last:.3g}. {ADVICE}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as primitives."""
-        parts = {name: ends.state_dict() for name, ends in self.parts.items()}
-        peaks = {name: [astuple(one) for one in both] for name, both in self.peaks.items()}
-        return {
-            "parts": parts,
-            "ranges": self.ranges,
-            "peaks": peaks,
-            "iterations": dict(self.iterations),
-            "best": self.best,
-        }
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        return {"best": self.best, "parts": parts}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        self.parts = {}
-        for name, ends in state["parts"].items():
-            self.parts[name] = FirstAndLast(self.rewards.window, self.rewards.least)
-            self.parts[name].load_state_dict(ends)
-        self.peaks = {
-            name: (Sample(*part), Sample(*reward))
-            for name, (part, reward) in state["peaks"].items()
-        }
-        self.iterations = defaultdict(int, state["iterations"])
-        self.ranges, self.best = state["ranges"], state["best"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
+        for name, kept in state_dict["parts"].items():
+            self._part(name).load_state_dict(kept)
 
 
 def component(prompt_set: str, reward: str) -> str:

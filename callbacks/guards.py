@@ -1,13 +1,13 @@
-"""Guards: each watches one number in every iteration, and acts when it crosses its bound.
+"""The guard: a rule that watches a number in every iteration, and acts when it crosses its bound.
 
-The actions come first, from a line in the log to the end of the run.
+The actions come first, from a line in the log to the end of the run; the library's own rules are in
+:mod:`lightning_rl.callbacks.rules`.
 """
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_rl.algos.correction import Correction, TokenTIS
 from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.samples import Stateful
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, GuardError, require_at_least, require_finite
 from lightning_rl.learn.base import RecordingModule
@@ -24,18 +25,19 @@ from lightning_rl.run.processes.dist import gather
 
 _log = logging.getLogger(__name__)
 
+Class = TypeVar("Class", bound=type)
+
 
 @dataclass(frozen=True)
 class Finding:
     """A bound that was crossed.
 
-    ``batch`` is the batch that the update will train on, None if the update is over. ``offenders``
-    returns a mask, (T,), of the tokens that cross the bound by themselves.
+    ``batch`` is the batch that the update will train on, None if the update is over.
     """
 
-    module: RecordingModule
+    guard: "Guard"
+    module: Any
     batch: TensorDict | None
-    offenders: Callable[[], Tensor]
     reason: str
 
 
@@ -87,7 +89,7 @@ class Mask(GuardAction):
     changes_update: ClassVar[bool] = True
 
     def act(self, finding: Finding) -> Decision:
-        return Decision(mask=finding.offenders())
+        return Decision(mask=finding.guard.offenders(finding.module, finding.batch))
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,22 @@ class StopRun(GuardAction):
         return Decision(stop=GuardError(finding.reason))
 
 
-@configurable
-@dataclass(eq=False, repr=False)
-class Guard(RLCallback, ABC):
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+def rule(cls: Class) -> Class:
+    """Class decorator of a guard: its annotated attributes are arguments, checked as in YAML."""
+    dataclass(eq=False, repr=False)(cls)  # changes it
+    return configurable(cls)
+
+
+@rule
+class Guard(Stateful, RLCallback, ABC):
     """Compares one number per iteration with a bound, and acts when it is crossed.
 
     It records ``guard/<name>_value``, ``guard/<name>`` (1: crossed) and ``guard/<name>_acted``, and
     logs a warning when it goes off. NaN crosses every bound. All ranks of a run act alike: if their
     values differ, the first that crosses the bound counts. Derive from :class:`BatchGuard` for your
-    own number; :class:`MetricGuard` takes any metric.
+    own number, from :class:`IterationGuard` for one that is known after the update;
+    :class:`MetricGuard` takes any metric.
 
     Args:
         bound: the last acceptable value.
@@ -132,11 +141,14 @@ class Guard(RLCallback, ABC):
     """
 
     reruns = True
+    state_names: ClassVar[tuple[str, ...]] = ("in_a_row",)
     name: str = field(init=False)
     what: str = field(init=False)
     """A description of the number, for the warning."""
     fix: ClassVar[str] = "look at some rollouts"
     """Advice for the user, for the warning."""
+    floor: ClassVar[bool] = False
+    """True if the bound is a lower one."""
     before_update: ClassVar[bool]
     """True if the number is known before the update."""
 
@@ -157,14 +169,8 @@ class Guard(RLCallback, ABC):
                 f"{type(self).__name__} checks a batch as a whole, so action=Mask has nothing to "
                 "remove; use another action"
             )
-        self._in_a_row: dict[str, int] = {}  # by the policy's name
-
-    @property
-    def broken(self) -> int:
-        """Iterations in a row, up to the last, that crossed the bound; of several policies, the
-        most.
-        """
-        return max(self._in_a_row.values(), default=0)
+        self.in_a_row: dict[str, int] = {}
+        """Iterations in a row, up to the last, that crossed the bound, by the policy's name."""
 
     @property
     def state_key(self) -> str:
@@ -173,25 +179,25 @@ class Guard(RLCallback, ABC):
 
     def breaks(self, value: float) -> bool:
         """Return True if a value crosses the bound."""
-        return not value <= self.bound
+        return not (value >= self.bound if self.floor else value <= self.bound)
 
-    def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
+    def offenders(self, module: Any, batch: Any) -> Tensor:
         """Return a mask of the offending tokens, (T,), which ``Mask`` removes. Override it to allow
         that.
         """
         raise NotImplementedError
 
     def judge(
-        self, module: RecordingModule, value: float | None, batch: TensorDict | None
+        self, module: RecordingModule, value: float | None, batch: TensorDict | None = None
     ) -> Decision | None:
         """Record a value, and act on it; all ranks must call this, with a value or None."""
         values = [v for v in gather(value) if v is not None]
         if not values:
             return None
         # A rank that skips an update by itself would leave the others waiting for its gradients.
-        value = next((v for v in values if self.breaks(v)), values[0])
-        broken = self._in_a_row.get(module.name, 0) + 1 if self.breaks(value) else 0
-        self._in_a_row[module.name] = broken
+        value = next(filter(self.breaks, values), values[0])
+        broken = self.in_a_row.get(module.name, 0) + 1 if self.breaks(value) else 0
+        self.in_a_row[module.name] = broken
         acts = broken >= self.patience
         key = f"guard/{self.name}"
         module.record({key: float(broken > 0), f"{key}_acted": float(acts), f"{key}_value": value})
@@ -205,19 +211,7 @@ class Guard(RLCallback, ABC):
         )
         if broken == self.patience:  # once, until it has been good again
             _log.warning("%s (action: %s)", reason, type(self.action).__name__)
-
-        def offenders() -> Tensor:
-            assert batch is not None
-            assert isinstance(module, PolicyModule)  # only a BatchGuard's batch comes here
-            return self.offenders(module, batch)
-
-        return self.action.act(Finding(module, batch, offenders, reason))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"broken": self._in_a_row}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._in_a_row = state_dict["broken"]
+        return self.action.act(Finding(self, module, batch, reason))
 
 
 class BatchGuard(Guard, ABC):
@@ -241,8 +235,27 @@ class BatchGuard(Guard, ABC):
         return self.judge(module, self.measure(module, batch), batch)
 
 
+class IterationGuard(Guard, ABC):
+    """A guard of a finished iteration: ``Warn`` and ``StopRun`` are possible. Override
+    ``measure``.
+    """
+
+    before_update = False
+
+    @abstractmethod
+    def measure(self, module: RecordingModule) -> float | None:
+        """Return the number, or None if there is nothing to measure."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module = self.module_of(pl_module)
+        if module.iteration_ended and (decision := self.judge(module, self.measure(module))):
+            module.stopping = module.stopping or decision.stop
+
+
 @configurable
-class MetricGuard(Guard):
+class MetricGuard(IterationGuard):
     """A guard of any metric that an iteration records; it supports ``Warn`` and ``StopRun``.
 
     If several policies record it, each is checked: ``policy/kl_old`` is also
@@ -250,34 +263,27 @@ class MetricGuard(Guard):
 
     Args:
         metric: its name, such as ``policy/grad_norm``; the guard is then ``policy_grad_norm``.
-        bound: the largest acceptable value.
     """
 
-    before_update = False
-    what = "the metric"
+    metric: str
+    _measured = False
 
     def __init__(
         self, metric: str, bound: float, action: GuardAction = Warn(), patience: int = 1
     ) -> None:
-        super().__init__(bound, action, patience)
         self.metric = metric
-        self.name = metric.replace("/", "_")
-        self.what = metric
-        self._measured = False
+        super().__init__(bound, action, patience)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        module = self.module_of(pl_module)
-        if not module.iteration_ended:
-            return
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.name = getattr(self, "name", self.metric.replace("/", "_"))
+        self.what = getattr(self, "what", self.metric)
+
+    def measure(self, module: RecordingModule) -> float | None:
         values = [v for n, v in module.recorded.items() if n in module.names_of(self.metric)]
+        self._measured = self._measured or bool(values)
         # Of several policies the first that is bad.
-        value = next(filter(self.breaks, values), values[0] if values else None)
-        self._measured = self._measured or value is not None
-        decision = self.judge(module, value, None)
-        if decision is not None:
-            module.stopping = module.stopping or decision.stop
+        return next(filter(self.breaks, values), values[0] if values else None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._measured:
@@ -289,53 +295,4 @@ class MetricGuard(Guard):
 class MetricFloorGuard(MetricGuard):
     """A guard of a metric with a lower bound: the smallest acceptable value."""
 
-    def breaks(self, value: float) -> bool:
-        return not value >= self.bound
-
-
-@configurable
-class KLGuard(MetricGuard):
-    """The mean divergence per token, in nats, of the updated policy from the one before it.
-
-    With ``metric: policy/kl_ref`` it is that from the reference (needs ``model.kl``).
-    """
-
-    fix = "lower lr or ppo_epochs, or add a KL penalty"
-
-    def __init__(
-        self,
-        bound: float = 0.1,
-        metric: str = "policy/kl_old",
-        action: GuardAction = Warn(),
-        patience: int = 1,
-    ) -> None:
-        super().__init__(metric, bound, action, patience)
-
-
-@configurable
-class EntropyGuard(MetricFloorGuard):
-    """The mean entropy per token, in nats: near zero, the policy no longer explores."""
-
-    fix = "lower lr, or add an entropy bonus or a KL penalty"
-
-    def __init__(
-        self, bound: float = 0.01, action: GuardAction = Warn(), patience: int = 3
-    ) -> None:
-        super().__init__("policy/entropy", bound, action, patience)
-
-
-@configurable
-class NonFiniteGuard(MetricGuard):
-    """The number of optimizer steps skipped for a NaN or infinite gradient.
-
-    ``PolicyModule`` skips them itself. The guard adds an action: an alarm in every iteration with
-    such a step, or the end of the run.
-    """
-
-    what = "the number of optimizer steps skipped for a gradient that is NaN or infinite"
-    fix = "look for extreme logprobs or advantages; lower lr"
-
-    def __init__(self, action: GuardAction = Warn(), patience: int = 1) -> None:
-        super().__init__("policy/nonfinite_skipped", 0, action, patience)
-        self.name = "non_finite"
-        self.what = type(self).what
+    floor = True

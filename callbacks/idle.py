@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from tensordict import TensorDict
 
+from lightning_rl.callbacks.samples import Stateful
 from lightning_rl.collect.tasks import Task
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.left_out import has_zero_advantage
@@ -12,13 +13,15 @@ from lightning_rl.rollout import Rollout, RolloutStatus
 from lightning_rl.run.processes.dist import all_sum
 
 
-class Idle:
+class Idle(Stateful):
     """Counts iterations in a row without learning, and what they had in common.
 
     Nothing is learned if no policy had a gradient, a learning rate or, where the loss rewards
     advantages alone, an advantage: a KL penalty or entropy bonus still moves such a policy, but
     nothing that was rewarded.
     """
+
+    state_names = ("in_a_row", "total", "iteration", "reason")
 
     def __init__(self) -> None:
         self.in_a_row = self.total = self.iteration = 0
@@ -71,17 +74,6 @@ class Idle:
             return "the learning rate is 0"
         steps = [row[n] for n in module.names_of("policy/nonfinite_skipped") if row.get(n)]
         return "a gradient was not finite" if steps and not _any_finite(norms) else None
-
-    def state_dict(self) -> dict[str, int | str]:
-        return {
-            "in_a_row": self.in_a_row,
-            "total": self.total,
-            "iteration": self.iteration,
-            "reason": self.reason,
-        }
-
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        self.__dict__.update(state)
 
 
 def _any_finite(values: Sequence[float]) -> bool:

@@ -1,10 +1,13 @@
-"""LearningAlarms: warns when a policy gets worse instead of better. On by default."""
+"""LearningAlarms: warns when a policy gets worse instead of better. On by default.
+
+It is no guard, as it is part of every run: it records no metrics and acts on nothing, and its kinds
+look at the same samples of the run.
+"""
 
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import compress
 from typing import Any, TypeGuard
 
@@ -14,7 +17,7 @@ from tensordict import TensorDict
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.gaming import Gaming, component_weights
 from lightning_rl.callbacks.idle import Idle
-from lightning_rl.callbacks.samples import FirstAndLast, Sample
+from lightning_rl.callbacks.samples import FirstAndLast, Sample, Scores, Stateful
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.datamodule import RLDataModule
@@ -27,13 +30,6 @@ from lightning_rl.run.hooks import datamodule_of
 _log = logging.getLogger(__name__)
 
 FINITE = ("policy/loss", "policy/grad_norm", "policy/kl_old", "policy/entropy", "reward/mean")
-SAMPLE_OF: dict[str, Callable[[dict[str, float], int], Sample]] = {
-    "eval/accuracy": lambda row, count: Sample.of_share(row["eval/accuracy"], count),
-    "eval/reward_mean": lambda row, count: Sample(
-        row["eval/reward_mean"], row["eval/reward_std"], count
-    ),
-}
-"""Success rate and mean reward of ``count`` held-out prompts, from a row of metrics."""
 UNLEARNS = (
     "The policy is getting worse: lower the learning rate, ppo_epochs or minibatches, add a KL "
     "penalty (model.kl), and read some rollouts"
@@ -58,30 +54,49 @@ def _rewards_compare(datamodule: object) -> TypeGuard[RLDataModule]:
     )
 
 
+def _fell(what: str, before: Sample, now: Sample, sigmas: float, since: str) -> str | None:
+    """Return a warning if a mean is lower than chance explains; else None."""
+    bound = before.lowest(now, sigmas)
+    if not now.mean < bound:
+        return None
+    return (
+        f"{what} is {now.mean:.3g}, below the {before.mean:.3g} of {since} (bound {bound:.3g}, the "
+        f"least that chance explains). {UNLEARNS}"
+    )
+
+
+def _held_out(trainer: Trainer, metrics: dict[str, float]) -> dict[str, Sample]:
+    """Return success rate and mean reward of held-out prompts, if they were just evaluated."""
+    data = datamodule_of(trainer)
+    if not isinstance(data, RLDataModule) or data.evaluation is None:
+        return {}
+    if "eval/reward_mean" not in metrics:
+        return {}
+    prompts = len(data.held_out.groups())
+    reward = Sample(metrics["eval/reward_mean"], metrics["eval/reward_std"], prompts)
+    if "eval/accuracy" not in metrics:
+        return {"eval/reward_mean": reward}
+    accuracy = Sample.of_share(metrics["eval/accuracy"], prompts)
+    return {"eval/accuracy": accuracy, "eval/reward_mean": reward}
+
+
 @configurable
 @dataclass(eq=False, repr=False)
-class LearningAlarms(RLCallback):
+class LearningAlarms(Stateful, RLCallback):
     """Warns, once for each kind, of problems in a run that learns; ``fit`` adds it by itself.
 
     - *rewards*: the mean reward of the last ``window`` iterations is below that of the first, by
-      more than ``reward_sigmas`` standard errors. It is off if prompts are chosen by the rewards
-      they got (curricula), since rewards of different iterations are then not comparable.
+      more than ``reward_sigmas`` standard errors; off if prompts are chosen by the rewards they
+      got (curricula), since rewards of different iterations are then not comparable.
     - *evaluation*: held-out accuracy or mean reward is below that of the first evaluation, by more
       than ``eval_sigmas`` standard errors.
-    - *gaming*: the reward and the goal diverge. The part of the reward that can contribute most, or
-      one of weight 0, is below its peak by more than ``reward_sigmas`` standard errors (more in a
-      long run), although the mean reward is not below what it was there; or any part fell so to
-      less than half of its peak, while another has reached its best; or held-out accuracy is below
-      its best by more than ``eval_sigmas``, although the mean reward is above what it was then
-      (:mod:`lightning_rl.callbacks.gaming`).
-    - *entropy*: it is below ``entropy_share`` of its first value, although rollouts have had
-      rewards far above the mean: the policy no longer explores, and is not at its best. It is
-      estimated as the mean of -log p of sampled tokens, also of groups that are not trained on.
-    - *gap*: the logprobs of engine and trainer are more than ``gap`` nats apart, over the last
-      ``window`` iterations.
+    - *gaming*: a part of the reward that matters, or held-out accuracy, falls though the mean
+      reward does not (:mod:`lightning_rl.callbacks.gaming`).
+    - *entropy*: the mean of -log p of sampled tokens is below ``entropy_share`` of its first value,
+      although rollouts have had rewards far above the mean.
+    - *gap*: the logprobs of engine and trainer are more than ``gap`` nats apart.
     - *numbers*: loss, gradient or mean reward are NaN or infinite, or steps were skipped for that.
-    - *learning*: nothing was learned in three iterations in a row: every reward is equal, no
-      rollout could be graded, all were left out, updates were skipped, or the learning rate is 0.
+    - *learning*: nothing was learned in three iterations in a row.
 
     Alarms are repeated in the last line and the ``summary.json`` of ``RunReport``.
 
@@ -100,6 +115,7 @@ class LearningAlarms(RLCallback):
         ConfigError: if a value is out of range.
     """
 
+    state_names = "rewards", "entropies", "gaps", "gaming", "first_evaluation", "idle", "told"
     window: int = 3
     reward_sigmas: float = 4.0
     eval_sigmas: float = 3.0
@@ -115,13 +131,10 @@ class LearningAlarms(RLCallback):
             entropy_share=self.entropy_share,
             gap=self.gap,
         )
-        self.rewards = FirstAndLast(self.window, LEAST_GROUPS)
-        """Mean rewards of the first groups, and of the last."""
+        self.rewards = Scores(self.window, LEAST_GROUPS)
         self.entropies, self.gaps = FirstAndLast(self.window), FirstAndLast(self.window)
-        self.range = [math.inf, -math.inf]
-        """The lowest and the highest reward of a rollout."""
         self.gaming = Gaming(self.rewards, self.reward_sigmas, self.eval_sigmas)
-        self.first_evaluation: dict[str, float] = {}
+        self.first_evaluation: dict[str, list[Any]] = {}
         self.idle = Idle()
         self.told: dict[str, str] = {}
         """What each kind of alarm that has gone off said, with its iteration."""
@@ -140,13 +153,11 @@ class LearningAlarms(RLCallback):
                 groups[rollout.group_id].append(rollout.reward)
         if not groups:
             return
-        self.rewards.add([sum(group) / len(group) for group in groups.values()])
+        self.rewards.add_groups(groups.values())
         self.gaming.add(datamodule.generated)
         written = [p for r in rollouts for p in compress(r.logprobs, r.loss_mask)]
         if written:
             self.entropies.add([-sum(written) / len(written)])
-        every = [reward for group in groups.values() for reward in group]
-        self.range = [min(self.range[0], *every), max(self.range[1], *every)]
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
@@ -162,12 +173,13 @@ class LearningAlarms(RLCallback):
         if gaps:
             self.gaps.add([max(gaps)])
         self.idle.end_iteration(module, metrics)
+        held_out = _held_out(trainer, metrics)
         found = {
             "learning": self._learning(),
             "numbers": self._numbers(module, metrics),
             "rewards": self._rewards(trainer),
-            "evaluation": self._evaluation(trainer, metrics),
-            "gaming": self._gaming(trainer, metrics),
+            "evaluation": self._evaluation(held_out),
+            "gaming": self._gaming(trainer, held_out),
             "entropy": self._entropy(),
             "gap": self._gap(),
         }
@@ -176,27 +188,6 @@ class LearningAlarms(RLCallback):
                 self.told[kind] = f"iteration {module.iteration}: {said}"
                 if trainer.is_global_zero:
                     _log.warning("LearningAlarms (%s), %s", kind, self.told[kind])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "rewards": self.rewards.state_dict(),
-            "entropies": self.entropies.state_dict(),
-            "gaps": self.gaps.state_dict(),
-            "range": self.range,
-            "gaming": self.gaming.state_dict(),
-            "first_evaluation": self.first_evaluation,
-            "idle": self.idle.state_dict(),
-            "told": self.told,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rewards.load_state_dict(state_dict["rewards"])
-        self.entropies.load_state_dict(state_dict["entropies"])
-        self.gaps.load_state_dict(state_dict["gaps"])
-        self.range, self.told = state_dict["range"], dict(state_dict["told"])
-        self.idle.load_state_dict(state_dict["idle"])
-        self.gaming.load_state_dict(state_dict["gaming"])
-        self.first_evaluation = state_dict["first_evaluation"]
 
     def summed_up(self) -> dict[str, str]:
         """Return the alarms of the whole run, by kind."""
@@ -231,58 +222,35 @@ class LearningAlarms(RLCallback):
     def _rewards(self, trainer: Trainer) -> str | None:
         if not self.rewards.full or not _rewards_compare(datamodule_of(trainer)):
             return None
-        before, now = self.rewards.both
-        bound = before.lowest(now, self.reward_sigmas)
-        if not now.mean < bound:
-            return None
         first, last = self.rewards.iterations
-        return (
-            f"the mean reward is {now.mean:.3g} in the last {last} iterations, below the "
-            f"{before.mean:.3g} of the first {first} (bound {bound:.3g}, the least that chance "
-            f"explains). {UNLEARNS}"
-        )
+        what = f"the mean reward of the last {last} iterations"
+        return _fell(what, *self.rewards.both, self.reward_sigmas, f"the first {first}")
 
-    def _evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> str | None:
-        datamodule = datamodule_of(trainer)
-        if "eval/reward_mean" not in metrics or not isinstance(datamodule, RLDataModule):
-            return None
-        first = self.first_evaluation
-        if not first or datamodule.evaluation is None:
-            names = (*SAMPLE_OF, "eval/reward_std")
-            self.first_evaluation = {name: metrics[name] for name in names if name in metrics}
-            return None
-        prompts = len(datamodule.held_out.groups())
-        for name, sample_of in SAMPLE_OF.items():
-            if name not in first or name not in metrics:
-                continue
-            before, now = (sample_of(row, prompts) for row in (first, metrics))
-            bound = before.lowest(now, self.eval_sigmas)
-            if now.mean < bound:
-                return (
-                    f"{name} of {prompts} prompts is {now.mean:.3g}, below the {before.mean:.3g} "
-                    f"of the first evaluation (bound {bound:.3g}, the least that chance explains). "
-                    f"{UNLEARNS}"
-                )
+    def _evaluation(self, held_out: dict[str, Sample]) -> str | None:
+        if not self.first_evaluation:
+            self.first_evaluation = {name: [*astuple(now)] for name, now in held_out.items()}
+        for name in [name for name in held_out if name in self.first_evaluation]:
+            before, now = Sample(*self.first_evaluation[name]), held_out[name]
+            what = f"{name} of {now.count} prompts"
+            if said := _fell(what, before, now, self.eval_sigmas, "the first evaluation"):
+                return said
         return None
 
-    def _gaming(self, trainer: Trainer, metrics: dict[str, float]) -> str | None:
+    def _gaming(self, trainer: Trainer, held_out: dict[str, Sample]) -> str | None:
         datamodule = datamodule_of(trainer)
         if not _rewards_compare(datamodule):
             return None
-        for task in datamodule.train_tasks:
-            said = self.gaming.part_fell(component_weights(task))
-            if said is not None:
-                return said
-        if "eval/accuracy" not in metrics or datamodule.evaluation is None:
-            return None
-        prompts = len(datamodule.held_out.groups())
-        return self.gaming.accuracy_fell(metrics["eval/accuracy"], prompts)
+        said = (self.gaming.part_fell(component_weights(t)) for t in datamodule.train_tasks)
+        if found := next(filter(None, said), None):
+            return found
+        accuracy = held_out.get("eval/accuracy")
+        return None if accuracy is None else self.gaming.accuracy_fell(accuracy)
 
     def _entropy(self) -> str | None:
         if not self.entropies.full or not self.rewards.full:
             return None
         before, now = (sample.mean for sample in self.entropies.both)
-        reward, (low, high) = self.rewards.both[1].mean, self.range
+        reward, (low, high) = self.rewards.both[1].mean, self.rewards.range
         arrived = high - reward <= ARRIVED * (high - low)
         if not 0 <= now < self.entropy_share * before or arrived:
             return None

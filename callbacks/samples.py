@@ -1,10 +1,10 @@
 """Samples of a run's first and last iterations, and which differences chance explains."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_rl.run.files.metrics import summarize
 
@@ -40,13 +40,34 @@ class Sample:
         return self.mean - max(sigmas * error, SMALL_EFFECT * self.spread)
 
 
-class FirstAndLast:
+class Stateful:
+    """Keeps the attributes named in ``state_names``: primitives, or objects with a state."""
+
+    state_names: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as primitives."""
+        kept = {name: getattr(self, name) for name in self.state_names}
+        return {n: v.state_dict() if isinstance(v, Stateful) else v for n, v in kept.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+        for name in self.state_names:
+            if isinstance(own := getattr(self, name), Stateful):
+                own.load_state_dict(state_dict[name])
+            else:
+                setattr(self, name, state_dict[name])
+
+
+class FirstAndLast(Stateful):
     """The values of a run's first iterations, and of equally many last ones.
 
     Args:
         window: least number of iterations at either end.
         least: least number of values at either end.
     """
+
+    state_names: ClassVar[tuple[str, ...]] = ("first", "last")
 
     def __init__(self, window: int, least: int = 1) -> None:
         self.window = window
@@ -81,10 +102,19 @@ class FirstAndLast:
         """Number of iterations at each end."""
         return len(self.first), len(self.last)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as primitives."""
-        return {"first": self.first, "last": self.last}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        self.first, self.last = state["first"], state["last"]
+class Scores(FirstAndLast):
+    """Means of the scores of groups, and how far apart scores have been."""
+
+    state_names = ("first", "last", "range")
+
+    def __init__(self, window: int, least: int = 1) -> None:
+        super().__init__(window, least)
+        self.range = [math.inf, -math.inf]
+        """The lowest and the highest score of a rollout."""
+
+    def add_groups(self, groups: Collection[Sequence[float]]) -> None:
+        """Add the scores of the next iteration, group by group."""
+        self.add([sum(group) / len(group) for group in groups])
+        scores = list(chain(*groups))
+        self.range = [min(self.range[0], *scores), max(self.range[1], *scores)]

@@ -70,6 +70,17 @@ class EngineError(LightningRLError):
     """The generation engine is missing, broken or not ready."""
 
 
+class ServerRefusal(EngineError):
+    """A server refused; ``status`` is HTTP's, or 0 if the answer was not a vLLM server's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def described(self) -> tuple[Any, ...]:
+        return (str(self), self.status)
+
+
 class ReplicaError(EngineError):
     """An engine process does not start or answer, and no other process replaces it."""
 

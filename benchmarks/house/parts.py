@@ -23,7 +23,7 @@ PARTS = {
         "offline.labelled",
         "offline.label_heads",
     ),
-    "offline": ("offline", "learn.sft", "learn.dpo", "learn.recorded", "learn.offline_rows"),
+    "offline": ("offline", "learn.sft", "learn.dpo", "learn.recorded"),
     "view": ("view", "cli.view"),
     "check": ("cli.check",),
     "rerun": ("cli.rerun", "cli.audit"),

@@ -18,8 +18,7 @@ from benchmarks.support.task import quiet_trainer
 from lightning_rl.algos.experts import RolloutRouting
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.cli.check.fakes import copy_of
-from lightning_rl.cli.check.keys import bytes_of_all_keys
-from lightning_rl.cli.check.memory import training_memory
+from lightning_rl.cli.check.memory import bytes_of_all_keys, training_memory
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts

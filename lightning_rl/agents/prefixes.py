@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from lightning_rl.engines.text_hash import TextHash
+from lightning_rl.engines.kept_texts import TextHash
 from lightning_rl.rollout import SAMPLED_BY, Row, SamplingDistribution
 
 _settings = attrgetter(*SAMPLED_BY)

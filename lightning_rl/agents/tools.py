@@ -34,6 +34,7 @@ from lightning_rl.agents.templates import (
     TurnTemplate,
     tool_reply,
 )
+from lightning_rl.agents.tool_results import as_content
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
@@ -45,7 +46,6 @@ from lightning_rl.run.loop.threads import CallingThreads, storable
 from lightning_rl.run.processes.exits import UsesSignals, function_called_here
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.messages import pictures_of
-from lightning_rl.vision.results import as_content
 
 _threads = CallingThreads("lightning_rl tools")
 

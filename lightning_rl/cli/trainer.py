@@ -6,12 +6,15 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from lightning_rl.callbacks import RolloutWriter
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.cli.series import CheckpointSeries, as_table, checkpoints_named
 from lightning_rl.collect.loader import LazyLoader
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.rollout import Rollout
+from lightning_rl.run.files.rundir import output_path
 
 
 class RLTrainer(Trainer):
@@ -119,3 +122,94 @@ class RLTrainer(Trainer):
         )
         holds = f"{writer.done()} iterations"
         print(f"{writer.written} rollouts written to {writer.file.path}, which holds {holds}")
+
+
+class RolloutWriter(RLCallback):
+    """Appends every rollout of ``lightning-rl rollout`` to ``path``.
+
+    The suffix chooses the format: ``.jsonl``, ``.parquet`` (a folder) or ``.sqlite``. If the file
+    already holds iterations, the run continues after them, with the next prompts.
+
+    A fast dev run writes to its scratch directory instead.
+
+    Args:
+        path: the file or folder.
+
+    Raises:
+        ConfigError: if the suffix is another, or the file was written with another model or seed.
+        DataError: if the file holds something else.
+    """
+
+    language_only = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.file = open_rollouts(path)
+        self.written = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.choose_file(trainer)
+
+    def choose_file(self, trainer: Trainer) -> None:
+        """Choose the file for this trainer's rollouts."""
+        path = output_path(trainer, self.path, Path(self.path).name)
+        if path != self.file.path:
+            self.file = open_rollouts(str(path))
+
+    def done(self) -> int:
+        """Return the number of complete iterations in the file; removes what a killed run left
+        behind.
+        """
+        progress = self.file.recover()
+        return 0 if progress is None else int(progress["iterations"])
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        datamodule = self.rl_data_of(trainer)
+        if trainer.world_size > 1:
+            raise ConfigError(
+                f"rollouts can be written by one process only, not {trainer.world_size}; set "
+                "trainer.devices=1"
+            )
+        progress = self.file.recover()
+        if progress is None:
+            return
+        for name, value in _origin(datamodule, self.rollout_module_of(pl_module)).items():
+            if progress["origin"][name] != value:
+                raise ConfigError(
+                    f"{self.file.path} was written with {name}={progress['origin'][name]!r}, but "
+                    f"now it is {value!r}; choose another file, or set it back to continue this one"
+                )
+        datamodule.first_iteration = int(progress["iterations"])
+        datamodule.load_rollout_state(progress["state"])
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: list[Rollout],
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        datamodule = self.rl_data_of(trainer)
+        iteration = datamodule.first_iteration + batch_idx + 1
+        progress = {
+            "iterations": iteration,
+            "origin": _origin(datamodule, self.rollout_module_of(pl_module)),
+            "state": datamodule.rollout_state(),
+        }
+        self.file.append(outputs, iteration, progress)
+        self.written += len(outputs)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.file.close()
+
+
+def _origin(datamodule: RLDataModule, module: RolloutModule) -> dict[str, Any]:
+    """Return settings that a run must share with the one that began the file."""
+    return {
+        "model": module.described_as,
+        "seed": datamodule.seed,
+        "group_size": datamodule.group_size,
+        "groups_per_iteration": datamodule.groups_per_iteration,
+    }

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine, policy_of
-from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import MERGED, LoRAEngine, is_adapter
+from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, WeightSyncError
 from lightning_rl.rollout import Placed

@@ -1,13 +1,28 @@
 """Push: a version's weights on their way to an engine, and the loop that all of them pass."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.holdings import Holdings
 from lightning_rl.errors import IncompleteWeightsError
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Digests of the weights in one process, read from the tensors that it computes with.
+
+    Args:
+        holder: name of the process, for messages.
+        digests: digest of each weight in the engine's dtype, by the name in a push.
+        unread: why other weights cannot be compared, by name.
+    """
+
+    holder: str
+    digests: Mapping[str, str]
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 class PushRecord(Protocol):

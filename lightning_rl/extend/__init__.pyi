@@ -142,13 +142,11 @@ from lightning_rl.engines.base import (
     ReplicaStatus as ReplicaStatus,
     RunState as RunState,
 )
-from lightning_rl.engines.holdings import (
-    Holdings as Holdings,
-)
 from lightning_rl.engines.policy_engines import (
     PolicyEngines as PolicyEngines,
 )
 from lightning_rl.engines.push import (
+    Holdings as Holdings,
     Push as Push,
     require_same_weights as require_same_weights,
 )

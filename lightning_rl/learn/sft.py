@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the warm start before RL, with the same model, packing and head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,7 +21,6 @@ from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.data.supervised import TRAINED, RowLimit, supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import save_primitive_hparams
-from lightning_rl.learn.offline_rows import OfflineRows
 from lightning_rl.learn.supervised import Pairs, SupervisedModule
 from lightning_rl.learn.windows import HeldOut, Windows
 from lightning_rl.models.pretrained import load_config, model_of, positions_of
@@ -233,3 +233,36 @@ class SFTDataModule(LightningDataModule):
     def collate(rows: list[Any]) -> TensorDict:
         """Return a packed batch of some :meth:`rows`."""
         return pack_rollouts(rows)
+
+
+class OfflineRows(Sequence[Any]):
+    """The result of ``make``, unless None, for each prompt that is short enough, in file order.
+
+    All rows are made and checked at once, and kept in memory, except those with pictures, which are
+    made again for every batch, since the pictures of all rows may not fit into memory.
+
+    Args:
+        prompts: the prompts; already loaded.
+        make: makes a row from a prompt.
+    """
+
+    def __init__(self, prompts: PromptDataset, make: Callable[[Prompt], Any]) -> None:
+        self._prompts, self._make = prompts, make
+        self._rows: list[Any] = []
+        for index, prompt in prompts.numbered():
+            if (made := make(prompt)) is not None:
+                self._rows.append(made if index is None or not prompt.pictures else _Again(index))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        row = self._rows[place]
+        return self._make(self._prompts[row.index]) if isinstance(row, _Again) else row
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """A row that is read again whenever it is needed."""
+
+    index: int

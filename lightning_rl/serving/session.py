@@ -7,9 +7,14 @@ from typing import Any, TypeVar
 from lightning_rl.agents.episode import Episode
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.replicas.http import ServerRefusal
 from lightning_rl.engines.sampling import Completion, seed_of
-from lightning_rl.errors import ConfigError, ContextLengthError, EpisodeError, PictureError
+from lightning_rl.errors import (
+    ConfigError,
+    ContextLengthError,
+    EpisodeError,
+    PictureError,
+    ServerRefusal,
+)
 from lightning_rl.rollout import Call, Message, Rollout
 from lightning_rl.run.loop.background import cancel_here
 from lightning_rl.run.loop.threads import CallingThreads

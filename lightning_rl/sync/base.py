@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine, drives_engine
-from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import divide
-from lightning_rl.engines.push import Push
+from lightning_rl.engines.push import Holdings, Push
 from lightning_rl.errors import ConfigError, WrongWeightsError
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.adapters import merged, seen_apart, weights_apart

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import is_adapter
+from lightning_rl.engines.push import Holdings
 from lightning_rl.errors import WrongWeightsError
 from lightning_rl.run.digest import Digester
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.replicas.replica import Replica
 from lightning_rl.engines.replicas.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, WeightSyncError, require_at_least

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.hostile.forged_runs import FOUND, agree, chain_anew, rechained_ledger
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main
 from lightning_rl.cli.audit.claims import Claims
@@ -20,6 +19,7 @@ from lightning_rl.data.rollouts.ledger import Ledger, hash_of
 from lightning_rl.data.rollouts.log import RerunLog
 from lightning_rl.data.rollouts.seals import seal_of
 from lightning_rl.run.files.checkpoint_io import write_checkpoint
+from tests.support.hostile.forged_runs import FOUND, agree, chain_anew, rechained_ledger
 from tests.support.recorded_run import make_place, stand_in, train
 
 

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 BUILD = "from setuptools import build_meta as b; print(b.build_wheel('.'))"
 METADATA = "from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel('.')"
 LEAVING = {
-    "convert": ["benchmarks/hostile/conversions.py", "benchmarks/hostile/conversion_scripts.py"],
+    "convert": [
+        "tests/support/hostile/conversions.py",
+        "tests/support/hostile/conversion_scripts.py",
+    ],
     "verifiers": ["recipes/hangman", "install/verifiers.sh", "install/verifiers.txt"],
 }
 """Optional rooms, and what leaves with each besides the folders of its name."""

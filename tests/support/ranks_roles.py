@@ -19,10 +19,11 @@ from lightning_rl import (
     WeightSync,
 )
 from lightning_rl.callbacks import (
+    DuplicatesGuard,
     EffectiveSampleGuard,
+    LengthGuard,
     LogprobGapGuard,
     LogprobSpikeGuard,
-    RewardAlarms,
     RLCallback,
     StalenessGuard,
     ZeroAdvantageGuard,
@@ -114,10 +115,10 @@ def fit_roles(
     watch, module = Watch(), three_policies(model)
     guards = [
         LogprobGapGuard(), LogprobSpikeGuard(), EffectiveSampleGuard(), StalenessGuard(),
-        ZeroAdvantageGuard(),
+        ZeroAdvantageGuard(), LengthGuard(window=1), DuplicatesGuard(window=1),
     ]  # fmt: skip
     callbacks = [
-        WeightSync(), Evaluate(2), RewardAlarms(window=1), *guards, watch,
+        WeightSync(), Evaluate(2), *guards, watch,
         HFExport(merge_adapters=True), IterationCheckpoint(1, 9),
     ]  # fmt: skip
     trainer = trainer_of(

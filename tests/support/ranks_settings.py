@@ -18,11 +18,12 @@ from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.algos.tree import TreeRLOO
 from lightning_rl.algos.turns import GiGPO, TurnGAE
 from lightning_rl.callbacks import (
+    DuplicatesGuard,
     Evaluate,
     HFExport,
     IterationCheckpoint,
+    LengthGuard,
     PreviewTable,
-    RewardAlarms,
     RolloutRecorder,
     RunReport,
 )
@@ -77,8 +78,8 @@ def eight_bits(parameters: Any) -> torch.optim.Optimizer:
 def everything() -> list[Any]:
     """Callbacks that look at rollouts, or write files."""
     return [
-        Evaluate(every_n_iterations=2), PreviewTable(), RolloutRecorder(), RewardAlarms(window=1),
-        HFExport(), RunReport(),
+        Evaluate(every_n_iterations=2), PreviewTable(), RolloutRecorder(), HFExport(), RunReport(),
+        LengthGuard(window=1), DuplicatesGuard(window=1),
     ]  # fmt: skip
 
 

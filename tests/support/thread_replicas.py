@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion

@@ -13,7 +13,6 @@ from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.check.batches import with_longest_whole
 from lightning_rl.cli.check.mesh import choose
-from lightning_rl.cli.check.scratch import Built
 from lightning_rl.cli.check.training import card_plan, planned_device, training_plan
 from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.collect.base import CollectingDataModule
@@ -24,6 +23,7 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
+from lightning_rl.run.files.rundir import require_writable
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.schedule import FixedSchedule
 
@@ -219,3 +219,30 @@ def _told(rollout: Rollout) -> str:
         f"{prompt!r:.60} -> {completion!r:.60} ({rollout.length} tokens, "
         f"{rollout.finish_reason}): {reward}"
     )
+
+
+class Built(RLCLI):
+    """Builds what ``fit`` would run; its files are written to ``scratch``.
+
+    Args:
+        arguments: those of ``fit``.
+        scratch: a directory, which the caller deletes.
+        fast_dev_run: the most iterations of a fast dev run, which keeps nothing; 0: as configured.
+    """
+
+    def __init__(self, arguments: list[str], scratch: str, fast_dev_run: int = 0) -> None:
+        self._scratch = scratch
+        self._fast_dev_run = fast_dev_run
+        super().__init__(["fit", *arguments])
+
+    def before_instantiate_classes(self) -> None:
+        given = self.config.fit.trainer.default_root_dir
+        if given is not None:
+            require_writable(given, "trainer.default_root_dir")
+        self.config.fit.trainer.default_root_dir = self._scratch
+        if self._fast_dev_run:
+            self.config.fit.trainer.fast_dev_run = self._fast_dev_run
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run nothing: only the built objects are needed."""
+        self.trainer.logger = None  # it was built, so its configuration is good

@@ -18,8 +18,7 @@ from lightning_rl.cli.view.pictures import places_of
 from lightning_rl.cli.view.runs import Record, Run
 from lightning_rl.config.layers import differences
 from lightning_rl.data.rollouts.pieces import pieces_of
-from lightning_rl.data.rollouts.rows import rows_of
-from lightning_rl.data.rollouts.turns import turns_of
+from lightning_rl.data.rollouts.rows import rows_of, turns_of
 from lightning_rl.rollout import Message, as_text, said_in
 
 TOKEN_COLUMNS = (

@@ -1,6 +1,6 @@
-"""Rollouts of several rows, as the viewer and previews show them: row by row, call by call."""
+"""Rollouts as the viewer and previews show them: row by row, call by call, turn by turn."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_rl.data.rollouts.pieces import mark_of, text_with_marks
@@ -9,6 +9,7 @@ from lightning_rl.rollout import Rollout
 Record = dict[str, Any]
 TAIL = 40
 """Number of tokens of a call's prompt that a preview shows."""
+DECISIONS = ("rejects", "accepts", "goes on")
 
 
 def rows_of(record: Record) -> list[Record]:
@@ -39,4 +40,43 @@ def calls_as_text(rollout: Rollout, decode: Callable[[list[int]], str], tail: in
         marks = [(at, mark_of(p.width, p.height)) for at, p in row.placed if at < len(prompt)]
         read = text_with_marks(decode, prompt, marks, tail)
         lines.append(f"[{', '.join(filter(None, told))}] {begin}{read} → {wrote}")
+    return "\n".join(lines)
+
+
+def turns_of(completion: str | Sequence[Record]) -> list[Record]:
+    """Return the turns of a :class:`ProtocolAgent`'s rollout, each with its decision as a word.
+
+    Returns [] for any other rollout, whose messages have no channels.
+    """
+    if isinstance(completion, str) or not all(map(_is_turn, completion)):
+        return []
+    return [
+        {
+            "agent": message["role"],
+            "text": message["content"],
+            "round": message["round"],
+            "channels": list(message["channels"]),
+            "decision": None if message["decision"] is None else DECISIONS[message["decision"]],
+        }
+        for message in completion
+    ]
+
+
+def _is_turn(message: Record) -> bool:
+    """Return whether a message is a protocol's turn; damaged ones count as ordinary messages."""
+    return (
+        {"role", "content", "round", "channels", "decision"} <= message.keys()
+        and isinstance(message["channels"], list | tuple)
+        and isinstance(message["round"], int)
+        and message["decision"] in (None, *range(len(DECISIONS)))
+    )
+
+
+def turns_as_text(turns: Sequence[Record]) -> str:
+    """Return a line for each turn: round (from 1), agent, channels, text, and the decision."""
+    lines = []
+    for turn in turns:
+        place = [f"round {turn['round'] + 1}", turn["agent"], " + ".join(turn["channels"])]
+        decided = "" if turn["decision"] is None else f" → {turn['decision']}"
+        lines.append(f"[{', '.join(filter(None, place))}] {turn['text']}{decided}")
     return "\n".join(lines)

@@ -18,15 +18,13 @@ from transformers import AutoConfig, PreTrainedModel
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine, fail
-from lightning_rl.engines.hf.adapted_decoding import AdaptedDecoder, Adapters
+from lightning_rl.engines.hf.adapted_decoding import AdaptedDecoder, Adapters, RoutedDecoder
 from lightning_rl.engines.hf.columns import require_cache
 from lightning_rl.engines.hf.decoding import Decoder
 from lightning_rl.engines.hf.requests import DecodeRequest
-from lightning_rl.engines.hf.routed_decoding import RoutedDecoder
-from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import LoRAEngine, require_adapters
-from lightning_rl.engines.push import Push
+from lightning_rl.engines.push import Holdings, Push
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.pretrained import Loading, device_of, lm_class

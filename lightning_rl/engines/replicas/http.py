@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.replicas.replica import (
     HEALTH_TIMEOUT_S,
     Replica,
@@ -27,6 +27,7 @@ from lightning_rl.engines.start_hints import with_hint
 from lightning_rl.errors import (
     EngineError,
     ReplicaError,
+    ServerRefusal,
     StaleWeightsError,
     SyncTimeoutError,
 )
@@ -356,17 +357,6 @@ class ServerTaken(ReplicaError):
 
     def described(self) -> tuple[Any, ...]:
         return (str(self), self.lease_s)
-
-
-class ServerRefusal(EngineError):
-    """A server refused; ``status`` is HTTP's, or 0 if the answer was not a vLLM server's."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-    def described(self) -> tuple[Any, ...]:
-        return (str(self), self.status)
 
 
 def _told(tail: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.replicas.replica import (
     HEALTH_TIMEOUT_S,
     Replica,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import (
     DamagedWeightsError,

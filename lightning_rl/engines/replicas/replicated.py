@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rl.config import names
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, ReplicaStatus, RunState
-from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicas.supervision import Supervision
 from lightning_rl.engines.sampling import Completion, Sampling

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, fail
-from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import require_adapters
-from lightning_rl.engines.push import Push
+from lightning_rl.engines.push import Holdings, Push
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm.forms import (
     InFlightRequest,

@@ -3,7 +3,7 @@
 from hypothesis import given, settings, strategies as st
 
 from lightning_rl.agents.prefixes import Prefixes, begins
-from lightning_rl.engines import text_hash
+from lightning_rl.engines import kept_texts
 from lightning_rl.rollout import Row, SamplingDistribution
 
 KINDS = [("", None), ("critic", None), ("", SamplingDistribution(temperature=0.5))]
@@ -58,11 +58,11 @@ def test_rows_that_are_refused_are_passed_over(steps):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_equal_hashes_of_other_tokens_are_told_apart(steps):
-    base, text_hash._BASE = text_hash._BASE, text_hash.np.uint64(1)  # so order does not count
+    base, kept_texts._BASE = kept_texts._BASE, kept_texts.np.uint64(1)  # so order does not count
     try:
         play(steps, lambda row, prompt: True)
     finally:
-        text_hash._BASE = base
+        kept_texts._BASE = base
 
 
 def test_a_token_that_is_0_is_a_token():

@@ -101,7 +101,7 @@ def test_overoptimisation_finds_the_peak_of_the_gold_reward():
     assert found["gold_peak"] == pytest.approx(2.2 / 3)
     assert (found["gold_end"], found["distance_peak"]) == (pytest.approx(0.6), 2.0)
     assert (found["model_peak"], found["model_end"]) == (2.0, 3.0)
-    assert found["alarm_iterations"] == [None, 5]
+    assert found["alarms"] == [None, 5]
 
 
 def test_scaling_compares_processes_with_one():

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.callbacks.gaming import Gaming, component_weights
-from lightning_rl.callbacks.samples import FirstAndLast
+from lightning_rl.callbacks.samples import FirstAndLast, Sample
 from lightning_rl.collect.tasks import Task
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
@@ -83,7 +83,7 @@ def test_accuracy_below_its_best_counts_where_the_reward_rose(play):
         gaming = play([(0, rewards[0])], weights)
         found = []
         for accuracy, form in zip(accuracies, rewards, strict=True):
-            found.append(gaming.accuracy_fell(accuracy, prompts))
+            found.append(gaming.accuracy_fell(Sample.of_share(accuracy, prompts)))
             gaming.rewards.add([float(group < form) for group in range(GROUPS)])
         return found
 
@@ -102,7 +102,7 @@ def test_accuracy_below_its_best_counts_where_the_reward_rose(play):
 def test_it_goes_on_where_its_state_was_taken(play):
     weights = {RIGHT: 1.0, FORM: 1.0}
     before = play([(12, 0), (1, 16)], weights)
-    before.accuracy_fell(0.5, 96)
+    before.accuracy_fell(Sample.of_share(0.5, 96))
     after = Gaming(before.rewards, 4.0, 3.0)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.state_dict() == before.state_dict()

@@ -10,13 +10,13 @@ from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
     IterationCheckpoint,
+    LengthGuard,
     LogprobGapGuard,
     MetricFloorGuard,
     MetricGuard,
     ParameterSummary,
     PreviewTable,
     RerunRecorder,
-    RewardAlarms,
     RLCallback,
     RLProgressBar,
     RunReport,
@@ -122,7 +122,7 @@ def test_held_out_metrics_are_logged_by_validate_and_test(tmp_path):
 
 @pytest.mark.parametrize(
     "callback",
-    [WeightSync(), PreviewTable(), RerunRecorder(), RewardAlarms(), HFExport(), LogprobGapGuard()],
+    [WeightSync(), PreviewTable(), RerunRecorder(), LengthGuard(), HFExport(), LogprobGapGuard()],
     ids=lambda callback: type(callback).__name__,
 )
 def test_what_is_for_language_models_is_refused(tmp_path, callback):

@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from benchmarks.hostile.files import ESCAPES, WRONG, changed, good, lines
 from lightning_rl.cli import main
 from lightning_rl.cli.process import printable
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
 from lightning_rl.data.rollouts.form import checked
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
+from tests.support.hostile.files import ESCAPES, WRONG, changed, good, lines
 
 
 @pytest.mark.parametrize("path", WRONG)

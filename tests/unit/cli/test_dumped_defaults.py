@@ -84,7 +84,6 @@ NEEDED = {
     "RewardPairDataModule": {"train": PROMPTS},
     "RolesModule": {"model": "base", "policies": {"all": {"policies": {"a": {}}}}},
     "RolloutPairs": {"path": "rows.jsonl"},
-    "RolloutWriter": {"path": "rows.jsonl"},
     "SFTDataModule": {"train": PROMPTS},
     "SFTModule": {"model": "base"},
     "ScriptAgent": {"script": "agent.py"},

@@ -10,9 +10,7 @@ import pytest
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.callbacks import Evaluate, PreviewTable, RLCallback, RunReport, WeightSync
 from lightning_rl.callbacks.preview import preview_table
-from lightning_rl.callbacks.reward_alarms import (
-    duplicate_shares,
-)
+from lightning_rl.callbacks.rules import duplicate_shares
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import RewardSpread, SyncCollector

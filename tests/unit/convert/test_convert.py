@@ -524,7 +524,7 @@ def test_the_group_of_search_r1_and_the_overlong_buffer_of_dapo():
     assert (data["group_size"], model["advantage"]["class_path"]) == (10, "GRPO")
     penalty = {"class_path": "OverlongPenalty", "init_args": {"max_tokens": 512, "buffer": 128}}
     assert (data["rewards"], data["reward_weights"]) == (["a.b", penalty], [1.0, 0.5])
-    # RolloutWriter writes nothing while a policy is trained.
+    # `lightning-rl rollout` writes nothing while a policy is trained.
     recorder = {"class_path": "RolloutRecorder", "init_args": {"num_groups": None}}
     assert recorder in result.config["trainer"]["callbacks"]
     assert {"max_turns", "retriever.topk"} <= {item.key for item in result.left}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_rl.engines.replicas import http as http_replica, server_process
-from lightning_rl.engines.replicas.http import ServerRefusal, completion_of, refusal
+from lightning_rl.engines.replicas.http import completion_of, refusal
 from lightning_rl.engines.replicas.replica import ReplicaLost
 from lightning_rl.engines.replicas.server import VLLMServer, own_cores, server_command
 from lightning_rl.engines.replicas.server_process import (
@@ -30,6 +30,7 @@ from lightning_rl.errors import (
     DamagedWeightsError,
     EngineError,
     ReplicaError,
+    ServerRefusal,
     WeightSyncError,
 )
 from tests.support.engine_checks import processes_of, wait_for

@@ -172,7 +172,7 @@ def test_a_guard_acts_on_the_policy_that_broke_its_bound(tiny_model, train_on, t
     train_on(module, [batch], callbacks=[guard, rows])
     assert rows.rows[-1]["guard/first/logprob_gap"] == 0
     assert rows.rows[-1]["guard/second/logprob_gap"] == 1
-    assert guard.broken == 1
+    assert guard.in_a_row == {"first": 0, "second": 1}
     for name, changed in (("first", True), ("second", False)):
         after = adapters(module.policies[name].policy)
         same = all(torch.equal(after[key], before[name][key]) for key in after)

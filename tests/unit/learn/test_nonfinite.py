@@ -47,8 +47,7 @@ SETTINGS = [
     (rl.extend.Mixed, "demonstration_reward"),
     (rl.LoRA, "alpha"), (rl.PartialCollector, "over_issue"),
     (rl.callbacks.KLGuard, "bound"), (rl.callbacks.LogprobGapGuard, "bound"),
-    (rl.callbacks.RewardAlarms, "duplicates_rise"),
-    (rl.callbacks.RewardAlarms, "length_ratio"),
+    (rl.callbacks.LengthGuard, "bound"),
 ]  # fmt: skip
 BAD = [math.nan, math.inf, -math.inf]
 

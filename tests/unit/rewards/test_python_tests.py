@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from benchmarks.hostile.attacks import ATTACKS, HONEST, TESTS
-from benchmarks.hostile.forgeries import FORGERIES
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards import program_judge, sandbox
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.rules import PythonTests, program_in
+from tests.support.hostile.attacks import ATTACKS, HONEST, TESTS
+from tests.support.hostile.forgeries import FORGERIES
 from tests.support.sandbox import need_sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"

@@ -11,9 +11,8 @@ import openai
 import pytest
 
 from lightning_rl.agents.templates import TurnTemplate
-from lightning_rl.engines.replicas.http import ServerRefusal
 from lightning_rl.engines.sampling import Completion, Sampling, StructuredOutputs
-from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.errors import ConfigError, EngineError, ServerRefusal
 from lightning_rl.rollout import SamplingDistribution
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.server import AgentServer

@@ -10,8 +10,7 @@ import torch
 from benchmarks.ledger.faults import FAULTS, Torn, TornTransport
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.hf.adapters import TransformersAdapters
-from lightning_rl.engines.holdings import Holdings
-from lightning_rl.engines.push import Push
+from lightning_rl.engines.push import Holdings, Push
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import EngineError, WeightSyncError, WrongWeightsError
 from lightning_rl.models.lora import LoRA

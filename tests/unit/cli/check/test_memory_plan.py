@@ -6,8 +6,7 @@ import torch
 from lightning_rl import NF4, Int8, LoRA
 from lightning_rl.cli.check.batches import largest_rollouts, widest
 from lightning_rl.cli.check.card import CardPlan
-from lightning_rl.cli.check.keys import bytes_of_all_keys
-from lightning_rl.cli.check.memory import MemoryPlan, training_memory
+from lightning_rl.cli.check.memory import MemoryPlan, bytes_of_all_keys, training_memory
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.data.packing import pack_rollouts

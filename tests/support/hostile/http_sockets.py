@@ -3,9 +3,9 @@
 import asyncio
 import json
 
-from benchmarks.hostile.call import Call
-from benchmarks.hostile.http_desk import CHAT, CLAUDE, GOOD, Desk, Said, http_call
 from lightning_rl.serving import RequestLimits
+from tests.support.hostile.call import Call
+from tests.support.hostile.http_desk import CHAT, CLAUDE, GOOD, Desk, Said, http_call
 
 SOON = RequestLimits(max_wait_s=1.0)
 BODY = json.dumps(GOOD).encode()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.hostile.call import Call, command
-from benchmarks.hostile.staged_runs import (
+from tests.support.hostile.call import Call, command
+from tests.support.hostile.staged_runs import (
     CHATS,
     FILES,
     JOB,

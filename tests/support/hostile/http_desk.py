@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from benchmarks.hostile.call import Call
 from lightning_rl import Prompt, Rollout, Sampling, TransformersEngine
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.serving import AgentServer, RequestLimits, Session
 from recipes.sort_digits.prepare import EOS, PAD, make_model, make_tokenizer
+from tests.support.hostile.call import Call
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ eos_token }}"
 CHAT, TEXT, CLAUDE = "/v1/chat/completions", "/v1/completions", "/v1/messages"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.hostile.call import Call, command
 from tests.support.bad_configs import CONFIG, make_model
+from tests.support.hostile.call import Call, command
 
 OWN = {"class_path": "lightning_rl.OverlongPenalty", "init_args": {"max_tokens": 4, "buffer": 2}}
 
@@ -97,7 +97,7 @@ def dead(name: str, body: str, *says: str, right: bool = True, **changes: Any) -
             "init_args": {"save_dir": "runs", "name": ""},
         },
     } | changes
-    more |= {"data__init_args__eval_prompts": None, "data__init_args__iterations_per_epoch": 5}
+    more |= {"data__init_args__evaluation": None, "data__init_args__iterations_per_epoch": 5}
 
     def play(folder: Path) -> None:
         (folder / "mine.py").write_text(f"def f(completions, **rest):\n    {body}\n")

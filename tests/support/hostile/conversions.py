@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hostile.call import Call, command
-from benchmarks.hostile.conversion_scripts import SCRIPTS
+from tests.support.hostile.call import Call, command
+from tests.support.hostile.conversion_scripts import SCRIPTS
 
 
 def file(

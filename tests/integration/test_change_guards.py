@@ -1,4 +1,4 @@
-"""RewardAlarms: each alarm's arithmetic by hand, and a real run that games its reward."""
+"""Guards of how completions change: by hand, and in a real run that games its reward."""
 
 import logging
 from types import SimpleNamespace
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_rl.callbacks import RewardAlarms, RunReport, WeightSync
-from lightning_rl.callbacks.reward_alarms import duplicate_shares
+from lightning_rl.callbacks import DuplicatesGuard, LengthGuard, RunReport, WeightSync
+from lightning_rl.callbacks.rules import duplicate_shares
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
@@ -35,9 +35,7 @@ def test_duplicates_within_a_group_and_across_prompts(make_rollout):
 
 def test_impossible_settings_are_refused():
     with pytest.raises(ConfigError, match="window=0 must be >= 1"):
-        RewardAlarms(window=0)
-    with pytest.raises(ConfigError, match=r"length_ratio=0\.5 must be >= 1"):
-        RewardAlarms(length_ratio=0.5)
+        LengthGuard(window=0)
 
 
 def sevens(completion_ids):
@@ -68,51 +66,57 @@ def run(tiny_model, tmp_path, rewards, weights, callbacks, iterations):
         str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=1
     )
     trainer_of(tmp_path, [WeightSync(), *callbacks, report], logger=False).fit(module, data)
-    return [row for row in report.history if "alarm/length" in row]
+    return report.history[1:]
 
 
 @pytest.mark.slow
-def test_a_policy_that_games_its_reward_sets_off_the_alarms(tiny_model, tmp_path, caplog):
-    alarms = RewardAlarms(window=2, length_ratio=1.3)
+def test_a_policy_that_games_its_reward_sets_off_the_guards(tiny_model, tmp_path, caplog):
+    guards = [LengthGuard(1.3, window=2), DuplicatesGuard(window=2)]
     with caplog.at_level(logging.WARNING, "lightning_rl"):
-        history = run(tiny_model, tmp_path, [sevens, other_digits], [1.0, 0.0], [alarms], 9)
-    # Nothing can be said before 2 x 2 iterations.
-    assert {row[f"alarm/{name}"] for row in history[:3] for name in alarms.on} == {0.0}
-    for name in ("length", "duplicates"):
-        assert history[-1][f"alarm/{name}"] == 1.0, name
-        assert sum(f"alarm/{name}" in r.getMessage() for r in caplog.records) == 1
+        history = run(tiny_model, tmp_path, [sevens, other_digits], [1.0, 0.0], guards, 9)
+    for guard in guards:
+        # Nothing can be said before 2 x 2 iterations.
+        assert [f"guard/{guard.name}" in row for row in history[:4]] == [False] * 3 + [True]
+        assert history[-1][f"guard/{guard.name}"] == 1.0
+        assert sum(type(guard).__name__ in r.getMessage() for r in caplog.records) == 1
     # The alarms of every run say so as soon as they have groups enough at either end.
     assert "LearningAlarms (gaming), iteration 8: the reward other_digits went from" in caplog.text
     assert history[-1]["rollout/duplicates_across"] > history[0]["rollout/duplicates_across"] + 0.3
 
 
-def feed(alarms, make_rollout, tiny_model, rows):
-    """Iterations of (length, prompts that share a completion); which alarms were on after each."""
-    module, trainer, on = PolicyModule(str(tiny_model)), SimpleNamespace(world_size=1), []
-    alarms.rollout_module_of, alarms.rl_data_of = lambda _: module, lambda _: None
+def feed(guards, make_rollout, tiny_model, rows):
+    """Iterations of (length, prompts that share a completion); what each guard measures then."""
+    module, trainer, measured = PolicyModule(str(tiny_model)), SimpleNamespace(world_size=1), []
+    for guard in guards:
+        guard.rollout_module_of, guard.rl_data_of = lambda _: module, lambda _: None
     module.record = lambda metrics: None
     for length, shared in rows:
         completions = [[4] * length if n < shared else [5 + n] * length for n in range(4)]
         rollouts = [rollout_of(make_rollout, str(n), ids) for n, ids in enumerate(completions)]
-        alarms.on_collect_end(trainer, None, rollouts)
-        on.append("".join(name[0] for name, is_on in alarms.on.items() if is_on))
-    return on
+        for guard in guards:
+            guard.on_collect_end(trainer, None, rollouts)
+        measured.append(tuple(guard.measure(module) for guard in guards))
+    return measured
 
 
 ROWS = [(2, 0), (4, 0), (5, 2), (6, 2), (8, 2), (3, 4), (2, 4)]
 
 
-def test_the_alarms_by_hand(make_rollout, tiny_model):
-    alarms = RewardAlarms(window=2, length_ratio=2.0, duplicates_rise=0.5)
+def test_the_guards_by_hand(make_rollout, tiny_model):
+    guards = [LengthGuard(window=2), DuplicatesGuard(window=2)]
     # Mean lengths: 3 at first; then 5.5, 7, 5.5, 2.5. Shares: 0; then 0.5, 0.5, 0.75, 1.
-    assert feed(alarms, make_rollout, tiny_model, ROWS) == ["", "", "", "", "l", "d", "d"]
+    *none, fourth, fifth, sixth, seventh = feed(guards, make_rollout, tiny_model, ROWS)
+    assert none == [(None, None)] * 3
+    assert [fourth, fifth, sixth, seventh] == [
+        (5.5 / 3, 0.5), (7 / 3, 0.5), (5.5 / 3, 0.75), (3 / 2.5, 1.0)
+    ]  # fmt: skip
+    assert guards[0].what == "the change of completions from 3 to 2.5 tokens, as a factor,"
 
 
 def test_a_resumed_run_compares_with_the_first_iterations(make_rollout, tiny_model):
-    whole, before, after = (RewardAlarms(window=2, duplicates_rise=0.5) for _ in range(3))
-    feed(whole, make_rollout, tiny_model, ROWS)
-    feed(before, make_rollout, tiny_model, ROWS[:3])
+    whole, before, after = (DuplicatesGuard(window=2) for _ in range(3))
+    [*_, last] = feed([whole], make_rollout, tiny_model, ROWS)
+    feed([before], make_rollout, tiny_model, ROWS[:3])
     after.load_state_dict(before.state_dict())
-    feed(after, make_rollout, tiny_model, ROWS[3:])
+    assert feed([after], make_rollout, tiny_model, ROWS[3:])[-1] == last == (1.0,)
     assert after.state_dict() == whole.state_dict()
-    assert whole.on["duplicates"]

@@ -9,8 +9,6 @@ from typing import Any
 from lightning.pytorch import Callback
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from benchmarks.hostile.call import Call, command
-from benchmarks.hostile.env_worlds import KINDS, NAME, Terminate, fit, script
 from lightning_rl.callbacks import Evaluate, Watchdog
 from lightning_rl.envs import (
     EnvDataModule,
@@ -20,6 +18,8 @@ from lightning_rl.envs import (
     SACAgent,
     TorchRLLoss,
 )
+from tests.support.hostile.call import Call, command
+from tests.support.hostile.env_worlds import KINDS, NAME, Terminate, fit, script
 
 GENEROUS = 240.0
 """Seconds: processes import much before they step, on a busy machine."""
@@ -121,7 +121,7 @@ except LightningRLError as error:
     raise SystemExit(f"{{type(error).__name__}}: {{error}}")
 """
 HERE = """
-from benchmarks.hostile.env_worlds import Rude
+from tests.support.hostile.env_worlds import Rude
 class Mine(Rude):
     pass
 gymnasium.register("Mine-v0", Mine)

@@ -9,9 +9,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hostile.call import Call, command
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row
+from tests.support.hostile.call import Call, command
 
 ESCAPES = "\x1b]52;c;aGFja2Vk\x07\x1b[2Jblank\x9b31m\u202e"
 """Writes a terminal's clipboard, clears its screen, and turns text round."""
@@ -161,15 +161,6 @@ def _run(name: str, file: str, content: bytes, says: str, right: bool = False) -
 
 
 CALLS: list[Call] = [
-    *(
-        Call(
-            f"{verb} of a record with a wrong {path}",
-            given(lines(good(), changed(path, value)), verb, "some.jsonl"),
-            ("some.jsonl:2: not a rollout", says),
-        )
-        for verb in ("view", "rollouts")
-        for path, (value, says) in WRONG.items()
-    ),
     *_both("a line that is cut off in the middle of a file", b'{"a": \n' + lines(good()), ":1: "),
     *_both("bytes that are no text", lines(good()) + b'{"\xff\xfe": 1}\n', "damaged, not UTF-8"),
     *_both(
@@ -177,22 +168,7 @@ CALLS: list[Call] = [
     ),
     *_both("a number of 5000 digits", b'{"a": ' + b"9" * 5000 + b"}\n", "4300 digits"),
     *_both("a list in place of an object", b"[1, 2]\n", "some.jsonl:1: "),
-    Call(
-        "rollouts of a named pipe",
-        made(_pipe("some.jsonl"), "rollouts", "some.jsonl"),
-        ("is a named pipe",),
-    ),
     Call("view of a named pipe", made(_pipe("some.jsonl"), "view", "some.jsonl"), ("some.jsonl",)),
-    Call(
-        "rollouts of a pipe as database",
-        made(_pipe("a.sqlite"), "rollouts", "a.sqlite"),
-        ("is a named pipe",),
-    ),
-    Call(
-        "rollouts of a pipe as Parquet",
-        made(_pipe("a.parquet"), "rollouts", "a.parquet"),
-        ("is a named pipe",),
-    ),
     Call(
         "a run whose metrics are a named pipe",
         made(_pipe("metrics.jsonl"), "view", "{folder}"),
@@ -206,12 +182,6 @@ CALLS: list[Call] = [
         ("is a directory",),
     ),
     Call("a run with a link to itself", made(_loop, "view", "{folder}"), ("summary.json",)),
-    Call(
-        "rollouts of a text that a terminal obeys",
-        given(lines(changed("completion", ESCAPES)), "rollouts", "some.jsonl"),
-        ("␛]52;c;aGFja2Vk␇␛[2Jblank",),
-        right=True,
-    ),
     Call(
         "rollouts of a status that a terminal obeys",
         given(lines(changed("status", "\x1b[2J")), "rollouts", "some.jsonl"),

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from benchmarks.hostile.call import Call
-from benchmarks.hostile.http_desk import CHAT, CLAUDE, GOOD, TEXT, Desk, Said, http_call
 from lightning_rl.serving import RequestLimits
+from tests.support.hostile.call import Call
+from tests.support.hostile.http_desk import CHAT, CLAUDE, GOOD, TEXT, Desk, Said, http_call
 
 HERE = '"HERE"'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.hostile.call import Call, command
-from benchmarks.hostile.configurations import good
 from tests.support.bad_configs import make_model
+from tests.support.hostile.call import Call, command
+from tests.support.hostile.configurations import good
 
 EVIL = "open('ran', 'w').close()\n"
 """What no call may get to run."""

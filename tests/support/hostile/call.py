@@ -1,8 +1,10 @@
 """A hostile call: what is done, and what has to come of it."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from lightning_rl.cli import main
@@ -35,6 +37,13 @@ class Call:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
         return 0
+
+
+def play(surface: str, name: str) -> None:
+    """Play a call of a surface where this process stands."""
+    os.setsid()  # whatever it forks is known by its session
+    calls = {call.name: call for call in import_module(f"{__package__}.{surface}").CALLS}
+    sys.exit(calls[name].run(Path.cwd()))
 
 
 def command(*arguments: str) -> Callable[[Path], object]:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks.hostile.call import Call
-from benchmarks.hostile.forgeries import LYING
-from benchmarks.hostile.program_runs import (
+from tests.support.hostile.call import Call
+from tests.support.hostile.forgeries import LYING
+from tests.support.hostile.program_runs import (
     ADD,
     PASSED_ON,
     forged,

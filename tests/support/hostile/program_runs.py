@@ -9,13 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hostile.call import Call
-from benchmarks.hostile.forgeries import FORGERIES, Forgery
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rewards.rules import PythonTests
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.serving.programs import Launcher, ProgramRequest
+from tests.support.hostile.call import Call
+from tests.support.hostile.forgeries import FORGERIES, Forgery
 
 ADD = "def add(a, b):\n    return a + b\n"
 PASSED_ON = ("PATH", "HOSTILE_CALL")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hostile.call import Call, command
-from benchmarks.hostile.forged_runs import FOUND, chain_anew, rechained_ledger
 from lightning_rl.data.rollouts.ledger import Ledger
 from tests.support.bad_configs import make_model
+from tests.support.hostile.call import Call, command
+from tests.support.hostile.forged_runs import chain_anew, rechained_ledger
 from tests.support.recorded_run import make_place, stand_in, train
 
 GENEROUS = 300.0
@@ -92,7 +92,6 @@ CALLS = [
     audited("nothing", lambda run: None, "nothing was changed", right=True),
     audited("nothing, and all is done again", lambda run: None, "nothing was changed", right=True,
             begin=("audit", "--share", "1", "--rollouts", "0")),
-    *(audited(f"forged: {forge.__name__}", forge, words) for forge, words in FOUND.items()),
     audited("ledger: a kind that is none", lambda run: chain_anew(run, _of_no_kind), "of kind 'x'"),
     entry("a version that is text", "version of 'iteration' is '1'", version="1"),
     entry("no version", "version of 'iteration' is None", version=None),
