@@ -1,5 +1,6 @@
 """Callbacks that every run of this library gets, in scripts and on the command line."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -13,22 +14,32 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.callbacks.averages import SoundAverages
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.checkpoint import IterationCheckpoint
 from lightning_rl.callbacks.early_stopping import KnownMonitors, StopEarly
 from lightning_rl.callbacks.export import HFExport
 from lightning_rl.callbacks.guards import MetricGuard
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
+from lightning_rl.callbacks.rerun_recorder import RerunRecorder
 from lightning_rl.callbacks.stopping import StopWhenTold
+from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
+from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.config.lightning_flags import refuse_unasked_resuming
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.base import LanguageModule, RecordingModule
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.recorded import OfflineDataModule
+from lightning_rl.learn.supervised import SupervisedModule
+from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
 from lightning_rl.run.noise import ignore_known_warnings
 from lightning_rl.run.processes.machine import raise_file_limit
@@ -69,74 +80,138 @@ def own_display(trainer: Trainer) -> list[Callback]:
     """
     ignore_known_warnings()
     callbacks = callbacks_of(trainer)
-    replaced = [c for c in callbacks if type(c) in IN_PLACE_OF and vars(c) == vars(type(c)())]
+    replaced = [c for c in callbacks if type(c) in IN_PLACE_OF and _is_untouched(c)]
     for callback in replaced:  # Lightning would report each override
         callbacks.remove(callback)
     return [IN_PLACE_OF[type(callback)]() for callback in replaced]
 
 
-def basic_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return what any run of this library has: our display, and ``StopWhenTold``.
+def _is_untouched(callback: Callback) -> bool:
+    """Return True for a callback as the Trainer makes it, without arguments."""
+    return vars(callback) == vars(type(callback)())
 
-    Rollouts, rewards and engines open connections, so their number is raised to what is allowed.
-    """
-    refuse_unasked_resuming(trainer)
-    raise_file_limit()
-    watch(trainer)
-    stops = [] if find_callbacks(trainer, StopWhenTold) else [StopWhenTold()]
-    return [*own_display(trainer), *stops]
+
+def _any_run(trainer: Trainer) -> bool:
+    return True
+
+
+def _has_engine(trainer: Trainer) -> bool:
+    return isinstance(datamodule_of(trainer), RLDataModule)
+
+
+def _collects(trainer: Trainer) -> bool:
+    return isinstance(datamodule_of(trainer), CollectingDataModule)
+
+
+def _trains(trainer: Trainer) -> bool:
+    """A rerun writes no results and tells nothing, as the recorded run did."""
+    data = datamodule_of(trainer)
+    fits = trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False)
+    return fits and isinstance(trainer.lightning_module, RecordingModule)
+
+
+def _collected_iterations(trainer: Trainer) -> bool:
+    """False for fixed rows, whose epochs and validations are Lightning's, which callbacks watch."""
+    module = trainer.lightning_module
+    return isinstance(module, RecordingModule) and not isinstance(module, SupervisedModule)
+
+
+def _learns_from_collected(trainer: Trainer) -> bool:
+    return _trains(trainer) and _collected_iterations(trainer)
+
+
+def _leaves_results(trainer: Trainer) -> bool:
+    return _trains(trainer) and not is_fast_dev_run(trainer)
+
+
+def _records_rollouts(trainer: Trainer) -> bool:
+    has_rollouts = isinstance(datamodule_of(trainer), RLDataModule | OfflineDataModule)
+    return has_rollouts and _leaves_results(trainer) and bool(trainer.loggers)
+
+
+DEFAULTS: dict[type[RLCallback], Callable[[Trainer], bool]] = {
+    WeightSync: _has_engine,
+    Watchdog: _collects,
+    RerunRecorder: _records_rollouts,
+    StopWhenTold: _any_run,
+    LearningAlarms: _learns_from_collected,
+    RunReport: _leaves_results,
+}
+"""Callbacks that a run gets unless it has one of that class, and which runs do.
+
+``IterationCheckpoint`` comes earlier, by :func:`use_own_saver`; display and monitors follow
+Lightning's callbacks.
+"""
 
 
 def default_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return what monitors need, the basic callbacks, and for a ``fit`` with a data module
-    ``LearningAlarms`` and ``RunReport``.
+    """Prepare a run of this library, and return the callbacks that it gets unless it has them.
 
-    Callbacks that the trainer already has are kept. A rerun writes no results, as the recorded
-    run's exist already.
-    """
-    judge_last(trainer)
-    added = [*StopEarly.where_needed(trainer), *basic_callbacks(trainer)]
-    data = datamodule_of(trainer)
-    if trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False):
-        # A try-out leaves no results behind.
-        wanted = [LearningAlarms] if is_fast_dev_run(trainer) else [LearningAlarms, RunReport]
-        added += [make() for make in wanted if not find_callbacks(trainer, make)]
-    return added
-
-
-def rl_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return the callbacks of a run of ``PolicyModule``, after adding a ``WeightSync``."""
-    push_weights(trainer)
-    return default_callbacks(trainer)
-
-
-def supervised_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return the callbacks of a run that learns from fixed rows: the basic ones and ``RunReport``.
-
-    Its epochs and validations are Lightning's, at whose ends Lightning's callbacks look.
-    """
-    judge_last(trainer)
-    added = basic_callbacks(trainer)
-    fits = trainer.state.fn == "fit" and datamodule_of(trainer) is not None
-    if fits and not is_fast_dev_run(trainer) and not find_callbacks(trainer, RunReport):
-        added.append(RunReport())
-    return added
-
-
-def env_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return the callbacks of a run whose policy is not a language model, and so has no engine.
+    ``WeightSync`` is put before all others, which use the engine with the weights that it pushed.
+    Rollouts, rewards and engines open connections, so the number of files is raised to what is
+    allowed.
 
     Raises:
-        ConfigError: if a given callback works with language models only.
+        ConfigError: if a given callback does not work with the module.
     """
+    refuse_unasked_resuming(trainer)
+    _forget_earlier_run(trainer)
+    _refuse_language_only(trainer)
+    raise_file_limit()
+    verify_checkpoints(trainer)
+    lacking = [
+        kind
+        for kind, belongs in DEFAULTS.items()
+        if belongs(trainer) and not find_callbacks(trainer, kind)
+    ]
+    added = [kind() for kind in lacking]
+    for callback in added:
+        callback.by_default = True
+    callbacks_of(trainer)[:0] = [c for c in added if isinstance(c, WeightSync)]
+    judge_last(trainer)
+    stops = StopEarly.where_needed(trainer) if _collected_iterations(trainer) else []
+    watch(trainer)
+    rest = [c for c in added if not isinstance(c, WeightSync)]
+    return [*stops, *own_display(trainer), *rest]
+
+
+def use_own_saver(trainer: Trainer) -> None:
+    """Replace the ``ModelCheckpoint`` that the Trainer made by an ``IterationCheckpoint``.
+
+    It has to be there before Lightning looks for ``ckpt_path="last"``. One without any argument
+    counts as the Trainer's; with ``enable_checkpointing=False`` there is none.
+    """
+    callbacks, module = callbacks_of(trainer), trainer.lightning_module
+    theirs = [c for c in callbacks if type(c) is ModelCheckpoint and _is_untouched(c)]
+    alone = len(theirs) == len(find_callbacks(trainer, Checkpoint)) == 1
+    if alone and isinstance(module, RecordingModule) and not is_fast_dev_run(trainer):
+        callbacks[callbacks.index(theirs[0])] = IterationCheckpoint(module.default_save_every)
+
+
+def verify_checkpoints(trainer: Trainer) -> None:
+    """Write and read checkpoints with a checksum, unless the user chose another way."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = VerifiedCheckpointIO()
+
+
+def _forget_earlier_run(trainer: Trainer) -> None:
+    """Remove what an earlier run of this Trainer was given, and this one is not."""
+    for kind, belongs in DEFAULTS.items():
+        for callback in find_callbacks(trainer, kind):
+            if callback.by_default and not belongs(trainer):
+                callbacks_of(trainer).remove(callback)
+
+
+def _refuse_language_only(trainer: Trainer) -> None:
+    module = trainer.lightning_module
+    if isinstance(module, LanguageModule | RolloutModule):
+        return
     for callback in find_callbacks(trainer, RLCallback):
         if callback.language_only:
-            module = type(trainer.lightning_module).__name__
             raise ConfigError(
                 f"{type(callback).__name__} works only with language models, but "
-                f"{module} trains none; remove the callback"
+                f"{type(module).__name__} trains none; remove the callback"
             )
-    return default_callbacks(trainer)
 
 
 def judge_last(trainer: Trainer) -> None:
@@ -160,19 +235,3 @@ def watch(trainer: Trainer) -> None:
         KnownMonitors(follow),
         *map(SoundAverages, find_callbacks(trainer, WeightAveraging)),
     ]
-
-
-def push_weights(trainer: Trainer) -> None:
-    """Add a ``WeightSync`` if there is an engine and none was given.
-
-    It is the first callback, since those after it use the engine with the weights that it pushed.
-    """
-    callbacks = callbacks_of(trainer)
-    for earlier in find_callbacks(trainer, _DefaultSync):  # it says nothing about this run
-        callbacks.remove(earlier)
-    if isinstance(datamodule_of(trainer), RLDataModule) and not find_callbacks(trainer, WeightSync):
-        callbacks.insert(0, _DefaultSync())
-
-
-class _DefaultSync(WeightSync):
-    """A ``WeightSync`` that this library added."""

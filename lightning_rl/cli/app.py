@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -22,8 +21,6 @@ from torch.nn import Parameter
 
 from lightning_rl.callbacks import (
     IterationCheckpoint,
-    RerunRecorder,
-    Watchdog,
     WeightSync,
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
@@ -49,11 +46,10 @@ from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path, loca
 from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
-from lightning_rl.learn.recorded import OfflineDataModule
 from lightning_rl.learn.schedulers import check_scheduler
 from lightning_rl.learn.supervised import SupervisedModule
 from lightning_rl.learn.update_schedules import EveryIteration
-from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
+from lightning_rl.run.files.checkpoint_io import require_good
 from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
 from lightning_rl.run.files.rundir import WRITE_LOCALLY, require_writable_dirs
@@ -130,9 +126,9 @@ class RLCLI(LightningCLI):
             require_trusted_parts(own, self.trusted, {"trainer": RLTrainer})
 
     def _push_weights(self) -> None:
-        """Add a ``WeightSync`` if there is an engine and none is configured.
+        """Configure the ``WeightSync`` that a run with an engine gets anyway, unless one is.
 
-        It becomes part of the configuration, which is saved, and compared when a run resumes.
+        So ``config.yaml`` says how weights were pushed, and a run that resumes is compared with it.
         """
         own = self.config[self.config.subcommand]
         given = _as_list(own.trainer.callbacks)
@@ -146,30 +142,9 @@ class RLCLI(LightningCLI):
             own.trainer.callbacks = [default, *given]
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Add the callbacks and plugins for resuming, rerunning and detecting hangs, unless they
-        are given.
-        """
-        plugins, given = _as_list(config["plugins"]), _as_list(config["callbacks"])
-
-        def lacks(kind: type) -> bool:
-            return not any(isinstance(part, kind) for part in [*plugins, *given])
-
-        if lacks(CheckpointIO):
-            config["plugins"] = [*plugins, VerifiedCheckpointIO()]
-        # With these Lightning refuses a Trainer that has one.
-        off = config["enable_checkpointing"] is False or config["barebones"]
-        off = off or config["fast_dev_run"]
-        if isinstance(self.model, RecordingModule) and lacks(Checkpoint) and not off:
-            callbacks = [*callbacks, IterationCheckpoint(self.model.default_save_every)]
-        if isinstance(self.datamodule, CollectingDataModule) and lacks(Watchdog):
-            callbacks = [*callbacks, Watchdog()]
-        has_rollouts = isinstance(self.datamodule, RLDataModule | OfflineDataModule)
-        unlogged = config["logger"] is False or config["fast_dev_run"]
-        if has_rollouts and lacks(RerunRecorder) and not unlogged:
-            callbacks = [*callbacks, RerunRecorder()]
-        if not isinstance(self.model, FiniteStepsModule):  # ours have it as all their runs do
+        if not isinstance(self.model, FiniteStepsModule):  # ours add it, as the other defaults
             callbacks = [*callbacks, StopWhenTold()]
-        _require_own_states(given)
+        _require_own_states(_as_list(config["callbacks"]))
         require_few_devices(config["devices"])
         return super()._instantiate_trainer(config, callbacks)
 

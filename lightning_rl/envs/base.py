@@ -23,8 +23,8 @@ from lightning_rl.run.files.metrics import TokenMetrics, named
 from lightning_rl.run.hooks import (
     answers,
     datamodule_of,
+    default_callbacks,
     is_fast_dev_run,
-    named_callbacks,
     skip_profiling,
 )
 from lightning_rl.run.processes.dist import sum_over_ranks
@@ -97,7 +97,7 @@ class EnvModule(RecordingModule):
         if is_fast_dev_run(self.trainer):
             self.trainer.fit_loop.epoch_loop.max_steps = -1
         skip_profiling(self.trainer)
-        return named_callbacks("env_callbacks", self.trainer)
+        return default_callbacks(self.trainer)
 
     def configure_model(self) -> None:
         """Build the agents for the environment's observations and actions, once.

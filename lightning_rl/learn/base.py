@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tensordict import TensorDict
@@ -30,7 +30,7 @@ from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.tokenizer import RunDay
 from lightning_rl.run.files.metrics import named
 from lightning_rl.run.files.resume import check_resume, configuration_of, use_new_optimizer_settings
-from lightning_rl.run.hooks import StageClock, call_hook
+from lightning_rl.run.hooks import StageClock, call_hook, use_own_saver
 from lightning_rl.run.processes.dist import any_rank, rank
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
 from lightning_rl.vision.training import Vision
@@ -234,6 +234,13 @@ class RecordingModule(FiniteStepsModule):
         """Error to raise at the end of the iteration, after its row is written and all callbacks
         ran.
         """
+
+    @LightningModule.trainer.setter  # type: ignore[attr-defined, untyped-decorator]
+    def trainer(self, trainer: Trainer | None) -> None:
+        """Attach the Trainer, before it looks for a checkpoint to go on from."""
+        LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if isinstance(trainer, Trainer) and trainer.lightning_module is self:
+            use_own_saver(trainer)
 
     @property
     def present_iteration(self) -> int:

@@ -16,7 +16,7 @@ from lightning_rl.learn.precision import use_our_precision
 from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.hooks import is_fast_dev_run, named_callbacks
+from lightning_rl.run.hooks import default_callbacks, is_fast_dev_run
 
 
 class RolloutModule(RecordingModule):
@@ -102,7 +102,7 @@ class RolloutModule(RecordingModule):
         if is_fast_dev_run(self.trainer):
             # It is meant in batches, which are limited too, but counts optimizer steps.
             self.trainer.fit_loop.epoch_loop.max_steps = -1
-        return named_callbacks("rl_callbacks", self.trainer)
+        return default_callbacks(self.trainer)
 
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
         """Return the collected rollouts unchanged (``lightning-rl rollout``)."""

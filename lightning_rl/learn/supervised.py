@@ -18,7 +18,7 @@ from lightning_rl.learn.windows import SCALE, Windows
 from lightning_rl.models.parallel.sharding import refuse_mesh
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.files.metrics import Sums
-from lightning_rl.run.hooks import named_callbacks
+from lightning_rl.run.hooks import default_callbacks
 from lightning_rl.run.processes.dist import all_sum, gather, world_size
 
 Pairs = dict[str, tuple[Tensor, Tensor | float]]
@@ -71,7 +71,7 @@ class SupervisedModule(RecordingModule, LearningModule):
         """
         refuse_precision(self.trainer, "16-mixed")
         use_our_precision(self.trainer)
-        return named_callbacks("supervised_callbacks", self.trainer)
+        return default_callbacks(self.trainer)
 
     def configure_model(self) -> None:
         """Load the model, once."""
