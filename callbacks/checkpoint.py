@@ -35,7 +35,6 @@ from lightning_rl.run.files.folders import link_to, remove
 from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import (
     enter_run,
-    going_on_from,
     require_one_start,
     run_id_of,
     tell_of_beginning,
@@ -130,7 +129,7 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
                 f"IterationCheckpoint counts RL iterations, but {type(pl_module).__name__} has "
                 "none; use ModelCheckpoint"
             )
-        require_one_start(trainer)
+        require_one_start(pl_module.going_on_from)
         strategy = trainer.strategy
         if self.asynchronous and not isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
             strategy.checkpoint_io = BackgroundCheckpointIO(strategy.checkpoint_io)
@@ -338,5 +337,7 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
         if found is None:
             tell_of_beginning(trainer, directory)
             return set()
-        going_on_from[trainer] = found
+        module = trainer.lightning_module
+        if trainer.state.fn == "fit" and isinstance(module, RecordingModule):
+            module.going_on_from = found
         return {str(found)}

@@ -32,7 +32,6 @@ from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.collect.base import CollectingDataModule
-from lightning_rl.config.lightning_flags import refuse_unasked_resuming
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LanguageModule, RecordingModule
@@ -154,7 +153,6 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     Raises:
         ConfigError: if a given callback does not work with the module.
     """
-    refuse_unasked_resuming(trainer)
     _forget_earlier_run(trainer)
     _refuse_language_only(trainer)
     raise_file_limit()

@@ -34,12 +34,7 @@ from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import Table, flatten
-from lightning_rl.config.lightning_flags import (
-    refuse_flags,
-    refuse_precision,
-    refuse_unasked_resuming,
-    require_few_devices,
-)
+from lightning_rl.config.lightning_flags import require_few_devices
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path, local_path
@@ -47,11 +42,10 @@ from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.schedulers import check_scheduler
-from lightning_rl.learn.supervised import SupervisedModule
 from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.run.files.checkpoint_io import require_good
 from lightning_rl.run.files.newest import continue_newest_run
-from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
+from lightning_rl.run.files.resume import KeepConfigs
 from lightning_rl.run.files.rundir import WRITE_LOCALLY, require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.peers import lost_peer
@@ -196,12 +190,6 @@ class RLCLI(LightningCLI):
         """Find further mistakes before a model is loaded and an engine is started."""
         if self.subcommand == "fit" and isinstance(self.model, RecordingModule):
             self._note_configuration()
-        if isinstance(self.model, FiniteStepsModule):
-            refuse_unasked_resuming(self.trainer)
-        if isinstance(self.model, RolloutModule):
-            refuse_flags(self.trainer)
-        elif isinstance(self.model, SupervisedModule):
-            refuse_precision(self.trainer, "16-mixed")
         if isinstance(self.model, RolloutModule):
             for name, policy in self.model.policies.items():
                 key = f"model.init_args.policies.{name}." if name else "model."
@@ -220,10 +208,10 @@ class RLCLI(LightningCLI):
         """
         require_writable_dirs(self.trainer)
         config = self.config.fit
-        configured_as[self.trainer] = self.table()
+        self.model.configuration = self.table()
         self.model.allow_changes = config.allow_changes
         if config.ckpt_path is not None and Path(config.ckpt_path).exists():
-            going_on_from[self.trainer] = Path(config.ckpt_path)
+            self.model.going_on_from = Path(config.ckpt_path)
 
     def _run_subcommand(self, subcommand: str) -> None:
         _start_loggers(self.trainer)

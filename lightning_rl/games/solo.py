@@ -77,6 +77,7 @@ class SoloModule(FiniteStepsModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callbacks that every run has."""
+        self.check_trainer(self.trainer)
         return default_callbacks(self.trainer)
 
     def configure_model(self) -> None:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,6 +20,7 @@ from tensordict import TensorDict
 from torch.optim import Optimizer
 
 from lightning_rl.config.layers import Change
+from lightning_rl.config.lightning_flags import refuse_unasked_resuming
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.learn.frozen_base import adapted, leave_out_base, put_back_base
 from lightning_rl.learn.gradients import norm_of
@@ -94,6 +96,14 @@ class FiniteStepsModule(LightningModule):
             name: deepcopy(self.__dict__[name], memo) for name in own
         }
         return copy
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Refuse settings of a Trainer that this training does not support.
+
+        Raises:
+            ConfigError: names the setting, its value, and what to set instead.
+        """
+        refuse_unasked_resuming(trainer)
 
     @cached_property
     def day(self) -> RunDay:
@@ -228,6 +238,10 @@ class RecordingModule(FiniteStepsModule):
         """The run's configuration, by key; None: only what the objects themselves tell."""
         self.allow_changes: bool | list[str] = False
         """Configuration keys that may differ from the resumed checkpoint's, or ``all``."""
+        self.going_on_from: Path | None = None
+        """The checkpoint to resume from, where it is known before it is loaded; so what cannot be
+        resumed is refused before an engine starts.
+        """
         self.changes: list[Change] | None = None
         """Differences from the checkpoint's configuration, if the two were compared."""
         self.stopping: LightningRLError | None = None
@@ -368,6 +382,7 @@ class RecordingModule(FiniteStepsModule):
     # Lightning runs these after the callbacks' own, so one row holds what all of them recorded.
     def on_train_start(self) -> None:
         state, self._restored = self._restored, None
+        self.going_on_from = None
         if not self.trainer.ckpt_path:  # weights of another run, perhaps, but this one is new
             state = None
         if state is not None:

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
@@ -91,12 +91,15 @@ class RolloutModule(RecordingModule):
         """The version of the policy that plays each role, by role."""
         return {role: self.policies[name].iteration for role, name in self.roles.items()}
 
+    def check_trainer(self, trainer: Trainer) -> None:
+        refuse_flags(trainer)
+
     def configure_callbacks(self) -> list[Callback]:
         """Reject unsupported Trainer settings, and return the callbacks that every run has.
 
         This is the first hook that Lightning calls.
         """
-        refuse_flags(self.trainer)
+        self.check_trainer(self.trainer)
         warn_of_flags(self.trainer)
         use_our_precision(self.trainer)
         if is_fast_dev_run(self.trainer):

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -64,12 +64,16 @@ class SupervisedModule(RecordingModule, LearningModule):
 
     # ---------------------------------------------------------------- set-up
 
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        refuse_precision(trainer, "16-mixed")
+
     def configure_callbacks(self) -> list[Callback]:
         """Reject an unsupported precision, and return the callbacks that every run has.
 
         This is the first hook that Lightning calls.
         """
-        refuse_precision(self.trainer, "16-mixed")
+        self.check_trainer(self.trainer)
         use_our_precision(self.trainer)
         return default_callbacks(self.trainer)
 
