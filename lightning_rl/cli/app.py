@@ -51,9 +51,6 @@ from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.peers import lost_peer
 from lightning_rl.run.seeding import drawn_seed
 
-# Short class names work in YAML for what has been imported: all that is public.
-names.load_all()
-
 
 class RLCLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``rollout`` with any module and data module.
@@ -98,8 +95,10 @@ class RLCLI(LightningCLI):
         if "--trainer.help" in rest:
             print(trainer_help())
             raise SystemExit(0)
-        asks_help = any(a in ("-h", "--help") or a.split("=")[0].endswith(".help") for a in rest)
-        if not asks_help:
+        of_class = any(a.split("=")[0].endswith(".help") for a in rest)
+        if of_class:
+            names.load_all()  # the parser knows short names of what has been imported
+        if not of_class and not {"-h", "--help"} & set(rest):
             own = self._subcommand_parsers[command]
             sources = checked_sources(rest, own, self.trusted)
             _require_checkpoint(sources.tree.get("ckpt_path"))
