@@ -90,50 +90,38 @@ def _is_untouched(callback: Callback) -> bool:
     return vars(callback) == vars(type(callback)())
 
 
-def _any_run(trainer: Trainer) -> bool:
-    return True
-
-
-def _has_engine(trainer: Trainer) -> bool:
-    return isinstance(datamodule_of(trainer), RLDataModule)
-
-
-def _collects(trainer: Trainer) -> bool:
-    return isinstance(datamodule_of(trainer), CollectingDataModule)
+def _has_data(*kinds: type) -> Callable[[Trainer], bool]:
+    return lambda trainer: isinstance(datamodule_of(trainer), kinds)
 
 
 def _trains(trainer: Trainer) -> bool:
-    """A rerun writes no results and tells nothing, as the recorded run did."""
-    data = datamodule_of(trainer)
-    fits = trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False)
-    return fits and isinstance(trainer.lightning_module, RecordingModule)
-
-
-def _collected_iterations(trainer: Trainer) -> bool:
-    """False for fixed rows, whose epochs and validations are Lightning's, which callbacks watch."""
-    module = trainer.lightning_module
-    return isinstance(module, RecordingModule) and not isinstance(module, SupervisedModule)
-
-
-def _learns_from_collected(trainer: Trainer) -> bool:
-    return _trains(trainer) and _collected_iterations(trainer)
+    data, module = datamodule_of(trainer), trainer.lightning_module
+    # A rerun writes no results and warns of nothing, as the recorded run did.
+    repeats = data is None or getattr(data, "is_rerun", False)
+    return trainer.state.fn == "fit" and isinstance(module, RecordingModule) and not repeats
 
 
 def _leaves_results(trainer: Trainer) -> bool:
     return _trains(trainer) and not is_fast_dev_run(trainer)
 
 
-def _records_rollouts(trainer: Trainer) -> bool:
-    has_rollouts = isinstance(datamodule_of(trainer), RLDataModule | OfflineDataModule)
-    return has_rollouts and _leaves_results(trainer) and bool(trainer.loggers)
+def _leaves_rollouts(trainer: Trainer) -> bool:
+    of_rollouts = _has_data(RLDataModule, OfflineDataModule)(trainer)
+    return of_rollouts and _leaves_results(trainer) and bool(trainer.loggers)
+
+
+def _supervised(trainer: Trainer) -> bool:
+    """Return True where Lightning's epochs and validations are those that callbacks look at."""
+    module = trainer.lightning_module
+    return isinstance(module, SupervisedModule) or not isinstance(module, RecordingModule)
 
 
 DEFAULTS: dict[type[RLCallback], Callable[[Trainer], bool]] = {
-    WeightSync: _has_engine,
-    Watchdog: _collects,
-    RerunRecorder: _records_rollouts,
-    StopWhenTold: _any_run,
-    LearningAlarms: _learns_from_collected,
+    WeightSync: _has_data(RLDataModule),
+    Watchdog: _has_data(CollectingDataModule),
+    RerunRecorder: _leaves_rollouts,
+    StopWhenTold: lambda trainer: True,
+    LearningAlarms: lambda trainer: _trains(trainer) and not _supervised(trainer),
     RunReport: _leaves_results,
 }
 """Callbacks that a run gets unless it has one of that class, and which runs do.
@@ -153,21 +141,21 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     Raises:
         ConfigError: if a given callback does not work with the module.
     """
-    _forget_earlier_run(trainer)
+    callbacks, added = callbacks_of(trainer), []
+    for kind, belongs in DEFAULTS.items():
+        present = find_callbacks(trainer, kind)
+        if belongs(trainer) and not present:
+            added.append(kind())
+            added[-1].by_default = True
+        elif not belongs(trainer):  # but to an earlier run of this Trainer
+            callbacks[:] = [c for c in callbacks if c not in present or not c.by_default]
     _refuse_language_only(trainer)
     raise_file_limit()
-    verify_checkpoints(trainer)
-    lacking = [
-        kind
-        for kind, belongs in DEFAULTS.items()
-        if belongs(trainer) and not find_callbacks(trainer, kind)
-    ]
-    added = [kind() for kind in lacking]
-    for callback in added:
-        callback.by_default = True
-    callbacks_of(trainer)[:0] = [c for c in added if isinstance(c, WeightSync)]
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # else the user's own
+        trainer.strategy.checkpoint_io = VerifiedCheckpointIO()
+    callbacks[:0] = [c for c in added if isinstance(c, WeightSync)]
     judge_last(trainer)
-    stops = StopEarly.where_needed(trainer) if _collected_iterations(trainer) else []
+    stops = [] if _supervised(trainer) else StopEarly.where_needed(trainer)
     watch(trainer)
     rest = [c for c in added if not isinstance(c, WeightSync)]
     return [*stops, *own_display(trainer), *rest]
@@ -180,24 +168,10 @@ def use_own_saver(trainer: Trainer) -> None:
     counts as the Trainer's; with ``enable_checkpointing=False`` there is none.
     """
     callbacks, module = callbacks_of(trainer), trainer.lightning_module
-    theirs = [c for c in callbacks if type(c) is ModelCheckpoint and _is_untouched(c)]
-    alone = len(theirs) == len(find_callbacks(trainer, Checkpoint)) == 1
-    if alone and isinstance(module, RecordingModule) and not is_fast_dev_run(trainer):
-        callbacks[callbacks.index(theirs[0])] = IterationCheckpoint(module.default_save_every)
-
-
-def verify_checkpoints(trainer: Trainer) -> None:
-    """Write and read checkpoints with a checksum, unless the user chose another way."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = VerifiedCheckpointIO()
-
-
-def _forget_earlier_run(trainer: Trainer) -> None:
-    """Remove what an earlier run of this Trainer was given, and this one is not."""
-    for kind, belongs in DEFAULTS.items():
-        for callback in find_callbacks(trainer, kind):
-            if callback.by_default and not belongs(trainer):
-                callbacks_of(trainer).remove(callback)
+    savers = find_callbacks(trainer, Checkpoint)
+    theirs = len(savers) == 1 and type(savers[0]) is ModelCheckpoint and _is_untouched(savers[0])
+    if theirs and isinstance(module, RecordingModule) and not is_fast_dev_run(trainer):
+        callbacks[callbacks.index(savers[0])] = IterationCheckpoint(module.default_save_every)
 
 
 def _refuse_language_only(trainer: Trainer) -> None:

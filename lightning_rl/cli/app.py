@@ -19,10 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Parameter
 
-from lightning_rl.callbacks import (
-    IterationCheckpoint,
-    WeightSync,
-)
+from lightning_rl.callbacks import IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.cli.parser import RLArgumentParser, as_checked, checked_sources, trainer_help

@@ -18,9 +18,9 @@ from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.collect.tasks import Task
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.base import LearningModule
+from lightning_rl.learn.lora_layers import largest_rank, merged_only
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.models.lora_layers import largest_rank, merged_only
 from lightning_rl.vision.reader import reader_of
 
 
