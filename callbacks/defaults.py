@@ -141,7 +141,8 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     Raises:
         ConfigError: if a given callback does not work with the module.
     """
-    callbacks, added = callbacks_of(trainer), []
+    callbacks = callbacks_of(trainer)
+    added: list[RLCallback] = []
     for kind, belongs in DEFAULTS.items():
         present = find_callbacks(trainer, kind)
         if belongs(trainer) and not present:
