@@ -21,11 +21,13 @@ class RLCallback(Callback):
 
     ``reruns`` is True for a callback that changes what is learned: ``lightning-rl rerun``
     lets it take part again, and no other. ``language_only`` is True for one that makes nothing of
-    agents that are no language models: their runs are refused with it.
+    agents that are no language models: their runs are refused with it. ``by_default`` is True for
+    one that the user did not give: the run got it as one of its ``DEFAULTS``.
     """
 
     reruns = False
     language_only = False
+    by_default = False
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before an iteration's rollouts are generated."""

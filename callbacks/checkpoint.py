@@ -9,7 +9,7 @@ from weakref import proxy
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tensordict import TensorDict
 
@@ -28,7 +28,6 @@ from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run.files.checkpoint_folders import save_folder, writes_folders
 from lightning_rl.run.files.checkpoint_io import (
     BackgroundCheckpointIO,
-    VerifiedCheckpointIO,
     checkpoints_in,
     newest_good,
 )
@@ -36,7 +35,6 @@ from lightning_rl.run.files.folders import link_to, remove
 from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import (
     enter_run,
-    going_on_from,
     require_one_start,
     run_id_of,
     tell_of_beginning,
@@ -123,9 +121,6 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
     # ---------------------------------------------------------------- Lightning's hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        strategy = trainer.strategy
-        if type(strategy.checkpoint_io) is TorchCheckpointIO:  # else the user's own
-            strategy.checkpoint_io = VerifiedCheckpointIO()
         self._directory = output_path(trainer, self._given, "checkpoints")
         if stage != "fit":
             return
@@ -134,7 +129,8 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
                 f"IterationCheckpoint counts RL iterations, but {type(pl_module).__name__} has "
                 "none; use ModelCheckpoint"
             )
-        require_one_start(trainer)
+        require_one_start(pl_module.going_on_from)
+        strategy = trainer.strategy
         if self.asynchronous and not isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
             strategy.checkpoint_io = BackgroundCheckpointIO(strategy.checkpoint_io)
         self.dirpath = str(self._directory)
@@ -341,5 +337,7 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
         if found is None:
             tell_of_beginning(trainer, directory)
             return set()
-        going_on_from[trainer] = found
+        module = trainer.lightning_module
+        if trainer.state.fn == "fit" and isinstance(module, RecordingModule):
+            module.going_on_from = found
         return {str(found)}

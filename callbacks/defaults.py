@@ -1,5 +1,6 @@
 """Callbacks that every run of this library gets, in scripts and on the command line."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -13,22 +14,31 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.callbacks.averages import SoundAverages
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.checkpoint import IterationCheckpoint
 from lightning_rl.callbacks.early_stopping import KnownMonitors, StopEarly
 from lightning_rl.callbacks.export import HFExport
 from lightning_rl.callbacks.guards import MetricGuard
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
+from lightning_rl.callbacks.rerun_recorder import RerunRecorder
 from lightning_rl.callbacks.stopping import StopWhenTold
+from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
-from lightning_rl.config.lightning_flags import refuse_unasked_resuming
+from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.base import LanguageModule, RecordingModule
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.recorded import OfflineDataModule
+from lightning_rl.learn.supervised import SupervisedModule
+from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
 from lightning_rl.run.noise import ignore_known_warnings
 from lightning_rl.run.processes.machine import raise_file_limit
@@ -69,74 +79,112 @@ def own_display(trainer: Trainer) -> list[Callback]:
     """
     ignore_known_warnings()
     callbacks = callbacks_of(trainer)
-    replaced = [c for c in callbacks if type(c) in IN_PLACE_OF and vars(c) == vars(type(c)())]
+    replaced = [c for c in callbacks if type(c) in IN_PLACE_OF and _is_untouched(c)]
     for callback in replaced:  # Lightning would report each override
         callbacks.remove(callback)
     return [IN_PLACE_OF[type(callback)]() for callback in replaced]
 
 
-def basic_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return what any run of this library has: our display, and ``StopWhenTold``.
+def _is_untouched(callback: Callback) -> bool:
+    """Return True for a callback as the Trainer makes it, without arguments."""
+    return vars(callback) == vars(type(callback)())
 
-    Rollouts, rewards and engines open connections, so their number is raised to what is allowed.
-    """
-    refuse_unasked_resuming(trainer)
-    raise_file_limit()
-    watch(trainer)
-    stops = [] if find_callbacks(trainer, StopWhenTold) else [StopWhenTold()]
-    return [*own_display(trainer), *stops]
+
+def _has_data(*kinds: type) -> Callable[[Trainer], bool]:
+    return lambda trainer: isinstance(datamodule_of(trainer), kinds)
+
+
+def _trains(trainer: Trainer) -> bool:
+    data, module = datamodule_of(trainer), trainer.lightning_module
+    # A rerun writes no results and warns of nothing, as the recorded run did.
+    repeats = data is None or getattr(data, "is_rerun", False)
+    return trainer.state.fn == "fit" and isinstance(module, RecordingModule) and not repeats
+
+
+def _leaves_results(trainer: Trainer) -> bool:
+    return _trains(trainer) and not is_fast_dev_run(trainer)
+
+
+def _leaves_rollouts(trainer: Trainer) -> bool:
+    of_rollouts = _has_data(RLDataModule, OfflineDataModule)(trainer)
+    return of_rollouts and _leaves_results(trainer) and bool(trainer.loggers)
+
+
+def _supervised(trainer: Trainer) -> bool:
+    """Return True where Lightning's epochs and validations are those that callbacks look at."""
+    module = trainer.lightning_module
+    return isinstance(module, SupervisedModule) or not isinstance(module, RecordingModule)
+
+
+DEFAULTS: dict[type[RLCallback], Callable[[Trainer], bool]] = {
+    WeightSync: _has_data(RLDataModule),
+    Watchdog: _has_data(CollectingDataModule),
+    RerunRecorder: _leaves_rollouts,
+    StopWhenTold: lambda trainer: True,
+    LearningAlarms: lambda trainer: _trains(trainer) and not _supervised(trainer),
+    RunReport: _leaves_results,
+}
+"""Callbacks that a run gets unless it has one of that class, and which runs do.
+
+``IterationCheckpoint`` comes earlier, by :func:`use_own_saver`; display and monitors follow
+Lightning's callbacks.
+"""
 
 
 def default_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return what monitors need, the basic callbacks, and for a ``fit`` with a data module
-    ``LearningAlarms`` and ``RunReport``.
+    """Prepare a run of this library, and return the callbacks that it gets unless it has them.
 
-    Callbacks that the trainer already has are kept. A rerun writes no results, as the recorded
-    run's exist already.
-    """
-    judge_last(trainer)
-    added = [*StopEarly.where_needed(trainer), *basic_callbacks(trainer)]
-    data = datamodule_of(trainer)
-    if trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False):
-        # A try-out leaves no results behind.
-        wanted = [LearningAlarms] if is_fast_dev_run(trainer) else [LearningAlarms, RunReport]
-        added += [make() for make in wanted if not find_callbacks(trainer, make)]
-    return added
-
-
-def rl_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return the callbacks of a run of ``PolicyModule``, after adding a ``WeightSync``."""
-    push_weights(trainer)
-    return default_callbacks(trainer)
-
-
-def supervised_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return the callbacks of a run that learns from fixed rows: the basic ones and ``RunReport``.
-
-    Its epochs and validations are Lightning's, at whose ends Lightning's callbacks look.
-    """
-    judge_last(trainer)
-    added = basic_callbacks(trainer)
-    fits = trainer.state.fn == "fit" and datamodule_of(trainer) is not None
-    if fits and not is_fast_dev_run(trainer) and not find_callbacks(trainer, RunReport):
-        added.append(RunReport())
-    return added
-
-
-def env_callbacks(trainer: Trainer) -> list[Callback]:
-    """Return the callbacks of a run whose policy is not a language model, and so has no engine.
+    ``WeightSync`` is put before all others, which use the engine with the weights that it pushed.
+    Rollouts, rewards and engines open connections, so the number of files is raised to what is
+    allowed.
 
     Raises:
-        ConfigError: if a given callback works with language models only.
+        ConfigError: if a given callback does not work with the module.
     """
+    callbacks = callbacks_of(trainer)
+    added: list[RLCallback] = []
+    for kind, belongs in DEFAULTS.items():
+        present = find_callbacks(trainer, kind)
+        if belongs(trainer) and not present:
+            added.append(kind())
+            added[-1].by_default = True
+        elif not belongs(trainer):  # but to an earlier run of this Trainer
+            callbacks[:] = [c for c in callbacks if c not in present or not c.by_default]
+    _refuse_language_only(trainer)
+    raise_file_limit()
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # else the user's own
+        trainer.strategy.checkpoint_io = VerifiedCheckpointIO()
+    callbacks[:0] = [c for c in added if isinstance(c, WeightSync)]
+    judge_last(trainer)
+    stops = [] if _supervised(trainer) else StopEarly.where_needed(trainer)
+    watch(trainer)
+    rest = [c for c in added if not isinstance(c, WeightSync)]
+    return [*stops, *own_display(trainer), *rest]
+
+
+def use_own_saver(trainer: Trainer) -> None:
+    """Replace the ``ModelCheckpoint`` that the Trainer made by an ``IterationCheckpoint``.
+
+    It has to be there before Lightning looks for ``ckpt_path="last"``. One without any argument
+    counts as the Trainer's; with ``enable_checkpointing=False`` there is none.
+    """
+    callbacks, module = callbacks_of(trainer), trainer.lightning_module
+    savers = find_callbacks(trainer, Checkpoint)
+    theirs = len(savers) == 1 and type(savers[0]) is ModelCheckpoint and _is_untouched(savers[0])
+    if theirs and isinstance(module, RecordingModule) and not is_fast_dev_run(trainer):
+        callbacks[callbacks.index(savers[0])] = IterationCheckpoint(module.default_save_every)
+
+
+def _refuse_language_only(trainer: Trainer) -> None:
+    module = trainer.lightning_module
+    if isinstance(module, LanguageModule | RolloutModule):
+        return
     for callback in find_callbacks(trainer, RLCallback):
         if callback.language_only:
-            module = type(trainer.lightning_module).__name__
             raise ConfigError(
                 f"{type(callback).__name__} works only with language models, but "
-                f"{module} trains none; remove the callback"
+                f"{type(module).__name__} trains none; remove the callback"
             )
-    return default_callbacks(trainer)
 
 
 def judge_last(trainer: Trainer) -> None:
@@ -160,19 +208,3 @@ def watch(trainer: Trainer) -> None:
         KnownMonitors(follow),
         *map(SoundAverages, find_callbacks(trainer, WeightAveraging)),
     ]
-
-
-def push_weights(trainer: Trainer) -> None:
-    """Add a ``WeightSync`` if there is an engine and none was given.
-
-    It is the first callback, since those after it use the engine with the weights that it pushed.
-    """
-    callbacks = callbacks_of(trainer)
-    for earlier in find_callbacks(trainer, _DefaultSync):  # it says nothing about this run
-        callbacks.remove(earlier)
-    if isinstance(datamodule_of(trainer), RLDataModule) and not find_callbacks(trainer, WeightSync):
-        callbacks.insert(0, _DefaultSync())
-
-
-class _DefaultSync(WeightSync):
-    """A ``WeightSync`` that this library added."""

@@ -31,8 +31,8 @@ class RerunRecorder(RLCallback):
     Rollouts and checksums go to ``rerun`` in the run directory, in about nine bytes per token. The
     ledger is ``ledger.jsonl``: configuration and environment of each start, for each iteration the
     digests of its rollouts, metrics and weights before and after, the digest of each checkpoint,
-    and those of all other files, chained by hash; ``lightning-rl audit`` checks it. The command
-    line adds this callback to every ``fit`` that has a logger, and so a run directory.
+    and those of all other files, chained by hash; ``lightning-rl audit`` checks it. Every
+    ``fit`` on rollouts gets this callback if it has a logger, and so a run directory.
 
     Args:
         rollouts: False keeps only the checksums and metrics; then a rollout can be repeated if

@@ -49,11 +49,10 @@ class WatchesUpdates(RLCallback):
 class StopWhenTold(WatchesUpdates):
     """Stops a run on SIGTERM, SIGUSR1, SIGINT (Ctrl-C), and at ``IterationCheckpoint.max_time``.
 
-    Every run has one, added by the module or by the command line. It raises ``RunInterrupted``, on
-    which callbacks that save do so: at once while ``fit`` waits for rollouts, rewards or the
-    engine, even if these hang, else after the current update; with several processes always after
-    the update, when all ranks agree. A second Ctrl-C stops without saving. Evaluations and
-    ``lightning-rl rollout`` stop at once.
+    Every run has one. It raises ``RunInterrupted``, on which callbacks that save do so: at once
+    while ``fit`` waits for rollouts, rewards or the engine, even if these hang, else after the
+    current update; with several processes always after the update, when all ranks agree. A second
+    Ctrl-C stops without saving. Evaluations and ``lightning-rl rollout`` stop at once.
 
     Lightning's own handlers, which save at once in each process, or ignore SIGTERM, are not used.
     """

@@ -29,8 +29,7 @@ class Watchdog(RLCallback):
     The stacks of all threads, and the awaits of each task of the event loop, are written to
     ``watchdog_<rank>.txt`` in the run directory. The run then fails like any other, in the main
     thread: ``IterationCheckpoint`` saves what was collected so far, also if a reward hangs, or the
-    engine within a step that blocks the event loop. The command line adds this callback to every
-    run that generates.
+    engine within a step that blocks the event loop. Every run that collects gets this callback.
 
     On a CPU with several threads an engine in this process makes its steps in the main thread while
     that waits (:func:`lightning_rl.run.processes.cores.compute`). If a step hangs there, that is

@@ -11,21 +11,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Parameter
 
-from lightning_rl.callbacks import (
-    IterationCheckpoint,
-    RerunRecorder,
-    Watchdog,
-    WeightSync,
-)
+from lightning_rl.callbacks import IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.cli.parser import RLArgumentParser, as_checked, checked_sources, trainer_help
@@ -37,32 +31,22 @@ from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import Table, flatten
-from lightning_rl.config.lightning_flags import (
-    refuse_flags,
-    refuse_precision,
-    refuse_unasked_resuming,
-    require_few_devices,
-)
+from lightning_rl.config.lightning_flags import require_few_devices
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path, local_path
 from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
-from lightning_rl.learn.recorded import OfflineDataModule
 from lightning_rl.learn.schedulers import check_scheduler
-from lightning_rl.learn.supervised import SupervisedModule
 from lightning_rl.learn.update_schedules import EveryIteration
-from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO, require_good
+from lightning_rl.run.files.checkpoint_io import require_good
 from lightning_rl.run.files.newest import continue_newest_run
-from lightning_rl.run.files.resume import KeepConfigs, configured_as, going_on_from
+from lightning_rl.run.files.resume import KeepConfigs
 from lightning_rl.run.files.rundir import WRITE_LOCALLY, require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.peers import lost_peer
 from lightning_rl.run.seeding import drawn_seed
-
-# Short class names work in YAML for what has been imported: all that is public.
-names.load_all()
 
 
 class RLCLI(LightningCLI):
@@ -108,8 +92,10 @@ class RLCLI(LightningCLI):
         if "--trainer.help" in rest:
             print(trainer_help())
             raise SystemExit(0)
-        asks_help = any(a in ("-h", "--help") or a.split("=")[0].endswith(".help") for a in rest)
-        if not asks_help:
+        of_class = any(a.split("=")[0].endswith(".help") for a in rest)
+        if of_class:
+            names.load_all()  # the parser knows short names of what has been imported
+        if not of_class and not {"-h", "--help"} & set(rest):
             own = self._subcommand_parsers[command]
             sources = checked_sources(rest, own, self.trusted)
             _require_checkpoint(sources.tree.get("ckpt_path"))
@@ -130,9 +116,9 @@ class RLCLI(LightningCLI):
             require_trusted_parts(own, self.trusted, {"trainer": RLTrainer})
 
     def _push_weights(self) -> None:
-        """Add a ``WeightSync`` if there is an engine and none is configured.
+        """Configure the ``WeightSync`` that a run with an engine gets anyway, unless one is.
 
-        It becomes part of the configuration, which is saved, and compared when a run resumes.
+        So ``config.yaml`` says how weights were pushed, and a run that resumes is compared with it.
         """
         own = self.config[self.config.subcommand]
         given = _as_list(own.trainer.callbacks)
@@ -146,30 +132,9 @@ class RLCLI(LightningCLI):
             own.trainer.callbacks = [default, *given]
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Add the callbacks and plugins for resuming, rerunning and detecting hangs, unless they
-        are given.
-        """
-        plugins, given = _as_list(config["plugins"]), _as_list(config["callbacks"])
-
-        def lacks(kind: type) -> bool:
-            return not any(isinstance(part, kind) for part in [*plugins, *given])
-
-        if lacks(CheckpointIO):
-            config["plugins"] = [*plugins, VerifiedCheckpointIO()]
-        # With these Lightning refuses a Trainer that has one.
-        off = config["enable_checkpointing"] is False or config["barebones"]
-        off = off or config["fast_dev_run"]
-        if isinstance(self.model, RecordingModule) and lacks(Checkpoint) and not off:
-            callbacks = [*callbacks, IterationCheckpoint(self.model.default_save_every)]
-        if isinstance(self.datamodule, CollectingDataModule) and lacks(Watchdog):
-            callbacks = [*callbacks, Watchdog()]
-        has_rollouts = isinstance(self.datamodule, RLDataModule | OfflineDataModule)
-        unlogged = config["logger"] is False or config["fast_dev_run"]
-        if has_rollouts and lacks(RerunRecorder) and not unlogged:
-            callbacks = [*callbacks, RerunRecorder()]
-        if not isinstance(self.model, FiniteStepsModule):  # ours have it as all their runs do
+        if not isinstance(self.model, FiniteStepsModule):  # ours add it, as the other defaults
             callbacks = [*callbacks, StopWhenTold()]
-        _require_own_states(given)
+        _require_own_states(_as_list(config["callbacks"]))
         require_few_devices(config["devices"])
         return super()._instantiate_trainer(config, callbacks)
 
@@ -221,12 +186,6 @@ class RLCLI(LightningCLI):
         """Find further mistakes before a model is loaded and an engine is started."""
         if self.subcommand == "fit" and isinstance(self.model, RecordingModule):
             self._note_configuration()
-        if isinstance(self.model, FiniteStepsModule):
-            refuse_unasked_resuming(self.trainer)
-        if isinstance(self.model, RolloutModule):
-            refuse_flags(self.trainer)
-        elif isinstance(self.model, SupervisedModule):
-            refuse_precision(self.trainer, "16-mixed")
         if isinstance(self.model, RolloutModule):
             for name, policy in self.model.policies.items():
                 key = f"model.init_args.policies.{name}." if name else "model."
@@ -245,10 +204,10 @@ class RLCLI(LightningCLI):
         """
         require_writable_dirs(self.trainer)
         config = self.config.fit
-        configured_as[self.trainer] = self.table()
+        self.model.configuration = self.table()
         self.model.allow_changes = config.allow_changes
         if config.ckpt_path is not None and Path(config.ckpt_path).exists():
-            going_on_from[self.trainer] = Path(config.ckpt_path)
+            self.model.going_on_from = Path(config.ckpt_path)
 
     def _run_subcommand(self, subcommand: str) -> None:
         _start_loggers(self.trainer)

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints, 
 
 import torch
 
-from lightning_rl.config import names
 from lightning_rl.config.hints import (
     branches,
     classes,
@@ -122,7 +121,6 @@ def _made(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> An
     """Convert a value as the parser of configurations does."""
     from lightning_rl.config.mistakes import check_value, innermost
 
-    names.load_all()  # short names mean what has been imported
     if inspect.isclass(value) and issubclass(value, tuple(classes(hint))):
         return value()
     value = check_value(value, hint, default, key)

@@ -123,7 +123,7 @@ def _with_path(value: Any, hint: Any) -> Any:
     name = value.get("class_path") if isinstance(value, Mapping) else value
     if not isinstance(name, str) or "." in name or not (bases := classes(hint)):
         return value
-    if (kind := class_names(bases).get(name)) is None:
+    if (kind := class_called(name, bases)) is None:
         return value
     path = f"{kind.__module__}.{kind.__qualname__}"
     return {**value, "class_path": path} if isinstance(value, Mapping) else path
@@ -169,7 +169,26 @@ def _example_of(component: type) -> str:
 
 
 def class_names(bases: list[type]) -> dict[str, type]:
-    """Return the classes that ``class_path`` may name, imported so far, by short name.
+    """Return the classes that ``class_path`` may name, by short name: ours, and all that are
+    imported.
+    """
+    names.load_all()
+    return _imported(bases)
+
+
+def class_called(name: str, bases: list[type]) -> type | None:
+    """Return the class that a short name means; None if there is none.
+
+    Raises:
+        ConfigError: if an installed package adds that name, and the class cannot be imported.
+    """
+    if name in MODULE_OF or name in names.added():
+        names.public(name)
+    return _imported(bases).get(name)
+
+
+def _imported(bases: list[type]) -> dict[str, type]:
+    """Return the classes imported so far, by short name.
 
     If several share a name, the last one wins, but torch's and ours are never replaced:
     bitsandbytes, for instance, has its own ``AdamW``, which would appear as soon as something
@@ -200,13 +219,11 @@ def named_class(name: str, bases: list[type]) -> Any:
     """
     wanted = " or ".join(base.__name__ for base in bases)
     if "." not in name:
-        known = class_names(bases)
-        if name in known:
-            return known[name]
-        if name in names.added():
-            names.public(name)  # says why it is not known, unless it is of another kind
-        elif name in OPTIONAL_CLASSES:
+        if (meant := class_called(name, bases)) is not None:
+            return meant
+        if name in OPTIONAL_CLASSES and name not in names.added():
             raise ConfigError(f"{name} is not installed; {lacking(OPTIONAL_CLASSES[name])}")
+        known = class_names(bases)
         own = known.keys() & MODULE_OF.keys()
         shown = ", ".join(sorted(own or known)[:15])
         raise ConfigError(
@@ -224,10 +241,10 @@ def named_class(name: str, bases: list[type]) -> Any:
 def is_class_name(name: str, bases: list[type]) -> bool:
     """Return True if :func:`named_class` finds something."""
     try:
-        named_class(name, bases)
+        found = named_class(name, bases) if "." in name else class_called(name, bases)
     except ConfigError:
         return False
-    return True
+    return found is not None
 
 
 def makes(function: Callable[..., Any], hint: Any) -> bool:

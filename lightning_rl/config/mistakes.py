@@ -17,6 +17,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_rl.config import names
 from lightning_rl.config.hints import (
     FUNCTION,
     accepts,
@@ -34,7 +35,6 @@ from lightning_rl.config.hints import (
     mapping_hint,
     named_class,
     parameters,
-    subclasses,
     supplied_arguments,
     text_forms,
 )
@@ -170,6 +170,7 @@ class _Walk:
         if not self._files:
             what = f"{value!r} is a configuration file, which is not read here"
             raise _Mistake(key, f"{what}; give it with --config")
+        names.load_all()  # the parser knows short names of what has been imported
         return True
 
     def instance(self, spec: dict[str, Any], hint: Any, default: Any, key: Key) -> Any:
@@ -182,13 +183,13 @@ class _Walk:
             component = _implied_class(bases, default)
             if component is None and accepts(hint, spec):
                 return spec  # a TypedDict, say
-            if component is None and len(bases) == 1 and list(subclasses(bases[0])) == bases:
+            if component is None and len(bases) == 1 and [*class_names(bases).values()] == bases:
                 component = bases[0]  # there is no other
             if component is None:
                 kinds = " or ".join(base.__name__ for base in bases)
-                names = sorted(class_names(bases))
-                ours = [name for name in names if name in MODULE_OF]
-                shown = ", ".join((ours or names)[:8])
+                known = sorted(class_names(bases))
+                ours = [name for name in known if name in MODULE_OF]
+                shown = ", ".join((ours or known)[:8])
                 raise _Mistake(key, f"needs a class_path: which {kinds}? (e.g. {shown})")
             arguments = {k: v for k, v in spec.items() if k not in SPEC}
             arguments |= spec.get("init_args") or {}
@@ -249,7 +250,7 @@ class _Walk:
         checked = dict(given)
         for name, value in given.items():
             if name not in known:
-                kin = [c for base in classes(hint) for c in subclasses(base)]
+                kin = class_names(classes(hint)).values()
                 others = {c.__name__ for c in kin if name in parameters(c)} - {owner}
                 raise _Mistake((*key, name), _no_such_key(name, known, owner, others))
             expected, default = known[name].annotation, known[name].default

@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy
 from tensordict import TensorDict
@@ -23,8 +23,8 @@ from lightning_rl.run.files.metrics import TokenMetrics, named
 from lightning_rl.run.hooks import (
     answers,
     datamodule_of,
+    default_callbacks,
     is_fast_dev_run,
-    named_callbacks,
     skip_profiling,
 )
 from lightning_rl.run.processes.dist import sum_over_ranks
@@ -81,23 +81,26 @@ class EnvModule(RecordingModule):
 
     # ---------------------------------------------------------------- set-up
 
+    def check_trainer(self, trainer: Trainer) -> None:
+        refuse_flags(trainer)
+        if trainer.precision == "bf16-true":
+            raise ConfigError(
+                "trainer.precision='bf16-true': the weights of bodies and heads are small, and "
+                "kept in float32; use bf16-mixed"
+            )
+
     def configure_callbacks(self) -> list[Callback]:
         """Refuse Lightning flags that this training does not support; add the default callbacks.
 
         Raises:
             ConfigError: names the flag.
         """
-        refuse_flags(self.trainer)
-        if self.trainer.precision == "bf16-true":
-            raise ConfigError(
-                "trainer.precision='bf16-true': the weights of bodies and heads are small, and "
-                "kept in float32; use bf16-mixed"
-            )
+        self.check_trainer(self.trainer)
         warn_of_flags(self.trainer)
         if is_fast_dev_run(self.trainer):
             self.trainer.fit_loop.epoch_loop.max_steps = -1
         skip_profiling(self.trainer)
-        return named_callbacks("env_callbacks", self.trainer)
+        return default_callbacks(self.trainer)
 
     def configure_model(self) -> None:
         """Build the agents for the environment's observations and actions, once.

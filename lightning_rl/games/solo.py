@@ -21,7 +21,7 @@ from lightning_rl.games.labelled import LABEL, LabelledData, rows_of, space_of
 from lightning_rl.learn.base import FiniteStepsModule, save_primitive_hparams
 from lightning_rl.learn.schedulers import automatic, check_automatic, make_scheduler
 from lightning_rl.run.files.metrics import TokenMetrics
-from lightning_rl.run.hooks import datamodule_of, named_callbacks
+from lightning_rl.run.hooks import datamodule_of, default_callbacks
 from lightning_rl.run.seeding import derived_generator, run_seed
 
 
@@ -77,7 +77,8 @@ class SoloModule(FiniteStepsModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callbacks that every run has."""
-        return named_callbacks("basic_callbacks", self.trainer)
+        self.check_trainer(self.trainer)
+        return default_callbacks(self.trainer)
 
     def configure_model(self) -> None:
         """Build body and head for the data, once.

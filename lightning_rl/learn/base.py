@@ -9,16 +9,18 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tensordict import TensorDict
 from torch.optim import Optimizer
 
 from lightning_rl.config.layers import Change
+from lightning_rl.config.lightning_flags import refuse_unasked_resuming
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.learn.frozen_base import adapted, leave_out_base, put_back_base
 from lightning_rl.learn.gradients import norm_of
@@ -30,7 +32,7 @@ from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.tokenizer import RunDay
 from lightning_rl.run.files.metrics import named
 from lightning_rl.run.files.resume import check_resume, configuration_of, use_new_optimizer_settings
-from lightning_rl.run.hooks import StageClock, call_hook
+from lightning_rl.run.hooks import StageClock, call_hook, use_own_saver
 from lightning_rl.run.processes.dist import any_rank, rank
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
 from lightning_rl.vision.training import Vision
@@ -94,6 +96,14 @@ class FiniteStepsModule(LightningModule):
             name: deepcopy(self.__dict__[name], memo) for name in own
         }
         return copy
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Refuse settings of a Trainer that this training does not support.
+
+        Raises:
+            ConfigError: names the setting, its value, and what to set instead.
+        """
+        refuse_unasked_resuming(trainer)
 
     @cached_property
     def day(self) -> RunDay:
@@ -228,12 +238,23 @@ class RecordingModule(FiniteStepsModule):
         """The run's configuration, by key; None: only what the objects themselves tell."""
         self.allow_changes: bool | list[str] = False
         """Configuration keys that may differ from the resumed checkpoint's, or ``all``."""
+        self.going_on_from: Path | None = None
+        """The checkpoint to resume from, where it is known before it is loaded; so what cannot be
+        resumed is refused before an engine starts.
+        """
         self.changes: list[Change] | None = None
         """Differences from the checkpoint's configuration, if the two were compared."""
         self.stopping: LightningRLError | None = None
         """Error to raise at the end of the iteration, after its row is written and all callbacks
         ran.
         """
+
+    @LightningModule.trainer.setter  # type: ignore[attr-defined]
+    def trainer(self, trainer: Trainer | None) -> None:
+        """Attach the Trainer, before it looks for a checkpoint to go on from."""
+        LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if isinstance(trainer, Trainer) and trainer.lightning_module is self:
+            use_own_saver(trainer)
 
     @property
     def present_iteration(self) -> int:
@@ -361,6 +382,7 @@ class RecordingModule(FiniteStepsModule):
     # Lightning runs these after the callbacks' own, so one row holds what all of them recorded.
     def on_train_start(self) -> None:
         state, self._restored = self._restored, None
+        self.going_on_from = None
         if not self.trainer.ckpt_path:  # weights of another run, perhaps, but this one is new
             state = None
         if state is not None:

@@ -24,9 +24,9 @@ from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.collect.tasks import Task, grader_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.base import LearningModule
+from lightning_rl.learn.lora_layers import largest_rank, merged_only
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.models.lora_layers import largest_rank, merged_only
 from lightning_rl.run.processes.dist import world_size
 from lightning_rl.vision.reader import reader_of
 

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ from lightning_rl.learn.precision import use_our_precision
 from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.hooks import is_fast_dev_run, named_callbacks
+from lightning_rl.run.hooks import default_callbacks, is_fast_dev_run
 
 
 class RolloutModule(RecordingModule):
@@ -91,18 +91,21 @@ class RolloutModule(RecordingModule):
         """The version of the policy that plays each role, by role."""
         return {role: self.policies[name].iteration for role, name in self.roles.items()}
 
+    def check_trainer(self, trainer: Trainer) -> None:
+        refuse_flags(trainer)
+
     def configure_callbacks(self) -> list[Callback]:
         """Reject unsupported Trainer settings, and return the callbacks that every run has.
 
         This is the first hook that Lightning calls.
         """
-        refuse_flags(self.trainer)
+        self.check_trainer(self.trainer)
         warn_of_flags(self.trainer)
         use_our_precision(self.trainer)
         if is_fast_dev_run(self.trainer):
             # It is meant in batches, which are limited too, but counts optimizer steps.
             self.trainer.fit_loop.epoch_loop.max_steps = -1
-        return named_callbacks("rl_callbacks", self.trainer)
+        return default_callbacks(self.trainer)
 
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
         """Return the collected rollouts unchanged (``lightning-rl rollout``)."""

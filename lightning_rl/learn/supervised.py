@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from lightning_rl.learn.windows import SCALE, Windows
 from lightning_rl.models.parallel.sharding import refuse_mesh
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.files.metrics import Sums
-from lightning_rl.run.hooks import named_callbacks
+from lightning_rl.run.hooks import default_callbacks
 from lightning_rl.run.processes.dist import all_sum, gather, world_size
 
 Pairs = dict[str, tuple[Tensor, Tensor | float]]
@@ -64,14 +64,18 @@ class SupervisedModule(RecordingModule, LearningModule):
 
     # ---------------------------------------------------------------- set-up
 
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        refuse_precision(trainer, "16-mixed")
+
     def configure_callbacks(self) -> list[Callback]:
         """Reject an unsupported precision, and return the callbacks that every run has.
 
         This is the first hook that Lightning calls.
         """
-        refuse_precision(self.trainer, "16-mixed")
+        self.check_trainer(self.trainer)
         use_our_precision(self.trainer)
-        return named_callbacks("supervised_callbacks", self.trainer)
+        return default_callbacks(self.trainer)
 
     def configure_model(self) -> None:
         """Load the model, once."""

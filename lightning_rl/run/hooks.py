@@ -61,15 +61,24 @@ def answers(
                 yield answer
 
 
-def named_callbacks(which: str, trainer: Trainer) -> list[Callback]:
-    """Return callbacks that ``callbacks/defaults.py`` adds to a run; ``which`` names its function.
+def _defaults() -> Any:
+    """Return ``callbacks/defaults.py``.
 
     It is found by name, as in a configuration: callbacks import the modules, not the other way
     round.
     """
-    defaults = import_module("lightning_rl.callbacks.defaults")
-    added: list[Callback] = getattr(defaults, which)(trainer)
+    return import_module("lightning_rl.callbacks.defaults")
+
+
+def default_callbacks(trainer: Trainer) -> list[Callback]:
+    """Return the callbacks that a run gets unless it has them."""
+    added: list[Callback] = _defaults().default_callbacks(trainer)
     return added
+
+
+def use_own_saver(trainer: Trainer) -> None:
+    """Save checkpoints as this library does, unless the user chose how."""
+    _defaults().use_own_saver(trainer)
 
 
 class _Unprofiled(PassThroughProfiler):

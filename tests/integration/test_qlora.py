@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from benchmarks.lora_gap import measure
 from lightning_rl import NF4, HFExport, Int8, LoRA, MemoryTransport, VLLMLocal, WeightSync
 from lightning_rl.engines import Sampling
-from lightning_rl.models.lora_layers import largest_rank
+from lightning_rl.learn.lora_layers import largest_rank
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import quantized_layers
 from lightning_rl.sync.base import push

@@ -1,8 +1,8 @@
 """One LoRA policy whose engine keeps base and adapters apart: what is pushed and expected."""
 
 from lightning_rl.engines import Sampling
+from lightning_rl.learn.lora_layers import largest_rank
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.lora_layers import largest_rank
 from tests.support.engine_checks import PROMPTS, generate, require_written_by
 from tests.support.shared_engines import SIZES
 

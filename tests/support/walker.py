@@ -9,7 +9,7 @@ from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.config.lightning_flags import refuse_flags
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.files.resume import enter_directory, leave_directory
-from lightning_rl.run.hooks import named_callbacks
+from lightning_rl.run.hooks import default_callbacks
 
 
 class Walker(RecordingModule):
@@ -23,7 +23,7 @@ class Walker(RecordingModule):
 
     def configure_callbacks(self) -> list[Callback]:
         refuse_flags(self.trainer)
-        return named_callbacks("env_callbacks", self.trainer)
+        return default_callbacks(self.trainer)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)

@@ -20,7 +20,7 @@ from lightning_rl.collect.checks import check_groups
 from lightning_rl.config.lightning_flags import warn_of_flags
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.files.rundir import require_writable
@@ -88,6 +88,8 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | No
     """Print the findings; returns False if the GPUs are too small."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     names = (type(module).__name__, type(data).__name__)
+    if isinstance(module, FiniteStepsModule):
+        module.check_trainer(trainer)
     warn_of_flags(trainer)
     print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
     if isinstance(data, CollectingDataModule):

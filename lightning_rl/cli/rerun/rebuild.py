@@ -25,7 +25,6 @@ from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.files.resume import going_on_from
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.run.processes import dist
 from lightning_rl.sync.base import WeightTransport
@@ -184,7 +183,7 @@ def _load(made: Remade) -> None:
     made.trainer.precision_plugin.convert_module(made.module)
     if made.kept.path is not None:
         checkpoint = made.kept.load()
-        going_on_from[made.trainer] = made.kept.path  # named if it does not fit
+        made.module.going_on_from = made.kept.path  # named if it does not fit
         made.module.on_load_checkpoint(checkpoint)  # first, as Lightning does
         made.module.load_state_dict(checkpoint["state_dict"])
     made.outcomes[made.kept.version] = outcome(made.trainer, made.module, {})
@@ -216,7 +215,7 @@ class _Retraining(RLCallback):
         """Do what ``ckpt_path`` would, except for the position in the epoch, which differs here."""
         strategy = trainer.strategy
         checkpoint = strategy.load_checkpoint(path, weights_only=True)
-        going_on_from[trainer] = path  # named if it does not fit
+        self.made.module.going_on_from = path  # named if it does not fit
         pl_module.on_load_checkpoint(checkpoint)
         strategy.load_model_state_dict(checkpoint)
         strategy.load_optimizer_state_dict(checkpoint)

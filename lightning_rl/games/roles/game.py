@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensordict import TensorDict
 from torch import Tensor
@@ -115,8 +115,8 @@ class GameRolesModule(RolesModule):
 
     # ---------------------------------------------------------------- set-up
 
-    def configure_callbacks(self) -> list[Callback]:
-        strategy, precision = self.trainer.strategy, str(self.trainer.precision)
+    def check_trainer(self, trainer: Trainer) -> None:
+        strategy, precision = trainer.strategy, str(trainer.precision)
         if not isinstance(strategy, SingleDeviceStrategy):
             raise ConfigError(
                 "GameRolesModule multiplies gradients of a whole batch, but with "
@@ -129,6 +129,9 @@ class GameRolesModule(RolesModule):
                 "differences of log probabilities; set trainer.precision: 32-true, or use "
                 "RolesModule"
             )
+        super().check_trainer(trainer)
+
+    def configure_callbacks(self) -> list[Callback]:
         self._check_parts()
         return super().configure_callbacks()
 

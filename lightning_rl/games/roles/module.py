@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from tensordict import TensorDict
 from torch import Tensor
@@ -88,14 +88,14 @@ class RolesModule(RolloutModule, LanguageModule):
 
     # ---------------------------------------------------------------- set-up
 
-    def configure_callbacks(self) -> list[Callback]:
-        strategy = self.trainer.strategy
+    def check_trainer(self, trainer: Trainer) -> None:
+        strategy = trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise ConfigError(
                 f"RolesModule trains on one process, or on several that each hold all weights, not "
                 f"with {type(strategy).__name__}; set trainer.strategy: ddp"
             )
-        return super().configure_callbacks()
+        super().check_trainer(trainer)
 
     def configure_model(self) -> None:
         """Load all policies, once; policies that start from the same weights share one load."""

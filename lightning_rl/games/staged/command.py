@@ -12,7 +12,6 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_rl.callbacks.artifacts import fetch_files
 from lightning_rl.cli.parser import RLArgumentParser, as_checked, checked_sources
 from lightning_rl.cli.trust import require_trusted_parts, split_options
-from lightning_rl.config import names
 from lightning_rl.config.layers import Change, differences, flatten, load_yaml
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.errors import ConfigError, RunInterrupted
@@ -53,9 +52,6 @@ BESIDE = ("logger", "callbacks")
 """The first parts of keys that observe a run, and do not affect what it does."""
 TESTED = ("test", "test_limit")
 """The first parts of keys that only affect tests."""
-
-# Short class names work in YAML for what has been imported: all that is public.
-names.load_all()
 
 
 def main(arguments: Sequence[str]) -> int:

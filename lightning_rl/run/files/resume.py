@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningModule, Trainer
@@ -63,19 +62,16 @@ HARMLESS = (
 OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.critic.lr")
 _POLICY = re.compile(r"^model\.policies\.\w+\.")
 
-configured_as: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
-"""The configuration of a run, if it was known before ``fit``."""
-going_on_from: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
-"""A run's checkpoint, if known before ``fit``, so that what cannot be resumed is refused early."""
 
-
-def require_one_start(trainer: Trainer) -> None:
+def require_one_start(path: Path | None) -> None:
     """Check that all ranks resume from the same checkpoint. Call it on every rank.
+
+    Args:
+        path: the checkpoint that this rank has found; None: it has found none.
 
     Raises:
         CheckpointError: if a rank finds another checkpoint than rank 0, or none.
     """
-    path = going_on_from.get(trainer)
     found = dist.gather((Peer.of_this_process().node, None if path is None else path.name))
     first = found[0][1]
     for rank, (node, name) in enumerate(found):
@@ -180,12 +176,10 @@ def tell_of_beginning(trainer: Trainer, checkpoints: Path) -> None:
     A new name usually means a new run, as in a script that is submitted twice; but a user who
     changed the name by mistake would otherwise wait for a run that began anew.
     """
-    now = configured_as.get(trainer)
-    for path in _neighbours(trainer, checkpoints) if now is not None else ():
+    now: Table = getattr(trainer.lightning_module, "configuration", None) or {}
+    for path in _neighbours(trainer, checkpoints) if now else ():
         then = about(path).get("run", {}).get("configuration") or {}
-        if then and all(
-            kind_of(c, then, now or {}) == "harmless" for c in differences(then, now or {})
-        ):
+        if then and all(kind_of(c, then, now) == "harmless" for c in differences(then, now)):
             rank_zero_warn(
                 f"ckpt_path: 'last' found no checkpoint in {checkpoints}, so a new run begins; "
                 f"{path} belongs to a run with the same configuration and another name: to resume "
@@ -220,7 +214,7 @@ class KeepConfigs(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        directory, source = run_dir(trainer), going_on_from.get(trainer)
+        directory, source = run_dir(trainer), getattr(pl_module, "going_on_from", None)
         path = directory / self.config_filename
         config = self.config.clone()
         config.pop("allow_changes", None)  # of this start alone; other commands do not know it
@@ -272,8 +266,7 @@ def configuration_of(module: Any) -> Table:
         return dict(module.configuration or {})
     data = getattr(trainer, "datamodule", None)
     if module.configuration is None:
-        told = configured_as.get(trainer)
-        module.configuration = described(module, data, trainer) if told is None else told
+        module.configuration = described(module, data, trainer)
     content: Table = {}
     for rows in ("train_prompts", "train"):
         known = getattr(getattr(data, rows, None), "fingerprint", None)
@@ -300,9 +293,9 @@ def kind_of(change: Change, then: Table, now: Table) -> str:
 
 def check_early(trainer: Trainer) -> None:
     """Refuse a configuration before an engine starts, if the checkpoint is already known."""
-    path = going_on_from.get(trainer)
+    module: Any = trainer.lightning_module
+    path = module.going_on_from
     if trainer.state.fn == "fit" and path is not None:
-        module: Any = trainer.lightning_module
         told = about(path)
         _check(module, told, path)
         if (day := (told.get("run") or {}).get("day")) is not None:
@@ -319,7 +312,7 @@ def check_resume(module: Any, checkpoint: dict[str, Any]) -> None:
     if trainer is None:  # load_from_checkpoint
         return
     # ``rerun`` and ``audit`` load a checkpoint themselves, without Lightning's ``ckpt_path``.
-    path = Path(str(trainer.ckpt_path or going_on_from.get(trainer)))
+    path = Path(str(trainer.ckpt_path or module.going_on_from))
     if trainer.state.fn == "fit":
         _check(module, checkpoint["lightning_rl"], path)
         module.run_id = checkpoint["lightning_rl"].get("run", {}).get("id", "")

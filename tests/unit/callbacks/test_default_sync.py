@@ -1,11 +1,8 @@
 """A run that generates pushes its weights, whether or not it was told to."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from lightning_rl.callbacks import Evaluate, RLCallback, WeightSync, weight_sync
-from lightning_rl.callbacks.defaults import push_weights
 from lightning_rl.models.policy import Policy
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from tests.support.small_run import adamw, data_module, grpo, trainer_of
@@ -76,20 +73,6 @@ def test_a_given_one_stays_as_it_is(tiny_model, tmp_path):
     assert trainer.callbacks.index(watch) < trainer.callbacks.index(given)
     assert watch.synced == [0, 2]
     assert "sync/probe_gap" not in trainer.callback_metrics
-
-
-def test_a_run_without_an_engine_gets_none_nor_keeps_an_earlier_runs():
-    given, other = WeightSync(), Evaluate()
-    trainer = SimpleNamespace(callbacks=[other], datamodule=small())
-    push_weights(trainer)
-    push_weights(trainer)
-    assert [isinstance(c, WeightSync) for c in trainer.callbacks] == [True, False]
-    trainer.datamodule = None  # recorded rollouts, say
-    push_weights(trainer)
-    assert trainer.callbacks == [other]
-    trainer.callbacks = [other, given]
-    push_weights(trainer)
-    assert trainer.callbacks == [other, given]
 
 
 class Never(SyncSchedule):

@@ -1,13 +1,12 @@
-"""What the command line prints when nothing is wrong, and what a run gets by default."""
+"""What the command line prints when nothing is wrong, and when a run pushes weights."""
 
 from importlib.metadata import version
 
 import pytest
 import yaml
-from lightning.pytorch import Callback
 
 from benchmarks.support.built import Built
-from lightning_rl.callbacks import IterationCheckpoint, RerunRecorder, Watchdog, WeightSync
+from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
 from lightning_rl.config.layers import flatten
 from tests.support.bad_configs import CONFIG
@@ -127,23 +126,6 @@ def test_help_fits_a_screen_and_says_where_more_is(capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"lightning-rl {version('lightning_rl')}\n"
-
-
-def test_fit_adds_what_saves_records_and_watches(place):
-    trainer = CONFIG["trainer"] | {"logger": None, "enable_checkpointing": None}
-    (place / "defaults.yaml").write_text(yaml.safe_dump(CONFIG | {"trainer": trainer}))
-
-    def callbacks(*options: str) -> list[Callback]:
-        added = (IterationCheckpoint, RerunRecorder, Watchdog)
-        built = Built(["fit", "--config", "defaults.yaml", *options])
-        return [c for c in built.trainer.callbacks if isinstance(c, added)]
-
-    by_default = {type(c) for c in callbacks()}
-    assert by_default == {IterationCheckpoint, RerunRecorder, Watchdog}
-    own = callbacks("--trainer.callbacks+=Watchdog", "--trainer.callbacks.timeout_s", "60")
-    assert [c.timeout_s for c in own if isinstance(c, Watchdog)] == [60.0]
-    none = callbacks("--trainer.enable_checkpointing", "false", "--trainer.logger", "false")
-    assert {type(c) for c in none} == {Watchdog}
 
 
 GIVEN = {"class_path": "WeightSync", "init_args": {"probe_prompts": 1}}

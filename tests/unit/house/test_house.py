@@ -17,6 +17,7 @@ from benchmarks.house.modules import (
     circles,
     folder_of,
     modules_of,
+    room,
 )
 from benchmarks.house.parts import PARTS, lines_of, part, shared_names, sizes
 from benchmarks.house.picture import draw
@@ -43,6 +44,26 @@ def test_no_folders_import_each_other_and_no_files_in_a_circle(library):
     assert both_ways(library) == []
     assert circles(library) == []
     assert circles(arrows(modules_of(ROOT, "benchmarks"))) == []
+
+
+SEEN = {
+    "agents": 8, "algos": 7, "callbacks": 8, "cli": 4, "collect": 16, "config": 9, "convert": 0,
+    "data": 28, "engines": 18, "envs": 13, "extend": 0, "games": 0, "learn": 18, "models": 27,
+    "rewards": 8, "run": 29, "serving": 5, "sync": 4, "verifiers": 0, "vision": 13,
+}  # fmt: skip
+"""Of each room, how many modules others may import: as many as now, and some day eight or fewer."""
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_no_room_shows_more_modules_to_others(library, name):
+    """Import from a module that is seen already, or hide another and lower the number."""
+    seen = {a.imported for a in library if room(a.imported) == name != room(a.importer)}
+    assert len(seen) <= SEEN[name], sorted(seen)
+
+
+def test_every_room_is_counted():
+    rooms = {path.parent.name for path in (ROOT / "lightning_rl").glob("*/__init__.py")}
+    assert rooms == set(SEEN)
 
 
 def test_no_test_module_imports_another():

@@ -11,8 +11,8 @@ from transformers import (
 
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.lora_layers import largest_rank, merged_only
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.lora_layers import largest_rank, merged_only
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import PLAIN
