@@ -99,7 +99,10 @@ def test_in_an_evaluation_it_counts_as_wrong(tiny_model, tmp_path):
     trainer = trainer_of(tmp_path, [WeightSync(), Evaluate(), report])
     agent = BreaksInEvaluation(ValueError("no such move"), share=4)
     data = data_module(
-        agent=agent, iterations_per_epoch=1, success_reward=-1.0, max_failed_share=0.25
+        agent=agent,
+        iterations_per_epoch=1,
+        evaluation={"success_reward": -1.0},
+        max_failed_share=0.25,
     )
     with pytest.warns(UserWarning, match=r"8 of 32 rollouts failed: agent .*failed_0\.jsonl"):
         trainer.fit(grpo(tiny_model), data)

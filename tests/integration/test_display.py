@@ -86,7 +86,7 @@ def test_on_a_terminal_there_is_a_bar_in_terms_of_rl(tiny_model, tmp_path, monke
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    script(tmp_path).fit(grpo(tiny_model), small(success_reward=2.0))
+    script(tmp_path).fit(grpo(tiny_model), small(evaluation={"success_reward": 2.0}))
     bar = terminal.getvalue()
     assert "3/3" in bar
     assert "stage=generate" in bar

@@ -85,7 +85,6 @@ def run(model, rows, tmp_path, callbacks=(), data=None, **options):
         "train_prompts": JSONLPrompts(str(rows), seed=1),
         "evaluation": None,
         "rewards": [share_of_even],
-        "success_reward": 0.5,
         "group_size": 4,
         "groups_per_iteration": 4,
         "iterations_per_epoch": 2,

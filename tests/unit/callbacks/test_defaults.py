@@ -156,7 +156,7 @@ def test_a_script_goes_on_from_its_own_checkpoint(tiny_model, tmp_path, logger):
         trainer = script_of(tmp_path, callbacks=list(callbacks), logger=logger)
         module = grpo(tiny_model, optimizer=adamw(1e-3))
         data = data_module(
-            eval_prompts=None, group_size=2, groups_per_iteration=2, iterations_per_epoch=3
+            evaluation=None, group_size=2, groups_per_iteration=2, iterations_per_epoch=3
         )
         with suppress(ZeroDivisionError):
             trainer.fit(module, data, ckpt_path="last")

@@ -147,7 +147,7 @@ def test_a_run_without_accuracy_reports_the_parts_and_still_has_its_alarm(tiny_m
         group_size=2, groups_per_iteration=2, iterations_per_epoch=1,
     )  # fmt: skip
     alarms, report = LearningAlarms(), RunReport()
-    alarms.first_evaluation = {"eval/reward_mean": 1.0, "eval/reward_std": 0.0}  # as if resumed
+    alarms.first_evaluation = {"eval/reward_mean": [1.0, 0.0, 4]}  # as if resumed
     trainer = trainer_of(tmp_path, [WeightSync(), Evaluate(), alarms, report])
     trainer.fit(grpo(tiny_model), data)
     [first, last], summary = report.history, json.loads(next(tmp_path.rglob("*.json")).read_text())
