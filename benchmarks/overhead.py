@@ -70,7 +70,8 @@ class BareLoop:
         module, iteration = self.module, self.module.iteration
         drawn = self.prompts.draw(GROUPS)
         rollouts = self.pipeline.run(drawn, GROUP_SIZE, SAMPLING, iteration=iteration)
-        module.update(module.compute_advantages(pack_rollouts(rollouts)))
+        learner = module.learner
+        learner.update(learner.compute_advantages(pack_rollouts(rollouts)))
         module.iteration += 1
         self.engine.load_weights(self.policy.named_weights(), version=module.iteration)
         probe_gap(self.engine, self.policy, self.probe, SAMPLING.temperature, tokens=2)

@@ -126,7 +126,7 @@ class ZeroAdvantageGuard(BatchGuard):
 
 def log_weights(module: PolicyModule, batch: TensorDict) -> Tensor:
     """Return log p_trainer - log p_engine, shape (T,); only valid at ``trained_tokens``."""
-    return module.trainer_logprobs(batch) - batch["tokens", "rollout_logprobs"]
+    return module.learner.trainer_logprobs(batch) - batch["tokens", "rollout_logprobs"]
 
 
 def largest_of(values: Tensor) -> float | None:

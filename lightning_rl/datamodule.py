@@ -43,12 +43,12 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.learn.ahead import NothingAhead
 from lightning_rl.learn.fitting import check_learning, check_sight, follow_trainer
-from lightning_rl.learn.own_loop import OwnLoop
+from lightning_rl.learn.overlap import NoOverlap
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.tokenizer import with_chat_variables
+from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import require_free
 from lightning_rl.rewards.log import TrainerState
@@ -298,12 +298,6 @@ class RLDataModule(CollectingDataModule):
         )
         if works and dist.world_size() == 1:  # ranks that wait may not agree on a push
             self._collection.meanwhile = self._while_waiting
-        policies = list(module.policies.values())
-        for policy in policies:
-            policy.ahead = NothingAhead()
-        if stage == "fit" and isinstance(self.collector, StreamedCollector):
-            [policy] = policies  # of several that is refused
-            policy.ahead = self._collection.stream = Stream(policy)
 
     def _made_pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:
         return RolloutPipeline(
@@ -388,7 +382,7 @@ class RLDataModule(CollectingDataModule):
                 with naming(task.name):
                     room_for_prompts(limit, task.sampling)
 
-    def _check_learning(self, policy: OwnLoop) -> None:
+    def _check_learning(self, policy: PolicyModule) -> None:
         check_learning(
             policy,
             self.train_tasks,
@@ -404,7 +398,7 @@ class RLDataModule(CollectingDataModule):
                 buffer=self.buffer is not None,
                 experts=self.expert_prompts is not None,
                 of_batch=self.rewards.of_batch,
-                filtered_minibatches=bool(self.filters) and policy.minibatches > 1,
+                filtered_minibatches=bool(self.filters) and policy.settings.minibatches > 1,
                 sharded=policy.device_mesh is not None,
                 sleeps=self.engine.sleep_level is not None,
                 shared=self.engine.serves_all_ranks and dist.world_size() > 1,
@@ -446,6 +440,12 @@ class RLDataModule(CollectingDataModule):
 
     def train_dataloader(self) -> RolloutLoader:
         module = self._module()
+        learners = [policy.learner for policy in module.policies.values()]
+        for learner in learners:
+            learner.overlap = NoOverlap()
+        if isinstance(self.collector, StreamedCollector):
+            [learner] = learners  # of several that is refused
+            learner.overlap = self._ready().stream = Stream(learner)
         self._loader = RolloutLoader(
             self.collect,
             self._ready(),

@@ -18,14 +18,14 @@ from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.collect.tasks import Task
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.base import LearningModule
-from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.lora_layers import largest_rank, merged_only
+from lightning_rl.module import PolicyModule
 from lightning_rl.vision.reader import reader_of
 
 
 def check_learning(
-    policy: OwnLoop,
+    policy: PolicyModule,
     tasks: Sequence[Task],
     collector: Collector,
     filters: Sequence[GroupFilter],
@@ -42,11 +42,12 @@ def check_learning(
             check_collecting(policy.advantage, filters, task.sampling, task.group_size)
             check_branching(policy.advantage, task.agent)
     check_teachers(policy.advantage, policy.objective.loss, [task.rewards for task in tasks])
-    check_groups(groups_per_iteration, policy.minibatches)
+    check_groups(groups_per_iteration, policy.settings.minibatches)
+    trusts_engine = policy.settings.trust_engine_logprobs
     if isinstance(collector, WorkingAhead) and collector.max_staleness:
-        warn_if_uncorrected("asynchronous", policy.objective, policy.trust_engine_logprobs)
+        warn_if_uncorrected("asynchronous", policy.objective, trusts_engine)
     if buffer is not None:
-        buffer.check(policy.objective, policy.trust_engine_logprobs)
+        buffer.check(policy.objective, trusts_engine)
 
 
 def check_sight(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback
 from tensordict import TensorDict
@@ -11,12 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.precision import use_our_precision
 from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import is_fast_dev_run, named_callbacks
+
+if TYPE_CHECKING:
+    from lightning_rl.module import PolicyModule
 
 
 class RolloutModule(RecordingModule):
@@ -24,7 +27,7 @@ class RolloutModule(RecordingModule):
 
     @property
     @abstractmethod
-    def policies(self) -> Mapping[str, OwnLoop]:
+    def policies(self) -> Mapping[str, "PolicyModule"]:
         """The learning policies by name, each with its own weights and version; a single one is "".
 
         The ``iteration`` of each is the number of iterations in which it learned, which is its

@@ -40,7 +40,7 @@ def mine(tmp_path_factory):
 def test_there_is_a_page_for_each_part_on_public_names_alone():
     parts = {"loss", "advantage", "aggregation", "correction", "agent", "prompts", "filter"}
     parts |= {"episode", "collector", "engine", "transport", "metered", "schedule", "guard"}
-    parts |= {"drift", "folder", "update", "env", "head", "turns", "loop", "count"}
+    parts |= {"drift", "folder", "update", "env", "head", "turns", "loop", "count", "learner"}
     assert {name.removeprefix("my_") for name in FILES} == parts
     for name, code in FILES.items():
         for node in ast.walk(ast.parse(code)):
@@ -77,6 +77,7 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
         correction=mine["correction"].Tempered(0.5),
         optimizer=adamw(1e-3),
         minibatches=3,
+        learner=mine["learner"].Scaled,
     )
     trainer.fit(module, data)
 
