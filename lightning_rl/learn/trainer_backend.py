@@ -17,38 +17,42 @@ class TrainerBackend(Backend):
 
     Args:
         module: the module; it needs a Trainer once the learner computes gradients.
+        optimizer: index of the optimizer, if the Trainer has several.
+        lr_scheduler: the same of the learning-rate schedule.
     """
 
-    def __init__(self, module: LearningModule) -> None:
-        self._module = module
+    def __init__(self, module: LearningModule, optimizer: int = 0, lr_scheduler: int = 0) -> None:
+        self.module = module
+        self._optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
 
     @property
     def optimizer(self) -> Any:
-        return self._module.optimizers()  # one, so not a list
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The Trainer's schedule of this optimizer."""
-        return self._module.lr_schedulers()
+        return _one_of(self.module.optimizers(), self._optimizer)
 
     @property
     def device(self) -> torch.device:
-        return self._module.device
+        return self.module.device
 
     def autocast(self) -> AbstractContextManager[object]:
-        plugin = self._module.trainer.precision_plugin
+        plugin = self.module.trainer.precision_plugin
         context: AbstractContextManager[object] = plugin.train_step_context()
         return context
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        strategy: Any = self._module.trainer.strategy
+        strategy: Any = self.module.trainer.strategy
         blocks = isinstance(strategy, DDPStrategy) and not last
         with strategy.block_backward_sync() if blocks else nullcontext():
-            self._module.manual_backward(loss)
+            self.module.manual_backward(loss)
 
     def step(self) -> bool:
-        skipped_before = self._module.nonfinite_steps
+        skipped_before = self.module.nonfinite_steps
         self.optimizer.step()  # the Trainer calls on_before_optimizer_step, which may skip it
-        if self._module.lr_scheduler is not None:
-            step_scheduler(self.lr_scheduler)
-        return self._module.nonfinite_steps == skipped_before
+        if self.module.lr_scheduler is not None:
+            step_scheduler(_one_of(self.module.lr_schedulers(), self._lr_scheduler))
+        return self.module.nonfinite_steps == skipped_before
+
+
+def _one_of(found: Any, place: int) -> Any:
+    """Return one of what Lightning gives as a list, unless it is a single one."""
+    return found[place] if isinstance(found, list) else found

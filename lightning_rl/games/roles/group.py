@@ -124,37 +124,13 @@ class SharedModelGroup(PolicyModule):
 
 
 class _GroupBackend(TrainerBackend):
-    """The Trainer's, with one of its several optimizers and learning-rate schedules.
-
-    Args:
-        group: the policy that learns.
-        optimizer: index of its optimizer among the run's.
-        lr_scheduler: index of its schedule among the run's.
-    """
-
-    def __init__(self, group: SharedModelGroup, optimizer: int, lr_scheduler: int) -> None:
-        super().__init__(group)
-        self._group = group
-        self._places = optimizer, lr_scheduler
-
-    @property
-    def optimizer(self) -> Any:
-        return _one_of(super().optimizer, self._places[0])
-
-    @property
-    def lr_scheduler(self) -> Any:
-        return _one_of(super().lr_scheduler, self._places[1])
+    """The Trainer's, for one policy of several."""
 
     def backward(self, loss: Tensor, last: bool) -> None:
         # DDP's own reduction would wait for the weights of all policies.
         super().backward(loss, last=False)
         if last:
-            _average_over_ranks(self._group.loaded_policy.parameters())
-
-
-def _one_of(everyone: Any, place: int) -> Any:
-    """Return one of several; Lightning gives a single one as itself."""
-    return everyone[place] if isinstance(everyone, list) else everyone
+            _average_over_ranks(self.module.loaded_policy.parameters())
 
 
 def _average_over_ranks(parameters: Iterable[Parameter]) -> None:
