@@ -77,11 +77,12 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
         correction=mine["correction"].Tempered(0.5),
         optimizer=adamw(1e-3),
         minibatches=3,
-        learner=mine["learner"].Scaled,
+        learner="my_learner.Scaled",
     )
     trainer.fit(module, data)
 
     metrics = trainer.callback_metrics
+    assert type(module.learner) is mine["learner"].Scaled
     assert metrics["rollout/completed"] == 12
     assert all(r.token_ids[:2] == [10, 10] for r in data.generated)  # "77", which no loss sees
     assert not any(m for r in data.generated for m in r.loss_mask[:2])

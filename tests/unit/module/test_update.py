@@ -226,6 +226,7 @@ def test_steps_that_need_what_is_not_there_are_refused(tiny_model, random_batch)
         ({"max_tokens_per_pack": 0}, "max_tokens_per_pack=0 must be >= 1"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be > 0"),
         ({"advantage": GAE()}, "advantage=GAE needs a critic; set critic.head"),
+        ({"learner": "torch.nn.Linear"}, "expected the import path of a subclass of Learner, got"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
