@@ -100,7 +100,7 @@ class PolicyModule(RolloutModule, LearningModule):
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
         seed: seed by which groups are dealt to minibatches; None: ``seed_everything``'s.
-        learner: class of the learner, a :class:`~lightning_rl.learn.learner.Learner`.
+        learner: class of the learner: :class:`~lightning_rl.learn.learner.Learner`, or a subclass.
 
     Raises:
         ConfigError: for values out of range, or an advantage that needs a missing value head.
@@ -196,7 +196,7 @@ class PolicyModule(RolloutModule, LearningModule):
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.trust_remote_code = trust_remote_code
         self.reference: Reference | None = None
-        self._learner_class = learner
+        self._learner = learner
         # A tuple hides modules from nn.Module until they are configured.
         self._reference = (reference,)
 
@@ -314,7 +314,7 @@ class PolicyModule(RolloutModule, LearningModule):
         Raises:
             ConfigError: if it is not loaded yet.
         """
-        return self._learner_class(
+        return self._learner(
             self.loaded_policy,
             self.make_backend(),
             self.advantage,
