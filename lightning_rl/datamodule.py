@@ -384,7 +384,9 @@ class RLDataModule(CollectingDataModule):
 
     def _check_learning(self, policy: PolicyModule) -> None:
         check_learning(
-            policy,
+            policy.advantage,
+            policy.objective,
+            policy.settings,
             self.train_tasks,
             self.collector,
             self.filters,

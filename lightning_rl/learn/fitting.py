@@ -5,6 +5,8 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.algos.advantages import Advantage
+from lightning_rl.algos.objective import Objective
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.checks import (
     check_branching,
@@ -19,13 +21,15 @@ from lightning_rl.collect.tasks import Task
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.base import LearningModule
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.update_settings import UpdateSettings
 from lightning_rl.models.lora_layers import largest_rank, merged_only
-from lightning_rl.module import PolicyModule
 from lightning_rl.vision.reader import reader_of
 
 
 def check_learning(
-    policy: PolicyModule,
+    advantage: Advantage,
+    objective: Objective,
+    settings: UpdateSettings,
     tasks: Sequence[Task],
     collector: Collector,
     filters: Sequence[GroupFilter],
@@ -39,15 +43,15 @@ def check_learning(
     """
     for task in tasks:
         with naming(task.name):
-            check_collecting(policy.advantage, filters, task.sampling, task.group_size)
-            check_branching(policy.advantage, task.agent)
-    check_teachers(policy.advantage, policy.objective.loss, [task.rewards for task in tasks])
-    check_groups(groups_per_iteration, policy.settings.minibatches)
-    trusts_engine = policy.settings.trust_engine_logprobs
+            check_collecting(advantage, filters, task.sampling, task.group_size)
+            check_branching(advantage, task.agent)
+    check_teachers(advantage, objective.loss, [task.rewards for task in tasks])
+    check_groups(groups_per_iteration, settings.minibatches)
+    trusts_engine = settings.trust_engine_logprobs
     if isinstance(collector, WorkingAhead) and collector.max_staleness:
-        warn_if_uncorrected("asynchronous", policy.objective, trusts_engine)
+        warn_if_uncorrected("asynchronous", objective, trusts_engine)
     if buffer is not None:
-        buffer.check(policy.objective, trusts_engine)
+        buffer.check(objective, trusts_engine)
 
 
 def check_sight(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -19,9 +19,9 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.backends import TorchBackend
 from lightning_rl.learn.learner import Learner
+from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
 from lightning_rl.learn.schedulers import step_plateaus
-from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.processes.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
@@ -61,7 +61,7 @@ class OwnLoop:
     device. The named steps of an iteration are those of ``module.learner``.
 
     Args:
-        module: the module.
+        module: a ``PolicyModule``.
         fabric: a launched Lightning ``Fabric``, for several processes (``FabricDDP``) or another
             precision; None: one process, on a GPU if there is one.
 
@@ -70,7 +70,7 @@ class OwnLoop:
             bf16-mixed.
     """
 
-    def __init__(self, module: PolicyModule, fabric: Fabric | None = None) -> None:
+    def __init__(self, module: RolloutModule, fabric: Fabric | None = None) -> None:
         if module._trainer is not None:
             raise ConfigError(
                 f"{type(module).__name__} belongs to a Trainer, which prepares it, and in which "
@@ -90,13 +90,10 @@ class OwnLoop:
         _, optimizer = fabric.setup(module, made["optimizer"])
         self._schedule = made.get("lr_scheduler")
         self._computes_in = "bfloat16" if precision == "bf16-mixed" else "float32"
-        module.learner.backend = FabricBackend(fabric, optimizer, self._schedule)
         self.module = module
-
-    @property
-    def learner(self) -> Learner:
+        self.learner: Learner = module.policies[""].learner
         """The module's learner."""
-        return self.module.learner
+        self.learner.backend = FabricBackend(fabric, optimizer, self._schedule)
 
     def fit(self, batch: TensorDict | Sequence[Rollout]) -> dict[str, float]:
         """Train one iteration on graded rollouts, packed or not; return its metrics.

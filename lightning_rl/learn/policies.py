@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning.pytorch import Callback
 from tensordict import TensorDict
@@ -18,17 +18,14 @@ from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import is_fast_dev_run, named_callbacks
 
-if TYPE_CHECKING:
-    from lightning_rl.module import PolicyModule
-
 
 class RolloutModule(RecordingModule):
     """A module that trains one or more policies on the rollouts of an ``RLDataModule``."""
 
     @property
     @abstractmethod
-    def policies(self) -> Mapping[str, "PolicyModule"]:
-        """The learning policies by name, each with its own weights and version; a single one is "".
+    def policies(self) -> Mapping[str, Any]:
+        """Each learning policy, a ``PolicyModule``, by name; the name of a single one is "".
 
         The ``iteration`` of each is the number of iterations in which it learned, which is its
         version.

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from lightning_rl.algos.kl import check_target_kl
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.auto_packs import DEFAULT
 
 
+@configurable
 @dataclass(frozen=True)
 class UpdateSettings:
     """How a learner goes through a batch.

@@ -134,7 +134,7 @@ def test_a_reference_chooses_by_itself(mixture, random_rollouts):
     module = module_of(mixture, routing_replay=OldRouting(), kl=K3Penalty(0.1), minibatches=2)
     batch = module.learner.compute_all(pack_rollouts(random_rollouts(0)))
     plain = module_of(mixture)
-    expected = plain.score(pack_rollouts(random_rollouts(0)), "ref")["tokens", "ref"]
+    expected = plain.learner.score(pack_rollouts(random_rollouts(0)), "ref")["tokens", "ref"]
     batch["tokens", "routed_experts"] = (batch["tokens", "routed_experts"] + 1).clamp(max=7)
     found = module.learner.compute_ref_logprobs(batch)["tokens", "ref_logprobs"]
     assert torch.equal(found, expected)

@@ -110,6 +110,7 @@ def test_the_effective_sample_by_hand(scored):
 
 def test_staleness_counts_tokens_of_the_engine_that_are_trained_on(tiny_model, make_rollout):
     module = PolicyModule(str(tiny_model))
+    module.configure_model()
     module.iteration = 9
     batch = batch_of(
         make_rollout,
