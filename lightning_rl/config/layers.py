@@ -319,8 +319,8 @@ def _described(value: Any, depth: int = 0) -> Any:
 
 def _held(owner: Any, name: str) -> Any:
     """Find the attribute in which an object keeps a constructor argument."""
-    parts = (vars(owner).get(part, object) for part in ("objective", "settings"))
-    holders = (vars(owner), *map(vars, parts))
+    parts = (vars(owner).get(part) for part in ("objective", "settings"))
+    holders = (vars(owner), *(getattr(part, "__dict__", {}) for part in parts))
     for holder in holders:
         for kept in (f"_{name}", name):
             if kept in holder:

@@ -21,8 +21,10 @@ class Backend(ABC):
     ``TrainerBackend`` (of a ``PolicyModule``).
     """
 
-    optimizer: Any
-    """The optimizer of the policy's weights, or what wraps it."""
+    @property
+    @abstractmethod
+    def optimizer(self) -> Any:
+        """The optimizer of the policy's weights, or what wraps it."""
 
     @property
     @abstractmethod
@@ -55,13 +57,17 @@ class TorchBackend(Backend):
     """
 
     def __init__(self, optimizer: Optimizer, lr_scheduler: Any = None) -> None:
-        self.optimizer: Any = optimizer
-        self.lr_scheduler = lr_scheduler
+        self._optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
         self._warned = False
 
     @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    @property
     def device(self) -> torch.device:
-        parameter: Tensor = self.optimizer.param_groups[0]["params"][0]
+        parameter: Tensor = self._optimizer.param_groups[0]["params"][0]
         return parameter.device
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -71,11 +77,11 @@ class TorchBackend(Backend):
         loss.backward()
 
     def step(self) -> bool:
-        skipped = any_rank(not math.isfinite(step_norm(self.optimizer)))
+        skipped = any_rank(not math.isfinite(step_norm(self._optimizer)))
         if skipped:
-            skip_step(self.optimizer, "policy", warn=not self._warned)
+            skip_step(self._optimizer, "policy", warn=not self._warned)
             self._warned = True
-        self.optimizer.step()
-        if self.lr_scheduler is not None:
-            step_scheduler(self.lr_scheduler)
+        self._optimizer.step()
+        if self._lr_scheduler is not None:
+            step_scheduler(self._lr_scheduler)
         return not skipped
