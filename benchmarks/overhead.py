@@ -40,7 +40,7 @@ from lightning_rl import (
     WeightSync,
 )
 from lightning_rl.engines.base import Engine
-from lightning_rl.extend import RolloutPipeline, pack_rollouts
+from lightning_rl.extend import OwnLoop, RolloutPipeline, pack_rollouts
 from lightning_rl.learn.probe import probe_gap
 from recipes.sort_digits.reward import exact_match
 
@@ -51,10 +51,8 @@ class BareLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.module = make_module(seed=0)
-        self.module.configure_model()
-        assert self.module.policy is not None
-        self.policy = self.module.policy
-        Fabric(accelerator="cpu", devices=1).setup(self.module, self.module.configure_optimizers())
+        OwnLoop(self.module, Fabric(accelerator="cpu", devices=1))
+        self.policy = self.module.loaded_policy
         self.prompts = make_prompts(seed=0)
         self.prompts.load(self.policy.tokenizer)
         self.probe = self.prompts.first(4)
@@ -67,12 +65,12 @@ class BareLoop:
 
     def iterate(self) -> list[Rollout]:
         """Collect, learn, then sync and probe, in the Trainer's order."""
-        module, iteration = self.module, self.module.iteration
+        learner, iteration = self.module.learner, self.module.iteration
         drawn = self.prompts.draw(GROUPS)
         rollouts = self.pipeline.run(drawn, GROUP_SIZE, SAMPLING, iteration=iteration)
-        module.update(module.compute_advantages(pack_rollouts(rollouts)))
-        module.iteration += 1
-        self.engine.load_weights(self.policy.named_weights(), version=module.iteration)
+        batch = learner.compute_advantages(pack_rollouts(rollouts))
+        learner.end_iteration(learner.update(batch))
+        self.engine.load_weights(self.policy.named_weights(), version=learner.iteration)
         probe_gap(self.engine, self.policy, self.probe, SAMPLING.temperature, tokens=2)
         return rollouts
 

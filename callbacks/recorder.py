@@ -184,12 +184,12 @@ def token_columns(
     """Return numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
-    partial = module.trust_engine_logprobs or module.left_out.zero_advantage
+    partial = module.settings.trust_engine_logprobs or module.left_out.zero_advantage
     if "old_logprobs" in batch["tokens"] and not partial:
         batch["tokens"]["trainer_logprobs"] = batch["tokens", "old_logprobs"]
     else:
         with module.clock("logprob"):
-            budget = module.max_tokens_per_pack
+            budget = module.learner.max_tokens_per_pack
             batch = module.loaded_policy.score(batch, "trainer_logprobs", budget, chosen)
     part = select(batch, chosen)
     names = [name for name in ("trainer_logprobs", *COMPUTED) if name in part["tokens"]]

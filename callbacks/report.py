@@ -20,9 +20,10 @@ from lightning_rl.data.rollouts.files import as_record
 from lightning_rl.data.rollouts.jsonl import JSONLRollouts
 from lightning_rl.errors import ConfigError, DiskError, RewardError, RunInterrupted
 from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.run.clock import STAGES
 from lightning_rl.run.files.metrics import MetricsLog, strict_json
 from lightning_rl.run.files.rundir import run_dir, write_whole
-from lightning_rl.run.hooks import STAGES, call_hook, find_callbacks
+from lightning_rl.run.hooks import call_hook, find_callbacks
 from lightning_rl.run.processes.machine import installed_version
 
 LABELS = {

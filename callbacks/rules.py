@@ -128,7 +128,7 @@ def sampled_gaps(module: PolicyModule, batch: TensorDict) -> Tensor:
 
 def log_weights(module: PolicyModule, batch: TensorDict) -> Tensor:
     """Return log p_trainer - log p_engine, shape (T,); only valid at ``trained_tokens``."""
-    return module.trainer_logprobs(batch) - batch["tokens", "rollout_logprobs"]
+    return module.learner.trainer_logprobs(batch) - batch["tokens", "rollout_logprobs"]
 
 
 def mean_of(values: Tensor) -> float | None:

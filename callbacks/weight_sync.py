@@ -20,9 +20,10 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.own_loop import OwnLoop
+from lightning_rl.learn.engine_kl import kl_from_engine, note_engine
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
 from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
 from lightning_rl.run.processes.dist import all_reduce_max, any_rank, every_rank
@@ -46,7 +47,7 @@ class _Link:
     """
 
     name: str
-    policy: OwnLoop
+    policy: PolicyModule
     engine: Engine
     transport: WeightTransport
     probe: list[Prompt]
@@ -189,7 +190,7 @@ class WeightSync(RLCallback):
                 link.measured = batch.copy()
                 link.measured["tokens"] = batch["tokens"].copy()
                 with trainer.precision_plugin.forward_context():
-                    link.policy.note_engine(link.measured)
+                    note_engine(link.policy.learner, link.measured)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -200,11 +201,11 @@ class WeightSync(RLCallback):
             self._measures = True
             own = module.written_by(link.name, batch)
             with trainer.precision_plugin.forward_context():
-                link.kl = link.policy.kl_from_engine(own, link.pushed)
+                link.kl = kl_from_engine(link.policy.learner, own, link.pushed)
                 if not math.isnan(link.kl):
                     link.measured = own
                 elif link.measured is not None:
-                    link.kl = link.policy.kl_from_engine(link.measured, link.pushed)
+                    link.kl = kl_from_engine(link.policy.learner, link.measured, link.pushed)
             if not math.isnan(link.kl):
                 self._record(link.policy, {"sync/kl": link.kl})
             return link.kl
@@ -305,7 +306,7 @@ class WeightSync(RLCallback):
             row["sync/tensors_compared"] = all_reduce_max(count)
         self._record(policy, row)
 
-    def _record(self, module: OwnLoop, metrics: dict[str, float]) -> None:
+    def _record(self, module: PolicyModule, metrics: dict[str, float]) -> None:
         if self._records:
             module.record(metrics)
 

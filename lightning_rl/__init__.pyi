@@ -204,7 +204,7 @@ from lightning_rl.models.heads import (
 from lightning_rl.models.lora import (
     LoRA as LoRA,
 )
-from lightning_rl.models.parallel.sharding import (
+from lightning_rl.models.parallel.strategy import (
     ShardedStrategy as ShardedStrategy,
 )
 from lightning_rl.models.quantization import (

@@ -48,8 +48,8 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.learn.ahead import NothingAhead
 from lightning_rl.learn.fitting import check_run, check_sight, follow_trainer
+from lightning_rl.learn.overlap import NoOverlap
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.tokenizer import with_chat_variables
@@ -173,6 +173,7 @@ class RLDataModule(CollectingDataModule):
             self.held_out = HeldOut(tasks, self.train_tasks, self.seed, *further)
         self._engine_start = EngineStart()
         self._collection: Collection | None = None
+        self._stream: Stream | None = None
         self._during_fit = ExitStack()
         self._began: float | None = None  # when the last iteration did
         self._loader: RolloutLoader | None = None
@@ -271,12 +272,10 @@ class RLDataModule(CollectingDataModule):
         works = fits and drives_engine(self.engine)
         if works and self.collector.works_between_batches:
             self._during_fit.enter_context(switching_often())
-        for policy in policies:
-            policy.ahead = NothingAhead()
-        stream = None
+        self._stream = None
         if fits and isinstance(self.collector, StreamedCollector):
             [policy] = policies  # of several that is refused
-            policy.ahead = stream = Stream(policy)
+            self._stream = Stream(lambda: policy.learner)
         return Collection(
             self._pipeline(tasks),
             self.collector if works else SyncCollector(),
@@ -284,7 +283,7 @@ class RLDataModule(CollectingDataModule):
             self.selection,
             self.buffer if fits else None,
             self.demonstrations,
-            stream,
+            self._stream,
             # Ranks that wait may not agree on a push.
             self._while_waiting if works and dist.world_size() == 1 else None,
             self._collected,
@@ -348,6 +347,8 @@ class RLDataModule(CollectingDataModule):
 
     def train_dataloader(self) -> RolloutLoader:
         module = self._module()
+        for policy in module.policies.values():
+            policy.learner.overlap = self._stream or NoOverlap()
         self._loader = RolloutLoader(
             self.collect,
             self._ready(),

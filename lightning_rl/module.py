@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, cast
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -13,30 +14,23 @@ from transformers import PreTrainedModel
 
 from lightning_rl.algos.advantages import GRPO, Advantage
 from lightning_rl.algos.correction import Correction
-from lightning_rl.algos.experts import ExpertLoad, LoadBalance, RoutingReplay
-from lightning_rl.algos.kl import (
-    EntropyBonus,
-    KLPenalty,
-    check_target_kl,
-)
+from lightning_rl.algos.experts import LoadBalance, RoutingReplay
+from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip
-from lightning_rl.algos.objective import (
-    Aggregation,
-    Objective,
-    TokenMean,
-    check_parts,
-)
+from lightning_rl.algos.objective import Aggregation, Objective, TokenMean, check_parts
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.learn.ahead import NothingAhead
+from lightning_rl.errors import ConfigError
 from lightning_rl.learn.auto_packs import DEFAULT, AutoPacks
-from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.backends import Backend
+from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.critic import Critic, as_critic
+from lightning_rl.learn.learner import Learner
 from lightning_rl.learn.left_out import LeftOut
-from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import make_optimizer
 from lightning_rl.learn.schedulers import make_scheduler
+from lightning_rl.learn.trainer_backend import TrainerBackend
+from lightning_rl.learn.update_settings import UpdateSettings
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.parallel.expert import require_experts
 from lightning_rl.models.parallel.sharding import read_by_rank_zero, shard
@@ -53,14 +47,14 @@ from lightning_rl.vision.training import Vision
 
 
 @configurable(model=model_of, lora=as_lora, critic=as_critic)
-class PolicyModule(OwnLoop, RolloutModule):
+class PolicyModule(RolloutModule, LearningModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
-    ``training_step`` runs the named steps of :class:`~lightning_rl.learn.learner.Learner` on one
-    packed batch; each can be called on its own, or overridden. Optimizer steps with a NaN or
-    infinite gradient are skipped (``policy/nonfinite_skipped``). Rollouts that cannot change the
-    policy (``left_out``) are excluded from the update: the gradient is the same, and ``policy/*``
-    and ``rollout/logprob_gap_*`` are averaged over the trained tokens.
+    ``training_step`` runs one :meth:`~lightning_rl.learn.learner.Learner.step` of its ``learner``,
+    whose named steps can be called one by one, or overridden in a class of your own. Optimizer
+    steps with a NaN or infinite gradient are skipped (``policy/nonfinite_skipped``). Rollouts that
+    cannot change the policy (``left_out``) are excluded from the update: the gradient is the same,
+    and ``policy/*`` and ``rollout/logprob_gap_*`` are averaged over the trained tokens.
 
     Args:
         model: directory or hub name of the causal LM to train; in Python also a transformers model
@@ -106,6 +100,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
         seed: seed by which groups are dealt to minibatches; None: ``seed_everything``'s.
+        learner: class of the learner: :class:`~lightning_rl.learn.learner.Learner`, or a subclass.
 
     Raises:
         ConfigError: for values out of range, or an advantage that needs a missing value head.
@@ -145,6 +140,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
         seed: int | None = None,
+        learner: type[Learner] = Learner,
     ) -> None:
         super().__init__(
             model=model,
@@ -157,14 +153,17 @@ class PolicyModule(OwnLoop, RolloutModule):
             lora=lora,
             vision=vision,
         )
-        require_at_least(
-            1,
-            ppo_epochs=ppo_epochs,
-            minibatches=minibatches,
-            max_tokens_per_pack=DEFAULT if max_tokens_per_pack == "auto" else max_tokens_per_pack,
+        measures = max_tokens_per_pack == "auto"
+        settings = UpdateSettings(
+            ppo_epochs,
+            minibatches,
+            target_kl,
+            DEFAULT if max_tokens_per_pack == "auto" else max_tokens_per_pack,
+            max_grad_norm,
+            trust_engine_logprobs,
+            mask_truncated,
+            run_seed(seed),
         )
-        require_finite(max_grad_norm=max_grad_norm)
-        check_target_kl(target_kl, ppo_epochs=ppo_epochs)
         objective = Objective(
             loss,
             correction,
@@ -181,39 +180,23 @@ class PolicyModule(OwnLoop, RolloutModule):
             kl_reward=kl_reward,
             reference=reference,
             trust_engine_logprobs=trust_engine_logprobs,
-            max_grad_norm=max_grad_norm,
         )
         save_primitive_hparams(self)
         self.automatic_optimization = False
         self.advantage = advantage
         self.aggregation = aggregation
         self.objective = objective
-        self.left_out = LeftOut(
-            truncated=mask_truncated,
-            zero_advantage=loss.zero_at_zero_advantage
-            and (kl, kl_reward, entropy, balance) == (None, None, None, None)
-            and not advantage.needs_values
-            and not advantage.needs_teacher,
-        )
+        self.settings = settings
+        self.left_out = LeftOut.of(advantage, objective, kl_reward, mask_truncated)
+        self.packs = AutoPacks(optimizer, self._note_packs) if measures else None
         self.routing_replay = routing_replay
-        self.expert_load = ExpertLoad()
-        self.kl = kl
         self.kl_reward = kl_reward
-        self.trust_engine_logprobs = trust_engine_logprobs
-        self.mask_truncated = mask_truncated
         self.critic = critic
-        self.ppo_epochs = ppo_epochs
-        self.minibatches = minibatches
-        self.target_kl = target_kl
-        self.packs = AutoPacks() if max_tokens_per_pack == "auto" else None
-        self.max_tokens_per_pack = DEFAULT if max_tokens_per_pack == "auto" else max_tokens_per_pack
-        self.max_grad_norm = max_grad_norm
         self.compile_layers = compile
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.trust_remote_code = trust_remote_code
-        self.seed = run_seed(seed)
         self.reference: Reference | None = None
-        self.ahead = NothingAhead()
+        self._learner = learner
         # A tuple hides modules from nn.Module until they are configured.
         self._reference = (reference,)
 
@@ -252,7 +235,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             )
             self._use_routing(self.policy)
             self.policy.follows_teacher = self.objective.loss.needs_teacher
-            if self.kl is not None or self.kl_reward is not None:
+            if self.objective.kl is not None or self.kl_reward is not None:
                 self.reference = self._reference[0] or FrozenReference()
                 self.reference.configure(self.policy)
         if mesh is not None:
@@ -300,6 +283,11 @@ class PolicyModule(OwnLoop, RolloutModule):
             found = balance.of_model(policy.lm.config.get_text_config(), str(self.model))
             self.objective = replace(self.objective, balance=found)
 
+    def _note_packs(self, tokens: int) -> None:
+        """Write the measured budget into the run's configuration, for later runs."""
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            settle(self.trainer, self.name, "max_tokens_per_pack", tokens)
+
     def own_lm(self) -> PreTrainedModel | None:
         """Return the causal LM if it is already loaded; None: it has to be read from ``model``."""
         return None
@@ -319,48 +307,49 @@ class PolicyModule(OwnLoop, RolloutModule):
 
     # ---------------------------------------------------------------- learning
 
-    def choose_packs(self, batch: TensorDict) -> None:
-        """Measure how many tokens a pack can have, if that is requested and not known yet."""
-        if self.packs is not None and self.packs.tokens is None:
-            filling = self.loaded_policy.filling
-            self.packs.measure(
-                batch, self._trial, self.own_optimizer(), self.optimizer, self.device, filling
-            )
-            self._use_packs()
+    @cached_property
+    def learner(self) -> Learner:
+        """The learner of this policy, once ``configure_model`` has loaded it.
 
-    def _trial(self, pack: TensorDict) -> None:
-        """Run a pack forward and backward, and discard its gradient."""
-        policy = self.loaded_policy
-        scores = policy(pack)
-        entropy = None if self.objective.entropy is None else scores.entropy
-        columns = [x.sum() for x in (scores.logprobs, scores.values, entropy) if x is not None]
-        self.add_gradient(torch.stack(columns).sum(), last=False)
-        policy.zero_grad()
+        Raises:
+            ConfigError: if it is not loaded yet.
+        """
+        return self._learner(
+            self.loaded_policy,
+            self.make_backend(),
+            self.advantage,
+            self.objective,
+            self.aggregation,
+            self.settings,
+            kl_reward=self.kl_reward,
+            reference=self.reference,
+            routing_replay=self.routing_replay,
+            left_out=self.left_out,
+            packs=self.packs,
+            clock=self.clock,
+        )
 
-    def _use_packs(self) -> None:
-        """Use the measured budget, and write it into the run's configuration, for later runs."""
-        if self.packs is None or self.packs.tokens is None:
-            return
-        self.max_tokens_per_pack = self.packs.tokens
-        if self._trainer is not None and self.trainer.state.fn == "fit":
-            settle(self.trainer, self.name, "max_tokens_per_pack", self.packs.tokens)
+    def make_backend(self) -> Backend:
+        """Return what runs the learner's backward passes and optimizer steps."""
+        return TrainerBackend(self)
 
-    def load_parts(self, states: Mapping[str, Any]) -> None:
-        super().load_parts(states)
-        self._use_packs()
+    @property
+    def iteration(self) -> int:
+        """Number of iterations that the learner has completed; 0 before it exists."""
+        return 0 if self.policy is None else self.learner.iteration
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.learner.iteration = iteration
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """Run one RL iteration on a packed batch: score, ask callbacks, update."""
         self.require_packed(batch)
-        batch = self.compute_all(batch)
-        objective = self.decided(batch)
-        metrics = {} if objective is None else self.update(batch, objective)
-        self.end_iteration(metrics)
-        self.record(metrics)
+        self.record(self.learner.step(batch, self.decided))
 
     def decided(self, batch: TensorDict) -> Objective | None:
         """Apply the callbacks' decisions, each before the next is asked; None: skip the update."""
-        objective, skip = self.objective, False
+        objective, skip = self.learner.objective, False
         for decision in answers(self.trainer, "on_update_start", batch, module=self):
             skip = skip or decision.skip or decision.stop is not None
             self.stopping = self.stopping or decision.stop
@@ -370,21 +359,16 @@ class PolicyModule(OwnLoop, RolloutModule):
                 skip = skip or not left
             if decision.correction is not None:
                 objective = replace(objective, correction=decision.correction)
-                if self.trust_engine_logprobs:  # else every weight would be 1
-                    batch["tokens", "old_logprobs"] = self.trainer_logprobs(batch)
+                if self.settings.trust_engine_logprobs:  # else every weight would be 1
+                    batch["tokens", "old_logprobs"] = self.learner.trainer_logprobs(batch)
         return None if skip else objective
 
     def stateful_parts(self) -> dict[str, Any]:
         parts = {
             "advantage": self.advantage,
-            "kl": self.kl,
+            "kl": self.objective.kl,
             "kl_reward": self.kl_reward,
             "entropy": self.objective.entropy and self.objective.entropy.schedule,
             "packs": self.packs,
         }
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
-
-
-def policies_of(module: RolloutModule) -> Mapping[str, PolicyModule]:
-    """Return a module's policies, typed as ``PolicyModule``."""
-    return cast(Mapping[str, PolicyModule], module.policies)

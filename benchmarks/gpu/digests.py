@@ -12,8 +12,8 @@ from benchmarks.gpu.engines import policy_of
 from benchmarks.gpu.made import model_of
 from lightning_rl import MemoryTransport, TransformersEngine
 from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.run.clock import StageClock
 from lightning_rl.run.digest import CHUNK, digest, digests
-from lightning_rl.run.hooks import StageClock
 from lightning_rl.sync.base import push as push_weights
 from lightning_rl.sync.sent import SentWeights
 

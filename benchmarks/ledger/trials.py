@@ -19,7 +19,7 @@ from lightning_rl.errors import WrongWeightsError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
-from lightning_rl.run.hooks import StageClock
+from lightning_rl.run.clock import StageClock
 from lightning_rl.sync.base import compare, push
 from lightning_rl.sync.sent import SentWeights
 from recipes.sort_digits.prepare import make_tokenizer

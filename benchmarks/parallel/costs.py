@@ -24,8 +24,8 @@ from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.parallel import exchange, expert, keys as key_exchange
 from lightning_rl.models.parallel.expert import experts_of, hosts_in
-from lightning_rl.models.parallel.sharding import ShardedStrategy
 from lightning_rl.models.parallel.sharing import head_counts, head_ranks
+from lightning_rl.models.parallel.strategy import ShardedStrategy
 from lightning_rl.models.parallel.tensor import TensorRanks
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading

@@ -12,7 +12,7 @@ from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.correction import Correction
 from lightning_rl.algos.experts import LoadBalance
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
-from lightning_rl.algos.losses import Metrics, PolicyLoss, ValueLoss
+from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import episode_rows, token_rows
 from lightning_rl.errors import ConfigError, LightningRLError
@@ -147,7 +147,7 @@ def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
 class Objective:
     """The function to minimise; every part except the policy loss is optional."""
 
-    loss: PolicyLoss
+    loss: PolicyLoss = PPOClip()
     correction: Correction | None = None
     kl: KLPenalty | None = None
     entropy: EntropyBonus | None = None
@@ -234,15 +234,12 @@ def check_parts(
     kl_reward: KLPenalty | None,
     reference: Reference | None,
     trust_engine_logprobs: bool,
-    max_grad_norm: float | None,
 ) -> None:
     """Check the arguments of ``PolicyModule``.
 
     Raises:
         ConfigError: names the keys that contradict each other.
     """
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
     if advantage.needs_values and not has_critic:
         raise ConfigError(
             f"advantage={type(advantage).__name__} needs a critic; set critic.head to "

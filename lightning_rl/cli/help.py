@@ -103,7 +103,7 @@ def _default(value: Any) -> str:
         arguments = ", ".join(f"{k}={_default(v)}" for k, v in value.get("init_args", {}).items())
         name = value["class_path"].rpartition(".")[2]
         return f"{name}({arguments})" if arguments else name
-    return repr(value)
+    return value.__name__ if isclass(value) else repr(value)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -31,7 +31,7 @@ from lightning_rl.errors import (
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.by_set import RewardsBySet
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus, primitives
-from lightning_rl.run.hooks import StageClock
+from lightning_rl.run.clock import StageClock
 from lightning_rl.run.loop.background import note_progress, require_awaited, run_async
 from lightning_rl.run.processes import dist
 from lightning_rl.run.processes.exits import RAISED_BY_FUNCTIONS, UsesSignals, function_called_here

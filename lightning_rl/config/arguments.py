@@ -141,6 +141,8 @@ def _fits_branch(value: Any, branch: Any) -> bool:
         return value in arguments
     if origin is Callable:
         return callable(value)
+    if origin is type:
+        return inspect.isclass(value) and issubclass(value, arguments)
     if inspect.isclass(origin) and issubclass(origin, Iterable):
         if not isinstance(value, origin) or isinstance(value, str):
             return False

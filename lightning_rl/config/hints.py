@@ -152,6 +152,8 @@ def _describe_branch(branch: Any) -> str:
         return " or ".join(c.__name__ for c in made) if made else FUNCTION
     if get_origin(branch) is dict:
         return "a mapping"
+    if get_origin(branch) is type:
+        return f"the import path of a subclass of {get_args(branch)[0].__name__}"
     if (item := item_hint(branch)) is not None:
         return f"a list, each item: {describe(item)}"
     if text_forms(branch):

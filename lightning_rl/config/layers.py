@@ -300,14 +300,15 @@ def _described(value: Any, depth: int = 0) -> Any:
         return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
     if isinstance(value, Mapping):
         return _UNKNOWN
-    if inspect.isroutine(value):
+    if inspect.isroutine(value) or inspect.isclass(value):
         return f"{value.__module__}.{value.__qualname__}"
     import torch
 
     if isinstance(value, torch.Tensor) or not hasattr(value, "__dict__"):
         return _UNKNOWN
     inits = [vars(c)["__init__"] for c in type(value).__mro__ if "__init__" in vars(c)]
-    names = [name for init in inits for name in list(inspect.signature(init).parameters)[1:]]
+    parameters = [p for i in inits for p in list(inspect.signature(i).parameters.values())[1:]]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     held = {name: _held(value, name) for name in names if name not in ("optimizer", "lr_scheduler")}
     arguments = {n: _described(v, depth + 1) for n, v in held.items() if v is not _UNKNOWN}
     return {
@@ -318,7 +319,8 @@ def _described(value: Any, depth: int = 0) -> Any:
 
 def _held(owner: Any, name: str) -> Any:
     """Find the attribute in which an object keeps a constructor argument."""
-    holders = (vars(owner), vars(vars(owner).get("objective", object)))
+    parts = (vars(owner).get(part) for part in ("objective", "settings"))
+    holders = (vars(owner), *(getattr(part, "__dict__", {}) for part in parts))
     for holder in holders:
         for kept in (f"_{name}", name):
             if kept in holder:

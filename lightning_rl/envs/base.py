@@ -19,7 +19,7 @@ from lightning_rl.envs.networks.space import Space
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.schedulers import make_scheduler, step_scheduler
-from lightning_rl.run.files.metrics import TokenMetrics, named
+from lightning_rl.run.files.metrics import named
 from lightning_rl.run.hooks import (
     answers,
     datamodule_of,
@@ -28,6 +28,7 @@ from lightning_rl.run.hooks import (
     skip_profiling,
 )
 from lightning_rl.run.processes.dist import sum_over_ranks
+from lightning_rl.run.token_metrics import TokenMetrics
 
 Measured = dict[str, list[Tensor]]
 """Per-step metrics (M,) by name; averaging them all at once is faster than one by one."""

@@ -155,8 +155,16 @@ from lightning_rl.engines.replicas.server_list import (
     ServersByName as ServersByName,
     ServersInFile as ServersInFile,
 )
+from lightning_rl.learn.backends import (
+    Backend as Backend,
+    TorchBackend as TorchBackend,
+)
+from lightning_rl.learn.learner import (
+    Learner as Learner,
+)
 from lightning_rl.learn.own_loop import (
     FabricDDP as FabricDDP,
+    OwnLoop as OwnLoop,
 )
 from lightning_rl.learn.policies import (
     RolloutModule as RolloutModule,
@@ -173,6 +181,9 @@ from lightning_rl.learn.update_schedules import (
     EveryIteration as EveryIteration,
     Periodic as Periodic,
     UpdateSchedule as UpdateSchedule,
+)
+from lightning_rl.learn.update_settings import (
+    UpdateSettings as UpdateSettings,
 )
 from lightning_rl.models.attention.packed import (
     PackLayout as PackLayout,

@@ -20,9 +20,9 @@ from lightning_rl.games.label_heads import LabelHead
 from lightning_rl.games.labelled import LABEL, LabelledData, rows_of, space_of
 from lightning_rl.learn.base import FiniteStepsModule, save_primitive_hparams
 from lightning_rl.learn.schedulers import automatic, check_automatic, make_scheduler
-from lightning_rl.run.files.metrics import TokenMetrics
 from lightning_rl.run.hooks import datamodule_of, default_callbacks
 from lightning_rl.run.seeding import derived_generator, run_seed
+from lightning_rl.run.token_metrics import TokenMetrics
 
 
 class SoloAgent(nn.Module):

@@ -36,9 +36,19 @@ class AutoPacks:
     per token. Two passes over rollouts of the batch determine both. The free memory, minus the
     state that the optimizer is going to allocate, is available for tokens. On several ranks the
     smallest budget is used.
+
+    Args:
+        make: creates the optimizer from parameters.
+        note: called with the budget once it is measured or restored.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        make: Callable[[Any], Optimizer],
+        note: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        self._make = make
+        self._note = note
         self.tokens: int | None = None
         """The budget in tokens; None until it is measured."""
 
@@ -47,13 +57,14 @@ class AutoPacks:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tokens = state["tokens"]
+        if self.tokens is not None:
+            self._note(self.tokens)
 
     def measure(
         self,
         batch: TensorDict,
         compute: Callable[[TensorDict], None],
         optimizer: Optimizer,
-        make: Callable[[Any], Optimizer],
         device: torch.device,
         filling: Filling = SHARED,
     ) -> int:
@@ -63,7 +74,6 @@ class AutoPacks:
             batch: packed rollouts; a rank may have none.
             compute: runs forward and backward on a pack, and leaves no gradient.
             optimizer: the run's optimizer.
-            make: creates the optimizer from parameters.
             device: the device that computes.
             filling: how the policy's tokens are counted.
 
@@ -72,7 +82,7 @@ class AutoPacks:
         """
         tokens = DEFAULT
         if (free := free_bytes(device)) is not None:
-            owed = owed_bytes(optimizer, make)
+            owed = owed_bytes(optimizer, self._make)
             fits = _fitting(batch, compute, free, owed, device, filling)
             tokens = -int(all_max(torch.tensor(-fits)))
             if rank() == 0:
@@ -84,6 +94,7 @@ class AutoPacks:
                     owed / 2**30,
                 )
         self.tokens = tokens
+        self._note(tokens)
         return tokens
 
 

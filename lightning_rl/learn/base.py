@@ -3,7 +3,6 @@ hparams.
 """
 
 import inspect
-import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -23,21 +22,20 @@ from lightning_rl.config.layers import Change
 from lightning_rl.config.lightning_flags import refuse_unasked_resuming
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.learn.frozen_base import adapted, leave_out_base, put_back_base
-from lightning_rl.learn.gradients import norm_of
+from lightning_rl.learn.gradients import skip_step, step_norm
 from lightning_rl.learn.schedulers import step_plateaus
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import GivenModel, Loading
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.tokenizer import RunDay
+from lightning_rl.run.clock import StageClock
 from lightning_rl.run.files.metrics import named
 from lightning_rl.run.files.resume import check_resume, configuration_of, use_new_optimizer_settings
-from lightning_rl.run.hooks import StageClock, call_hook, use_own_saver
-from lightning_rl.run.processes.dist import any_rank, rank
+from lightning_rl.run.hooks import call_hook, use_own_saver
+from lightning_rl.run.processes.dist import any_rank
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
 from lightning_rl.vision.training import Vision
-
-_log = logging.getLogger(__name__)
 
 
 def save_primitive_hparams(module: LightningModule) -> None:
@@ -111,23 +109,15 @@ class FiniteStepsModule(LightningModule):
         return RunDay()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.grad_norm = float(norm_of([p.grad for p in parameters if p.grad is not None]))
+        self.grad_norm = step_norm(optimizer)
         if any_rank(not math.isfinite(self.grad_norm)):
             self.leave_out(optimizer)
 
     def leave_out(self, optimizer: Optimizer) -> None:
         """Make the optimizer's next step change nothing, and count it as skipped."""
-        optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
+        skip_step(optimizer, self.prefix, warn=not self._warned)
         self.nonfinite_steps += 1
-        if not self._warned and rank() == 0:
-            self._warned = True
-            _log.warning(
-                "the gradient is NaN or infinite; this optimizer step is skipped, as are all such "
-                "steps (%s/nonfinite_skipped counts them); look for extreme logprobs or "
-                "advantages, or lower lr",
-                self.prefix,
-            )
+        self._warned = True
 
 
 class LanguageModule(FiniteStepsModule):
@@ -220,6 +210,7 @@ class RecordingModule(FiniteStepsModule):
     ``iteration`` is the number of completed iterations, which is also the version of the weights.
     """
 
+    iteration: int = 0
     name = ""
     """The module's name among several that learn; empty if it learns alone."""
     default_save_every: ClassVar[int] = 10
@@ -228,7 +219,6 @@ class RecordingModule(FiniteStepsModule):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
         self.clock = StageClock()
-        self.iteration = 0
         self._recorded: dict[str, float] = {}
         self._written = -1  # the iteration whose row was written last
         self._restored: dict[str, Any] | None = None

@@ -5,6 +5,8 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.algos.advantages import Advantage
+from lightning_rl.algos.objective import Objective
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.checks import (
     check_collecting,
@@ -25,8 +27,8 @@ from lightning_rl.collect.tasks import Task, grader_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.base import LearningModule
 from lightning_rl.learn.lora_layers import largest_rank, merged_only
-from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.update_settings import UpdateSettings
 from lightning_rl.run.processes.dist import world_size
 from lightning_rl.vision.reader import reader_of
 
@@ -63,14 +65,15 @@ def check_run(
     check_policies(len(module.policies), streams=streams, **added)
     for policy in module.policies.values():
         if fits:
-            check_learning(policy, tasks, collector, selection, buffer, groups_per_iteration)
+            learns = policy.advantage, policy.objective, policy.settings
+            check_learning(*learns, tasks, collector, selection, buffer, groups_per_iteration)
         if fits and streams:
             check_streaming(
                 policy.advantage,
                 policy.aggregation,
                 **added,
                 of_batch=grader_of(tasks).of_batch,
-                filtered_minibatches=bool(selection.filters) and policy.minibatches > 1,
+                filtered_minibatches=bool(selection.filters) and policy.settings.minibatches > 1,
                 sharded=policy.device_mesh is not None,
                 sleeps=engine.sleep_level is not None,
                 shared=engine.serves_all_ranks and world_size() > 1,
@@ -81,7 +84,9 @@ def check_run(
 
 
 def check_learning(
-    policy: OwnLoop,
+    advantage: Advantage,
+    objective: Objective,
+    settings: UpdateSettings,
     tasks: Sequence[Task],
     collector: Collector,
     selection: GroupSelection,
@@ -92,14 +97,15 @@ def check_learning(
     for task in tasks:
         with naming(task.name):
             filters, size = selection.filters or [], task.group_size
-            check_collecting(policy.advantage, filters, task.sampling, size)
-            check_growing(policy.advantage, task.plan)
-    check_teachers(policy.advantage, policy.objective.loss, [task.rewards for task in tasks])
-    check_groups(groups_per_iteration, policy.minibatches)
+            check_collecting(advantage, filters, task.sampling, size)
+            check_growing(advantage, task.plan)
+    check_teachers(advantage, objective.loss, [task.rewards for task in tasks])
+    check_groups(groups_per_iteration, settings.minibatches)
+    trusts_engine = settings.trust_engine_logprobs
     if isinstance(collector, WorkingAhead) and collector.max_staleness:
-        warn_if_uncorrected("asynchronous", policy.objective, policy.trust_engine_logprobs)
+        warn_if_uncorrected("asynchronous", objective, trusts_engine)
     if buffer is not None:
-        buffer.check(policy.objective, policy.trust_engine_logprobs)
+        buffer.check(objective, trusts_engine)
 
 
 def check_sight(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,111 +1,140 @@
 """Learner: the whole update of a policy, from a packed batch of rollouts to optimizer steps."""
 
-import math
-from abc import abstractmethod
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.algos.advantages import Advantage
+from lightning_rl.algos.advantages import GRPO, Advantage
 from lightning_rl.algos.correction import add_effective_share
 from lightning_rl.algos.experts import ExpertLoad, RoutingReplay
-from lightning_rl.algos.kl import KLPenalty, beyond_target, k3, ratios
+from lightning_rl.algos.kl import KLPenalty, beyond_target
 from lightning_rl.algos.losses import Metrics
-from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
+from lightning_rl.algos.objective import Aggregation, Objective, TokenMean, loss_tokens
 from lightning_rl.data.batch import empty_like, host_of, select, token_rows, with_host
 from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.ahead import NothingAhead
-from lightning_rl.learn.gradients import clip_gradients, scale_gradients
-from lightning_rl.learn.left_out import LeftOut, rows_beside, without, without_flags
+from lightning_rl.learn.auto_packs import AutoPacks
+from lightning_rl.learn.backends import Backend
+from lightning_rl.learn.gradients import clip_gradients
+from lightning_rl.learn.left_out import LeftOut, rows_beside
+from lightning_rl.learn.overlap import NoOverlap, Overlap
+from lightning_rl.learn.update_settings import UpdateSettings
 from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.parallel.sequence import turns
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import Reference
-from lightning_rl.run.files.metrics import TokenMetrics
-from lightning_rl.run.hooks import StageClock
-from lightning_rl.run.processes.dist import all_sum, world_size
+from lightning_rl.run.clock import StageClock
+from lightning_rl.run.processes.dist import world_size
 from lightning_rl.run.seeding import derived_generator
+from lightning_rl.run.token_metrics import TokenMetrics
 
 
 class Learner:
     """Scores batches and updates a policy on them, in named steps that can be overridden.
 
-    It reads top to bottom as an iteration runs: ``compute_all`` adds logprobs, values and
-    advantages to a batch, ``update`` makes the optimizer steps, ``end_iteration`` counts. It is
-    plain torch. The abstract members are what differs between a Trainer, Fabric and a policy among
-    several. Shapes: T tokens and R rollouts of a packed batch (:mod:`lightning_rl.data.batch`).
+    :meth:`step` is one iteration: ``compute_all`` adds logprobs, values and advantages to a batch,
+    ``update`` makes the optimizer steps, ``end_iteration`` counts. It is plain torch; a ``backend``
+    is what differs between Lightning's Trainer, Fabric and a script. Shapes: T tokens and R
+    rollouts of a packed batch (:mod:`lightning_rl.data.batch`).
+
+    Args:
+        policy: the policy to update.
+        backend: runs backward passes and optimizer steps, e.g. ``TorchBackend(optimizer)``.
+        advantage: how rewards become credit.
+        objective: the function to minimise.
+        aggregation: how token losses are averaged.
+        settings: how it goes through a batch.
+        kl_reward: KL penalty against the reference, in the reward of each token; None: no penalty.
+        reference: the policy that KL penalties compare with, already configured; None: no such
+            penalty.
+        routing_replay: whose expert choices all passes over a batch replay; None: nobody's.
+        left_out: rollouts to exclude from the update; None: those that cannot change the policy.
+        packs: measures how many tokens a pack may have; None: as many as ``settings`` says.
+        clock: measures the time of each stage; None: its own.
+
+    Raises:
+        ConfigError: for a KL penalty without a reference.
     """
 
-    advantage: Advantage
-    aggregation: Aggregation
-    objective: Objective
-    kl: KLPenalty | None
-    kl_reward: KLPenalty | None
-    reference: Reference | None
-    routing_replay: RoutingReplay | None
-    expert_load: ExpertLoad
-    left_out: LeftOut
-    ahead: NothingAhead
-    """The part of the update that is computed while the batch is still being generated."""
-    trust_engine_logprobs: bool
-    ppo_epochs: int
-    minibatches: int
-    target_kl: float | None
-    max_tokens_per_pack: int
-    max_grad_norm: float | None
-    seed: int
-    iteration: int
-    nonfinite_steps: int
-    clock: StageClock
-
-    # ---------------------------------------------------------------- asked of a subclass
+    def __init__(
+        self,
+        policy: Policy,
+        backend: Backend,
+        advantage: Advantage = GRPO(),
+        objective: Objective = Objective(),
+        aggregation: Aggregation = TokenMean(),
+        settings: UpdateSettings = UpdateSettings(),
+        *,
+        kl_reward: KLPenalty | None = None,
+        reference: Reference | None = None,
+        routing_replay: RoutingReplay | None = None,
+        left_out: LeftOut | None = None,
+        packs: AutoPacks | None = None,
+        clock: StageClock | None = None,
+    ) -> None:
+        if reference is None and (objective.kl is not None or kl_reward is not None):
+            raise ConfigError(
+                "a KL penalty needs a reference; pass one, e.g. a FrozenReference() after its "
+                "configure(policy)"
+            )
+        self.policy = policy
+        self.backend = backend
+        self.advantage = advantage
+        self.objective = objective
+        self.aggregation = aggregation
+        self.settings = settings
+        self.kl_reward = kl_reward
+        self.reference = reference
+        self.routing_replay = routing_replay
+        self.left_out = left_out or LeftOut.of(
+            advantage, objective, kl_reward, settings.mask_truncated
+        )
+        self.packs = packs
+        self.clock = clock or StageClock()
+        self.overlap: Overlap = NoOverlap()
+        """What is computed while the batch is still being generated."""
+        self.expert_load = ExpertLoad()
+        self.iteration = 0
+        """Number of completed iterations, which is also the version of the weights."""
+        self.nonfinite_steps = 0
+        """Number of optimizer steps of this update that were skipped."""
 
     @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """The device that computes."""
+    def max_tokens_per_pack(self) -> int:
+        """The tokens of a forward and backward pass: as measured, else as set."""
+        measured = None if self.packs is None else self.packs.tokens
+        return measured or self.settings.max_tokens_per_pack
 
-    @abstractmethod
-    def step_precision(self) -> AbstractContextManager[object]:
-        """Return the context of a training step, such as autocast."""
+    def step(
+        self, batch: TensorDict, decide: Callable[[TensorDict], Objective | None] | None = None
+    ) -> dict[str, float]:
+        """Run one iteration on a packed batch: score, update, count; return its metrics.
 
-    @property
-    @abstractmethod
-    def loaded_policy(self) -> Policy:
-        """The policy, once its weights are loaded."""
-
-    @abstractmethod
-    def own_optimizer(self) -> Any:
-        """Return the optimizer of this policy's weights."""
-
-    @abstractmethod
-    def add_gradient(self, loss: Tensor, last: bool) -> None:
-        """Add a scalar loss's gradient; average gradients over ranks if it is the ``last`` one."""
-
-    @abstractmethod
-    def take_step(self) -> None:
-        """Step the optimizer, unless a gradient is not finite, and the learning-rate schedule."""
-
-    def choose_packs(self, batch: TensorDict) -> None:
-        """Set ``max_tokens_per_pack`` before the first batch; by default it is already set."""
+        ``decide`` is called with the scored batch, which it may change, and returns the objective
+        of this update; None: make no update.
+        """
+        with self.backend.autocast():
+            batch = self.compute_all(batch.to(self.backend.device))
+            objective = self.objective if decide is None else decide(batch)
+            metrics = {} if objective is None else self.update(batch, objective)
+            self.end_iteration(metrics)
+        return metrics
 
     # ---------------------------------------------------------------- scores and advantages
 
     def compute_all(self, batch: TensorDict) -> TensorDict:
         """Add everything that an update needs: logprobs, values and advantages."""
-        batch = self.loaded_policy.with_sight(batch)
+        batch = self.policy.with_sight(batch)
         if self.routing_replay is not None:
             self.routing_replay.begin(batch)
         self.choose_packs(batch)
-        self.ahead.attach(batch)
+        self.overlap.attach(batch)
         if self.left_out.zero_advantage:  # advantages need rewards alone, and tell what to score
             batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
-        if self.ppo_epochs * self.minibatches > 1 or self.trust_engine_logprobs or self.kl_reward:
+        if self.settings.steps > 1 or self.settings.trust_engine_logprobs or self.kl_reward:
             batch = self.compute_old_logprobs(batch)
         if self.advantage.needs_values:
             batch = self.compute_values(batch)
@@ -115,13 +144,28 @@ class Learner:
             batch = self.compute_advantages(batch)
         return batch
 
+    def choose_packs(self, batch: TensorDict) -> None:
+        """Measure how many tokens a pack can have, if that is requested and not known yet."""
+        if self.packs is not None and self.packs.tokens is None:
+            optimizer, device = self.backend.optimizer, self.backend.device
+            self.packs.measure(batch, self._try_pack, optimizer, device, self.policy.filling)
+
+    def _try_pack(self, pack: TensorDict) -> None:
+        """Run a pack forward and backward, and discard its gradient."""
+        scores = self.policy(pack)
+        entropy = None if self.objective.entropy is None else scores.entropy
+        columns = [x.sum() for x in (scores.logprobs, scores.values, entropy) if x is not None]
+        self.backend.backward(torch.stack(columns).sum(), last=False)
+        self.policy.zero_grad()
+
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add ``old_logprobs`` (T,), the policy's before any update (with a critic also
         ``values``).
         """
-        if self.advantage.needs_values or not self.trust_engine_logprobs:
+        trusts = self.settings.trust_engine_logprobs
+        if self.advantage.needs_values or not trusts:
             batch = self.score(batch, "old_logprobs")
-        if self.trust_engine_logprobs:
+        if trusts:
             batch["tokens", "old_logprobs"] = batch["tokens", "rollout_logprobs"]
         return batch
 
@@ -129,12 +173,12 @@ class Learner:
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl`` or ``kl_reward``."""
         if self.reference is None:
             raise ConfigError("compute_ref_logprobs needs a reference; set kl, e.g. to K3Penalty()")
-        with self.reference.scoring(self.loaded_policy) as reference:
+        with self.reference.scoring(self.policy) as reference:
             return self._score(reference, batch, "ref_logprobs")
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Add ``values`` (T,) of the critic; free if ``compute_old_logprobs`` ran before."""
-        if self.loaded_policy.value_head is None:
+        if self.policy.value_head is None:
             raise ConfigError("compute_values needs a critic; set critic.head")
         return batch if "values" in batch["tokens"] else self.compute_old_logprobs(batch)
 
@@ -156,13 +200,13 @@ class Learner:
         Rollouts known to be left out of the update get the engine's logprobs, and no values.
         """
         left_out = self.left_out.rows(batch) if "advantages" in batch["tokens"] else None
-        return self._score(self.loaded_policy, batch, name, left_out)
+        return self._score(self.policy, batch, name, left_out)
 
     def _score(
         self, policy: Policy, batch: TensorDict, name: str, left_out: Tensor | None = None
     ) -> TensorDict:
-        """Score the rollouts that are neither left out nor already scored ahead."""
-        known = self.ahead.known(name)
+        """Score the rollouts that are neither left out nor already scored."""
+        known = self.overlap.known(name)
         rows = rows_beside(left_out, known)
         records = self.routing_replay is not None and self.routing_replay.is_of(name)
         with self.clock("logprob"):
@@ -171,7 +215,7 @@ class Learner:
                 tokens, idle_T = batch["tokens"], left_out[token_rows(batch)]
                 tokens[name] = tokens["rollout_logprobs"].where(idle_T, tokens[name])
         if known is not None:
-            self.ahead.fill(batch, name, "values", *(["routed_experts"] if records else []))
+            self.overlap.fill(batch, name, "values", *(["routed_experts"] if records else []))
         return batch
 
     def trainer_logprobs(self, batch: TensorDict) -> Tensor:
@@ -181,37 +225,11 @@ class Learner:
         If the update does not need them, the first call takes one forward pass.
         """
         tokens = batch["tokens"]
-        if "old_logprobs" in tokens and not self.trust_engine_logprobs:
+        if "old_logprobs" in tokens and not self.settings.trust_engine_logprobs:
             return tokens["old_logprobs"]
         if "trainer_logprobs" not in tokens:
             self.score(batch, "trainer_logprobs")
         return tokens["trainer_logprobs"]
-
-    def kl_from_engine(self, batch: TensorDict, version: int) -> float:
-        """Return the KL, in nats per token, from the weights of ``version`` to the current ones.
-
-        It is the mean of k3, which is never negative, over the tokens that an engine wrote with
-        that version, and takes one forward pass. After :meth:`note_engine`, it is over the tokens
-        of other versions, too, each weighted by how much likelier the version makes it than its
-        writer did. nan if there are no such tokens. Call it on all ranks; all get the same value.
-        """
-        tokens = batch["tokens"]
-        noted = "engine_logprobs" in tokens
-        written = tokens["loss_mask"] & (noted | (tokens["versions"] == version))
-        if not all_sum(written.sum()):
-            return math.nan
-        self.loaded_policy.score(batch, "present_logprobs", self.max_tokens_per_pack)
-        now, rollout = (
-            tokens[n][written].double() for n in ("present_logprobs", "rollout_logprobs")
-        )
-        then = tokens["engine_logprobs"][written].double() if noted else rollout
-        weights = ratios(then - rollout)
-        total, count = all_sum(torch.stack([(weights * k3(then, now)).sum(), weights.sum()]))
-        return float(total / count)
-
-    def note_engine(self, batch: TensorDict) -> None:
-        """Add ``engine_logprobs`` (T,), those of the present weights, which the engine has, too."""
-        self.loaded_policy.score(batch, "engine_logprobs", self.max_tokens_per_pack)
 
     # ---------------------------------------------------------------- the update
 
@@ -221,97 +239,83 @@ class Learner:
         ``objective`` replaces the learner's own.
         """
         metrics, self.nonfinite_steps = TokenMetrics(), 0
-        objective = objective or self.objective
+        objective, target_kl = objective or self.objective, self.settings.target_kl
         with self.clock("train"):
-            for epoch in range(self.ppo_epochs):
+            for epoch in range(self.settings.ppo_epochs):
                 of_pass = TokenMetrics()
-                parts = split_minibatches(batch, self.minibatches, self.dealing(epoch))
-                done = None if epoch else self.ahead.claim(batch, objective, parts[0])
-                for rows in parts:
-                    own = None if done is None else done[rows]
-                    self.accumulate(select(batch, rows), objective, of_pass, own)
-                    self.step(of_pass)
-                    done = None  # only the first minibatch has gradients that were taken ahead
+                dealing = self.dealing(epoch)
+                for rows in split_minibatches(batch, self.settings.minibatches, dealing):
+                    if not self.overlap.complete(batch, rows, objective, of_pass):
+                        self.accumulate(select(batch, rows), objective, of_pass)
+                    self.optimizer_step(of_pass)
                 metrics.include(of_pass)
-                if self.target_kl is not None and beyond_target(self.target_kl, of_pass.compute()):
+                if target_kl is not None and beyond_target(target_kl, of_pass.compute()):
                     break
-        passes = {} if self.target_kl is None else {"policy/passes": epoch + 1.0}
+        passes = {} if target_kl is None else {"policy/passes": epoch + 1.0}
         return self.summed_up(metrics) | passes
 
     def dealing(self, epoch: int) -> torch.Generator:
         """Return the random generator that deals this iteration's groups to minibatches."""
-        return derived_generator(self.seed, self.iteration, epoch)
+        return derived_generator(self.settings.seed, self.iteration, epoch)
 
     def accumulate(
-        self,
-        minibatch: TensorDict,
-        objective: Objective,
-        metrics: TokenMetrics,
-        done: Tensor | None = None,
+        self, minibatch: TensorDict, objective: Objective, metrics: TokenMetrics
     ) -> None:
-        """Compute a minibatch's gradient, and add ``loss_weights`` (T,) to its tokens.
-
-        ``done`` (R,) flags rollouts whose gradient, not yet normalised, has already been added.
-        """
+        """Compute a minibatch's gradient, and add ``loss_weights`` (T,) to its tokens."""
         minibatch = self.left_out.without_truncated(minibatch)
-        factor = None
-        if done is None:
-            minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
-        else:  # gradients that were taken ahead could not be divided yet
-            weights = minibatch["tokens", "loss_weights"] = self.aggregation.weights(minibatch)
-            factor = self.aggregation.factor(minibatch, weights)
-            metrics.add({"policy/streamed_share": done})
-        left_out = self.left_out.rows(minibatch)
-        if left_out is not None:  # only now: they count where the loss is averaged
-            metrics.add({"policy/skipped_share": left_out})
-            done = None if done is None else without_flags(done, left_out)
-            minibatch = without(minibatch, left_out)
-        for pack_metrics in self.add_gradients(with_host(minibatch), objective, done):
+        minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
+        minibatch = self.left_out.trained(minibatch, metrics)
+        for pack_metrics in self.add_gradients(with_host(minibatch), objective):
             metrics.add(pack_metrics)
-        if factor is not None:
-            gradients = [p.grad for p in self.loaded_policy.parameters() if p.grad is not None]
-            scale_gradients(gradients, factor)
 
-    def add_gradients(
-        self, minibatch: TensorDict, objective: Objective, done: Tensor | None = None
-    ) -> list[Metrics]:
+    def add_gradients(self, minibatch: TensorDict, objective: Objective) -> list[Metrics]:
         """Compute the sum of all packs' gradients in ``.grad``; return the packs' metrics.
 
-        The gradients of the rollouts ``done`` (R,) are already there. If a pack does not fit into
-        memory, everything is computed again in packs of half the size.
+        If a pack does not fit into memory, everything is computed again in packs of half the size.
 
         Raises:
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
-        ranks, filling = self.loaded_policy.sequence, self.loaded_policy.filling
-        budget = self.max_tokens_per_pack * (1 if ranks is None else ranks.shares)
-        while True:
-            if done is None:
-                self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory
-                rest, measured = minibatch, []
-            else:
-                rest, measured = without(minibatch, done), list(self.ahead.metrics)
-            nothing_left = done is not None and bool(done.all())
-            packs = [] if nothing_left else split_packs(rest, budget, filling=filling)
-            # Sharded weights are gathered by all ranks together, for as many packs as any has; and
-            # the last backward pass averages over ranks.
-            due = list(turns(packs, ranks, together=True, least=int(world_size() > 1)))
-            for place, rows in enumerate(due, 1):
-                pack = empty_like(rest) if rows is None else select(rest, rows)
-                try:
-                    measured.append(self.backward_pack(pack, objective, last=place == len(due)))
-                except RuntimeError as error:
-                    budget, done = smaller_budget(pack, error, ranks, filling), None
-                    break  # out of here first: the error holds on to what was computed so far
-            else:
-                return measured
+        budget: int | None = self.pack_budget
+        while budget is not None:
+            self.policy.zero_grad()  # also of what a pass left that ran out of memory
+            measured, budget = self.backward_packs(minibatch, objective, budget)
+        return measured
+
+    @property
+    def pack_budget(self) -> int:
+        """The tokens of a pack that ranks compute together."""
+        ranks = self.policy.sequence
+        return self.max_tokens_per_pack * (1 if ranks is None else ranks.shares)
+
+    def backward_packs(
+        self, minibatch: TensorDict, objective: Objective, budget: int
+    ) -> tuple[list[Metrics], int | None]:
+        """Add the gradients of a minibatch, in packs of up to ``budget`` tokens.
+
+        Returns:
+            The packs' metrics, and None; or, if a pack does not fit into memory, no metrics and a
+            smaller budget.
+        """
+        ranks, filling, measured = self.policy.sequence, self.policy.filling, list[Metrics]()
+        packs = split_packs(minibatch, budget, filling=filling)
+        # Sharded weights are gathered by all ranks together, for as many packs as any has; and the
+        # last backward pass averages over ranks.
+        due = list(turns(packs, ranks, together=True, least=int(world_size() > 1)))
+        for place, rows in enumerate(due, 1):
+            pack = empty_like(minibatch) if rows is None else select(minibatch, rows)
+            try:
+                measured.append(self.backward_pack(pack, objective, last=place == len(due)))
+            except RuntimeError as error:
+                return [], smaller_budget(pack, error, ranks, filling)
+        return measured, None
 
     def backward_pack(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
         """Add a pack's gradient; with the ``last`` pack, gradients are averaged over ranks."""
-        scores = self.loaded_policy(pack)
+        scores = self.policy(pack)
         if scores.heard is not None:
             # Ranks that compute packs together have tokens of the others', too.
-            counts = len(scores.live) > 0 or self.loaded_policy.sequence is not None
+            counts = len(scores.live) > 0 or self.policy.sequence is not None
             self.expert_load.add(scores.heard, counts)
         tokens = loss_tokens(pack, scores)
         tokens["advantages"] = self.advantage.at_present(scores.logprobs.detach(), tokens)
@@ -320,36 +324,16 @@ class Learner:
         coef = 0.0 if self.kl_reward is None else self.kl_reward.coef.at(self.iteration)
         if "token_rewards" in tokens and coef:  # at 0, rewards do not tell the KL
             metrics["reward/kl"] = -tokens["token_rewards"] / coef
-        self.add_gradient((loss * tokens["loss_weights"]).sum(), last)
+        self.backend.backward((loss * tokens["loss_weights"]).sum(), last)
         return metrics
 
-    def add_ahead(self, batch: TensorDict, rows: Tensor) -> tuple[Tensor, list[Metrics]]:
-        """Add unnormalised gradients of the rows flagged (R,), before their minibatch is complete.
-
-        Returns:
-            Flags (R,) of the rows that have a gradient, and the packs' metrics.
-        """
-        batch = self.left_out.without_truncated(batch.copy())
-        batch["tokens", "loss_weights"] = self.aggregation.weights(batch)
-        left_out = self.left_out.rows(batch)
-        rows = rows if left_out is None else rows & ~left_out.cpu()
-        if not rows.any():
-            return rows, []
-        chosen = select(with_host(batch), rows.nonzero().squeeze(1))
-        packs = split_packs(chosen, self.max_tokens_per_pack, filling=self.loaded_policy.filling)
-        with self.clock("train"):
-            return rows, [
-                self.backward_pack(select(chosen, pack), self.objective, last=False)
-                for pack in packs
-            ]
-
-    def step(self, metrics: TokenMetrics) -> None:
+    def optimizer_step(self, metrics: TokenMetrics) -> None:
         """Clip the accumulated gradient, and make one optimizer step with it."""
-        norm = clip_gradients(self.loaded_policy.parameters(), self.max_grad_norm or float("inf"))
-        lr = self.own_optimizer().param_groups[0]["lr"]
-        norm = norm.reshape(1)
+        most = self.settings.max_grad_norm or float("inf")
+        norm = clip_gradients(self.policy.parameters(), most).reshape(1)
+        lr = self.backend.optimizer.param_groups[0]["lr"]
         metrics.add({"policy/grad_norm": norm, "policy/lr": norm.new_full((1,), lr)})
-        self.take_step()
+        self.nonfinite_steps += not self.backend.step()
 
     def summed_up(self, metrics: TokenMetrics) -> dict[str, float]:
         """Return the metrics of a finished update."""
@@ -361,7 +345,7 @@ class Learner:
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let coefficients and the reference adapt."""
-        penalties = {"policy/kl_ref": self.kl, "reward/kl": self.kl_reward}
+        penalties = {"policy/kl_ref": self.objective.kl, "reward/kl": self.kl_reward}
         coefficients = {name: kl.coef for name, kl in penalties.items() if kl is not None}
         if self.objective.entropy is not None:
             coefficients["policy/entropy"] = self.objective.entropy.schedule
@@ -370,6 +354,6 @@ class Learner:
                 metrics[f"{measured}_coef"] = coef.at(self.iteration)
                 coef.update(metrics[measured])
         self.iteration += 1
-        self.ahead.clear()
+        self.overlap.clear()
         if self.reference is not None:
-            self.reference.on_iteration_end(self.loaded_policy, self.iteration)
+            self.reference.on_iteration_end(self.policy, self.iteration)

@@ -6,7 +6,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.algos.advantages import Advantage
+from lightning_rl.algos.kl import KLPenalty
+from lightning_rl.algos.objective import Objective
 from lightning_rl.data.batch import empty_like, select, token_rows
+from lightning_rl.run.token_metrics import TokenMetrics
 
 
 @dataclass
@@ -21,6 +25,24 @@ class LeftOut:
     This holds if only an advantage gives a sampled token a gradient.
     """
 
+    @classmethod
+    def of(
+        cls,
+        advantage: Advantage,
+        objective: Objective,
+        kl_reward: KLPenalty | None = None,
+        mask_truncated: bool = False,
+    ) -> "LeftOut":
+        """Return what an update with these parts excludes."""
+        others = objective.kl, objective.entropy, objective.balance, kl_reward
+        return cls(
+            truncated=mask_truncated,
+            zero_advantage=objective.loss.zero_at_zero_advantage
+            and not any(part is not None for part in others)
+            and not advantage.needs_values
+            and not advantage.needs_teacher,
+        )
+
     def without_truncated(self, batch: TensorDict) -> TensorDict:
         """Remove truncated rollouts from the loss, if ``truncated`` is set."""
         if self.truncated:
@@ -31,6 +53,17 @@ class LeftOut:
     def rows(self, batch: TensorDict) -> Tensor | None:
         """Return flags, (R,), of the rollouts to leave out of the batch; None: leave out none."""
         return has_zero_advantage(batch) if self.zero_advantage else None
+
+    def trained(self, minibatch: TensorDict, metrics: TokenMetrics) -> TensorDict:
+        """Return a minibatch without the rollouts to leave out, and record their share.
+
+        Its ``loss_weights`` are there already: these rollouts count where a loss is averaged.
+        """
+        left_out = self.rows(minibatch)
+        if left_out is None:
+            return minibatch
+        metrics.add({"policy/skipped_share": left_out})
+        return without(minibatch, left_out)
 
     def trained_tokens(self, batch: TensorDict) -> Tensor:
         """Return flags, (T,), of the tokens that an engine wrote and that will be trained on."""
@@ -58,13 +91,6 @@ def without(batch: TensorDict, left_out: Tensor) -> TensorDict:
     instead of missing, so the optimizer steps as usual, together with other ranks.
     """
     return empty_like(batch) if left_out.all() else select(batch, (~left_out).nonzero().squeeze(1))
-
-
-def without_flags(flags: Tensor, left_out: Tensor) -> Tensor:
-    """Return ``flags`` (R,), on the host, for the rows that :func:`without` keeps."""
-    left_out = left_out.cpu()
-    nothing = torch.zeros(1, dtype=torch.bool, device="cpu")
-    return nothing if left_out.all() else flags[~left_out]
 
 
 def rows_beside(*flags: Tensor | None) -> Tensor | None:

@@ -1,14 +1,14 @@
-"""OwnLoop: lets a PolicyModule train in your own script, without a Trainer."""
+"""OwnLoop: trains a PolicyModule in your own script, without a Trainer."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,10 +17,11 @@ from lightning_rl.collect.loader import trainable
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.base import LearningModule, RecordingModule
+from lightning_rl.learn.backends import TorchBackend
 from lightning_rl.learn.learner import Learner
+from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
-from lightning_rl.learn.schedulers import step_plateaus, step_scheduler
+from lightning_rl.learn.schedulers import step_plateaus
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.processes.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
@@ -28,31 +29,52 @@ from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sent import SentWeights
 
 
-class OwnLoop(RecordingModule, LearningModule, Learner):
-    """Adds ``prepare``, ``fit`` and ``sync_weights``: one call per step, without any callbacks."""
+class FabricBackend(TorchBackend):
+    """Computes with Lightning Fabric, on one process or several (``FabricDDP``).
 
-    cast_lm_head_to_fp32: bool
+    Args:
+        fabric: a launched Fabric.
+        optimizer: an optimizer that it has set up.
+        lr_scheduler: stepped once per optimizer step; None: none.
+    """
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._own_schedule: Any = None
+    def __init__(self, fabric: Fabric, optimizer: Any, lr_scheduler: Any = None) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        self._fabric = fabric
 
-    def prepare(self, fabric: Fabric | None = None) -> None:
-        """Load the model, create the optimizer and learning-rate schedule, and move all to the
-        device.
+    @property
+    def device(self) -> torch.device:
+        return self._fabric.device
 
-        Args:
-            fabric: a launched Lightning ``Fabric``, for several processes (``FabricDDP``) or
-                another precision; None: one process, on a GPU if there is one.
+    def autocast(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = self._fabric.autocast()
+        return context
 
-        Raises:
-            ConfigError: if the module belongs to a Trainer, which does this itself; for a precision
-                other than 32-true and bf16-mixed.
-        """
-        if self._trainer is not None:
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self._fabric.backward(loss)
+
+
+class OwnLoop:
+    """Trains a ``PolicyModule`` in your own script: one call per step, without any callbacks.
+
+    It loads the model, creates the optimizer and learning-rate schedule, and moves all to the
+    device. The named steps of an iteration are those of ``module.learner``.
+
+    Args:
+        module: a ``PolicyModule``.
+        fabric: a launched Lightning ``Fabric``, for several processes (``FabricDDP``) or another
+            precision; None: one process, on a GPU if there is one.
+
+    Raises:
+        ConfigError: if the module belongs to a Trainer; for a precision other than 32-true and
+            bf16-mixed.
+    """
+
+    def __init__(self, module: RolloutModule, fabric: Fabric | None = None) -> None:
+        if module._trainer is not None:
             raise ConfigError(
-                f"{type(self).__name__} belongs to a Trainer, which prepares it; use another one "
-                "in your own loop"
+                f"{type(module).__name__} belongs to a Trainer, which prepares it, and in which "
+                "the callback WeightSync pushes its weights; use another one in your own loop"
             )
         fabric = fabric or Fabric(accelerator="auto", devices=1)
         precision = fabric._precision.precision
@@ -61,27 +83,28 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
                 f"Fabric(precision={precision!r}): your own loop supports 32-true and bf16-mixed; "
                 "use a Trainer for bf16-true"
             )
-        self.configure_model()
-        made: Any = self.configure_optimizers()
+        module.configure_model()
+        made: Any = module.configure_optimizers()
         if not isinstance(made, dict):
             made = {"optimizer": made}
-        self._own_schedule = made.get("lr_scheduler")
-        fabric.setup(self, made["optimizer"])
+        _, optimizer = fabric.setup(module, made["optimizer"])
+        self._schedule = made.get("lr_scheduler")
+        self._computes_in = "bfloat16" if precision == "bf16-mixed" else "float32"
+        self.module = module
+        self.learner: Learner = module.policies[""].learner
+        """The module's learner."""
+        self.learner.backend = FabricBackend(fabric, optimizer, self._schedule)
 
     def fit(self, batch: TensorDict | Sequence[Rollout]) -> dict[str, float]:
         """Train one iteration on graded rollouts, packed or not; return its metrics.
 
-        The first call also calls ``prepare``, unless you did.
-
         Raises:
             RewardError: if none of the rollouts can be trained on.
         """
-        self._prepare_once()
         if not isinstance(batch, TensorDict):
             batch = pack_rollouts(trainable(list(batch)), among=batch)
-        metrics = self.update(self.compute_all(batch.to(self.device)))
-        step_plateaus([self._own_schedule], metrics)
-        self.end_iteration(metrics)
+        metrics = self.learner.step(batch)
+        step_plateaus([self._schedule], metrics)
         return metrics
 
     def sync_weights(
@@ -108,18 +131,10 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
             The largest gap in nats; 0 without ``probe``.
 
         Raises:
-            ConfigError: if the module belongs to a Trainer, where ``WeightSync`` pushes.
             StaleWeightsError: if the gap is above ``max_gap``.
             WrongWeightsError: naming the tensor, if a digest differs.
             WeightSyncError: if the engine does not accept the weights.
         """
-        if self._trainer is not None:
-            raise ConfigError(
-                f"{type(self).__name__} belongs to a Trainer, in which the callback WeightSync "
-                "pushes weights and sets their version; choose when with its schedule, e.g. "
-                "WeightSync(schedule=FixedSchedule(1)), or override should_sync of a SyncSchedule"
-            )
-        self._prepare_once()
         if transport is not None:
             self._push(engine, transport, digests)
         else:
@@ -131,57 +146,23 @@ class OwnLoop(RecordingModule, LearningModule, Learner):
                 transport.close()
         if not probe:
             return 0.0
-        assert self._fabric is not None
-        with self._fabric.autocast():
-            compared = engine, self.loaded_policy, list(probe), temperature
+        with self.learner.backend.autocast():
+            compared = engine, self.learner.policy, list(probe), temperature
             gap = probe_gap(*compared)
-            mixed = self._fabric._precision.precision == "bf16-mixed"
             require_agreement(
                 gap,
                 partial(probe_again, *compared),
-                self.iteration,
+                self.learner.iteration,
                 max_gap,
                 engine.precision,
-                "bfloat16" if mixed else "float32",
+                self._computes_in,
             )
         return gap.value
-
-    def _prepare_once(self) -> None:
-        if self._fabric is None:
-            self.prepare()
 
     def _push(self, engine: Engine, transport: WeightTransport, digests: bool) -> None:
         sent = SentWeights() if digests else None
         with every_rank():
-            push(transport, engine, self.loaded_policy, self.iteration, sent)
-
-    def step_precision(self) -> AbstractContextManager[object]:
-        """Return the Trainer's precision context of a training step."""
-        if self._trainer is None:
-            return nullcontext()
-        context: AbstractContextManager[object] = self.trainer.precision_plugin.train_step_context()
-        return context
-
-    def own_optimizer(self) -> Any:
-        return self.optimizers()  # one, so not a list
-
-    def add_gradient(self, loss: Tensor, last: bool) -> None:
-        strategy: Any = self.trainer.strategy
-        blocks = isinstance(strategy, TrainerDDP) and not last
-        with strategy.block_backward_sync() if blocks else nullcontext():
-            self.manual_backward(loss)
-
-    def take_step(self) -> None:
-        optimizer = self.own_optimizer()
-        if self._trainer is None:  # a Trainer calls this hook within the step
-            self.on_before_optimizer_step(optimizer)
-        optimizer.step()
-        if self.lr_scheduler is not None:
-            step_scheduler(self.lr_schedulers())
-
-    def lr_schedulers(self) -> Any:
-        """Return the Trainer's schedules, or the one created by :meth:`prepare`."""
-        return super().lr_schedulers() if self._fabric is None else self._own_schedule
+            push(transport, engine, self.learner.policy, self.learner.iteration, sent)
 
 
 class FabricDDP(DDPStrategy):

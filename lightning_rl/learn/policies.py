@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from tensordict import TensorDict
@@ -11,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.precision import use_our_precision
 from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
@@ -24,8 +24,8 @@ class RolloutModule(RecordingModule):
 
     @property
     @abstractmethod
-    def policies(self) -> Mapping[str, OwnLoop]:
-        """The learning policies by name, each with its own weights and version; a single one is "".
+    def policies(self) -> Mapping[str, Any]:
+        """Each learning policy, a ``PolicyModule``, by name; the name of a single one is "".
 
         The ``iteration`` of each is the number of iterations in which it learned, which is its
         version.

@@ -16,7 +16,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data import teacher_logprobs
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.errors import ConfigError, DataError, require_at_least
-from lightning_rl.learn.own_loop import OwnLoop
+from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.pretrained import load_config
 from lightning_rl.rollout import Group, Rollout, Row
 from lightning_rl.run.files.metrics import summarize
@@ -147,8 +147,9 @@ class OfflineDataModule(LightningDataModule):
         assert self.trainer is not None
         share_cores(self.trainer)
         enter_directory(self.trainer)
-        check_groups(self.groups_per_iteration, module.minibatches)
-        warn_if_uncorrected("recorded", module.objective, module.trust_engine_logprobs)
+        check_groups(self.groups_per_iteration, module.settings.minibatches)
+        trusts_engine = module.settings.trust_engine_logprobs
+        warn_if_uncorrected("recorded", module.objective, trusts_engine)
         if self._groups is None:
             groups = self._read(module)
             if len(groups) < self.groups_per_iteration:
@@ -201,7 +202,7 @@ class OfflineDataModule(LightningDataModule):
         share = set(dist.shard(list(dict.fromkeys(r.group_id for r in rollouts))))
         return [r for r in rollouts if r.group_id in share]
 
-    def _read(self, module: OwnLoop) -> list[Group]:
+    def _read(self, module: Any) -> list[Group]:
         recorded = open_rollouts(self.path).groups()
         smallest = module.advantage.min_group_size
         text_config = load_config(module.model, module.loading).get_text_config()
@@ -221,16 +222,17 @@ class OfflineDataModule(LightningDataModule):
         _check_teacher(self.path, module, [row for g in groups for r in g for row in r.rows])
         return groups
 
-    def _module(self) -> OwnLoop:
+    def _module(self) -> Any:
+        """Return the run's ``PolicyModule``."""
         module = None if self.trainer is None else self.trainer.lightning_module
-        if not isinstance(module, OwnLoop):
+        if not isinstance(module, RolloutModule) or "" not in module.policies:
             raise ConfigError(
                 f"OfflineDataModule works with a PolicyModule, not {type(module).__name__}"
             )
         return module
 
 
-def _check_teacher(path: str, module: OwnLoop, rows: Sequence[Row]) -> None:
+def _check_teacher(path: str, module: Any, rows: Sequence[Row]) -> None:
     """Check that a teacher has read the rows, if the policy learns from one."""
     read = [teacher_logprobs.of_text(row.teacher_logprobs) for row in rows if row.teacher_logprobs]
     for key, part in (("advantage", module.advantage), ("loss", module.objective.loss)):

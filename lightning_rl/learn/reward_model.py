@@ -17,7 +17,7 @@ from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.dpo import PairDataModule
 from lightning_rl.learn.supervised import Pairs, SupervisedModule
 from lightning_rl.models.lora import LoRA, as_lora
-from lightning_rl.models.parallel.sharding import refuse_mesh
+from lightning_rl.models.parallel.strategy import refuse_mesh
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reward_model import RewardModel, padded, padding_of, scored_text
 from lightning_rl.rollout import Prompt

@@ -4,11 +4,10 @@ every schedule goes through.
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau as Plateau
@@ -90,7 +89,7 @@ MOST_STEPS = 200_000
 """Steps of a schedule that are tried before a run, which takes seconds."""
 
 
-def make_scheduler(make: LRSchedulerCallable, optimizer: Optimizer) -> Any:
+def make_scheduler(make: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
     """Return an optimizer's schedule.
 
     Raises:
@@ -98,7 +97,7 @@ def make_scheduler(make: LRSchedulerCallable, optimizer: Optimizer) -> Any:
             naming it.
     """
     made: Any = make(optimizer)
-    if isinstance(made, Plateau) and not isinstance(made, ReduceLROnPlateau):
+    if isinstance(made, Plateau) and monitor_of(made) is None:
         raise ConfigError(
             f"lr_scheduler={type(made).__name__} needs the name of a metric; set class_path: "
             "lightning.pytorch.cli.ReduceLROnPlateau, with a monitor such as reward/mean, and the "
@@ -123,8 +122,8 @@ def automatic(scheduler: Any) -> dict[str, Any]:
 
 
 def monitor_of(scheduler: Any) -> str | None:
-    """Return the metric that a schedule follows; None if it counts steps."""
-    return scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else None
+    """Return the metric that a schedule follows, as Lightning's ``ReduceLROnPlateau`` does."""
+    return getattr(scheduler, "monitor", None) if isinstance(scheduler, Plateau) else None
 
 
 def step_scheduler(scheduler: Any) -> None:
@@ -149,7 +148,9 @@ def step_plateaus(schedulers: Iterable[Any], metrics: Mapping[str, float]) -> No
             scheduler.step(metrics[monitor])
 
 
-def check_scheduler(make: LRSchedulerCallable, optimizer: OptimizerCallable, steps: int) -> None:
+def check_scheduler(
+    make: Callable[[Optimizer], Any], optimizer: Callable[[Any], Optimizer], steps: int
+) -> None:
     """Try a schedule for as many optimizer steps as a run has, on a throwaway parameter.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -10,14 +10,17 @@ from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.objective import Objective
-from lightning_rl.data.batch import tokens_of_rows
+from lightning_rl.data.batch import select, tokens_of_rows, with_host
 from lightning_rl.data.packing import pack_rollouts, packed_rows
-from lightning_rl.data.splitting import deal_groups
-from lightning_rl.learn.ahead import NothingAhead
+from lightning_rl.data.splitting import deal_groups, split_packs
+from lightning_rl.learn.gradients import scale_gradients
 from lightning_rl.learn.learner import Learner
+from lightning_rl.learn.left_out import without
+from lightning_rl.learn.overlap import Overlap
 from lightning_rl.models.memory import is_out_of_memory
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run.processes.dist import any_rank, rank, world_size
+from lightning_rl.run.token_metrics import TokenMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ _RowName = tuple[str, int]
 """A rollout's id, and the index of one of its rows in a batch."""
 
 
-class Stream(NothingAhead):
+class Stream(Overlap):
     """Computes scores and gradients of complete groups before their batch is complete.
 
     The gradients are accumulated in the policy, summed over all trained rollouts with
@@ -44,13 +47,17 @@ class Stream(NothingAhead):
     callback changed a reward or a guard removed tokens, the update starts from scratch.
 
     Args:
-        learner: the learner whose policy is updated.
+        learner: returns the learner whose policy is updated, once its model is loaded.
     """
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
+    def __init__(self, learner: Callable[[], Learner]) -> None:
+        self._made = learner
         self._warned = False
         self.clear()
+
+    @property
+    def _learner(self) -> Learner:
+        return self._made()
 
     def clear(self) -> None:
         """Forget the batch."""
@@ -60,7 +67,7 @@ class Stream(NothingAhead):
         """
         self.metrics: list[Metrics] = []
         """Metrics of the packs whose gradients were computed."""
-        self._begun = False
+        self._begun = self._asked = False
         self._failed = False  # for lack of memory: there are no gradients, and will be none
         self._parts: list[TensorDict] = []
         self._trained: dict[_RowName, bool] = {}  # in the order of all parts
@@ -73,10 +80,10 @@ class Stream(NothingAhead):
         """Prepare to work ahead on a batch of ``count`` groups on each rank."""
         self.clear()
         places = torch.arange(count * world_size(), device="cpu")  # ranks take turns
-        first = deal_groups(places, self._learner.minibatches, self._learner.dealing(0))[0].tolist()
-        own = (divmod(place, world_size()) for place in first)
+        first = deal_groups(places, self._learner.settings.minibatches, self._learner.dealing(0))[0]
+        own = (divmod(place, world_size()) for place in first.tolist())
         self._begun, self.first = True, frozenset(n for n, owner in own if owner == rank())
-        self._learner.loaded_policy.zero_grad()
+        self._learner.policy.zero_grad()
 
     def add(self, groups: Sequence[tuple[int, Group]]) -> None:
         """Score complete groups, given with their places, and compute gradients where possible.
@@ -90,13 +97,13 @@ class Stream(NothingAhead):
         place_of = {rollout.id: place for place, rollout in members}
         places = [place_of[rollout.id] for rollout, _ in packed_rows(rollouts)]
         first = torch.tensor([place in self.first for place in places], device="cpu")
-        with self._learner.step_precision(), torch.enable_grad():
+        with self._learner.backend.autocast(), torch.enable_grad():
             among = [rollout for _, group in groups for rollout in group]
             packed = pack_rollouts(rollouts, among)
-            part = self._learner.compute_all(packed.to(self._learner.device))
+            part = self._learner.compute_all(packed.to(self._learner.backend.device))
             self._parts.append(part)
             try:
-                trained, metrics = self._learner.add_ahead(part, first)
+                trained, metrics = self._add_gradients(part, first)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -105,7 +112,28 @@ class Stream(NothingAhead):
         self._trained |= zip(_row_names(rollouts), trained.tolist(), strict=True)
         self.metrics += metrics
         if self._failed:
-            self._learner.loaded_policy.zero_grad()
+            self._learner.policy.zero_grad()
+
+    def _add_gradients(self, part: TensorDict, rows: Tensor) -> tuple[Tensor, list[Metrics]]:
+        """Add unnormalised gradients of the rows flagged (R,), before their minibatch is complete.
+
+        Returns:
+            Flags (R,) of the rows that have a gradient, and the packs' metrics.
+        """
+        learner = self._learner
+        part = learner.left_out.without_truncated(part.copy())
+        part["tokens", "loss_weights"] = learner.aggregation.weights(part)
+        left_out = learner.left_out.rows(part)
+        rows = rows if left_out is None else rows & ~left_out.cpu()
+        if not rows.any():
+            return rows, []
+        chosen = select(with_host(part), rows.nonzero().squeeze(1))
+        packs = split_packs(chosen, learner.max_tokens_per_pack, filling=learner.policy.filling)
+        with learner.clock("train"):
+            return rows, [
+                learner.backward_pack(select(chosen, pack), learner.objective, last=False)
+                for pack in packs
+            ]
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
         """Record the rollouts of the batch, in its order."""
@@ -153,9 +181,38 @@ class Stream(NothingAhead):
                 column[self._targets] = self._tokens[name][self._sources]
                 batch["tokens", name] = column
 
-    def claim(self, batch: TensorDict, objective: Objective, first: Tensor) -> Tensor | None:
-        """Return flags (R,) of rows whose gradient has been added; None: the update must compute
-        all.
+    def complete(
+        self, batch: TensorDict, rows: Tensor, objective: Objective, metrics: TokenMetrics
+    ) -> bool:
+        """Add the gradients of the first minibatch's other rows, and normalise their sum."""
+        done = None if self._asked else self._claim(batch, objective, rows)
+        self._asked = True  # the weights change after the first minibatch
+        if done is None:
+            return False
+        learner, done = self._learner, done[rows]
+        minibatch = learner.left_out.without_truncated(select(batch, rows))
+        weights = minibatch["tokens", "loss_weights"] = learner.aggregation.weights(minibatch)
+        found: list[Metrics] = [{"policy/streamed_share": done}]
+        left_out = learner.left_out.rows(minibatch)
+        if left_out is not None:
+            found.append({"policy/skipped_share": left_out})
+            done = done | left_out.cpu()
+        found += self.metrics
+        # Without gradients of its own, a rank still takes part in the average.
+        if not self.metrics or not done.all() or world_size() > 1:
+            rest = with_host(without(minibatch, done))
+            measured, smaller = learner.backward_packs(rest, objective, learner.pack_budget)
+            if smaller is not None:  # the learner starts anew, and takes smaller packs
+                return False
+            found += measured
+        for some in found:
+            metrics.add(some)
+        gradients = [p.grad for p in learner.policy.parameters() if p.grad is not None]
+        scale_gradients(gradients, learner.aggregation.factor(minibatch, weights))
+        return True
+
+    def _claim(self, batch: TensorDict, objective: Objective, first: Tensor) -> Tensor | None:
+        """Return flags (R,) of rows whose gradient has been added; None: all must be computed.
 
         ``first`` (r,) are the rows of the first minibatch, to which all of them must belong. All
         ranks make the same decision.

@@ -15,7 +15,7 @@ from lightning_rl.learn.loop_places import continue_at, place_of, rewind
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
 from lightning_rl.learn.schedulers import automatic, check_automatic, make_scheduler
 from lightning_rl.learn.windows import SCALE, Windows
-from lightning_rl.models.parallel.sharding import refuse_mesh
+from lightning_rl.models.parallel.strategy import refuse_mesh
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.files.metrics import Sums
 from lightning_rl.run.hooks import default_callbacks

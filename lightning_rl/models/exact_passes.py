@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from lightning_rl.models.attention.packed import ATTENTION, build_layout
 from lightning_rl.models.passes import OF_ANY_ATTENTION, PACKED, WITHOUT_CHOICE, BodyPass
 from lightning_rl.rollout import Prompt, Rollout, Row
 from lightning_rl.run.processes.dist import take_from_rank_zero
+from lightning_rl.run.warnings import rank_zero_warn
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.loading import load_picture
 from lightning_rl.vision.reader import PictureReader, attention

@@ -19,7 +19,7 @@ from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.pretrained import Loading, base_of, load_config
 from lightning_rl.models.soundness import held_dtypes
 from lightning_rl.models.tokenizer import save_tokenizer
-from lightning_rl.run.files.checkpoint_io import in_host_memory
+from lightning_rl.run.host_memory import in_host_memory
 from lightning_rl.run.processes.dist import rank
 
 _METADATA = {"format": "pt"}

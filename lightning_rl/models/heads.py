@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -40,6 +39,7 @@ from lightning_rl.models.sampling import (
     sampled_by,
     sampled_logits,
 )
+from lightning_rl.run.warnings import rank_zero_warn
 from lightning_rl.vision.reader import attention
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.errors import ConfigError, NonFiniteWeightsError
 from lightning_rl.run.processes.dist import any_rank
+from lightning_rl.run.warnings import rank_zero_warn
 
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.tiktoken")

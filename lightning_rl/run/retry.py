@@ -6,9 +6,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from lightning_rl.errors import LightningRLError
+from lightning_rl.run.warnings import rank_zero_warn
 
 T = TypeVar("T")
 

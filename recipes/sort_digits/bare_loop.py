@@ -5,7 +5,7 @@
 
 For when you want to own the loop: your code can stand between any two steps. Lightning Fabric gives
 the module its device, precision and optimizer, and starts the other processes; a script for one
-process needs none of it, and `module.fit(rollouts)` does all steps from the rollouts on.
+process needs none of it, and `loop.fit(rollouts)` does all steps from the rollouts on.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 from lightning.fabric import Fabric
 
 from lightning_rl import GRPO, JSONLPrompts, PolicyModule, Rewards, Sampling, SingleTurn, VLLMLocal
-from lightning_rl.extend import FabricDDP, GroupSource, RolloutPipeline, pack_rollouts
+from lightning_rl.extend import FabricDDP, GroupSource, OwnLoop, RolloutPipeline, pack_rollouts
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.run.processes.dist import all_reduce_max, every_rank, global_mean_std
 from recipes.sort_digits.reward import exact_match
@@ -35,9 +35,8 @@ def train(model: str, prompts_path: str, iterations: int, devices: int = 1) -> l
         optimizer=lambda p: torch.optim.AdamW(p, lr=2e-4, weight_decay=0.0),
         minibatches=2,
     )
-    module.prepare(fabric)
-    assert module.policy is not None
-    tokenizer = module.policy.tokenizer
+    loop = OwnLoop(module, fabric)
+    learner, tokenizer = loop.learner, module.tokenizer
 
     prompts = JSONLPrompts(prompts_path)
     prompts.load(tokenizer)
@@ -54,17 +53,17 @@ def train(model: str, prompts_path: str, iterations: int, devices: int = 1) -> l
 
     mean_rewards = []
     for iteration in range(iterations):
-        gap = module.sync_weights(engine, probe=probe, temperature=sampling.temperature)
+        gap = loop.sync_weights(engine, probe=probe, temperature=sampling.temperature)
 
         source.begin(iteration)
         groups = [source.next() for _ in range(source.num_groups)]
         with every_rank():  # what fails on one rank ends all, instead of letting them wait
             pipeline.complete(groups, sampling)
             batch = fabric.to_device(pack_rollouts([r for group in groups for r in group]))
-        batch = module.compute_old_logprobs(batch)
-        batch = module.compute_advantages(batch)
-        metrics = module.update(batch)
-        module.iteration += 1
+        batch = learner.compute_old_logprobs(batch)
+        batch = learner.compute_advantages(batch)
+        metrics = learner.update(batch)
+        learner.end_iteration(metrics)
 
         rewards, _ = global_mean_std(batch["rollouts", "reward"])
         mean_rewards.append(float(rewards))

@@ -134,7 +134,8 @@ def test_the_first_step_is_grpo_on_what_was_recorded(tiny_model, tmp_path, path,
 
     class Look(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(pl_module.compute_advantages(pl_module.compute_old_logprobs(batch.clone())))
+            learner = pl_module.learner
+            seen.append(learner.compute_advantages(learner.compute_old_logprobs(batch.clone())))
 
     trainer = fit(module, data, tmp_path, Look())
     tokens = seen[0]["tokens"]

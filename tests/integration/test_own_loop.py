@@ -10,6 +10,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, StaleWeightsError, WrongWeightsError
+from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.rewards.base import Rewards
 from tests.support.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
@@ -38,13 +39,13 @@ def test_fit_does_what_a_trainer_does_with_the_same_rollouts(make, tiny_model, t
     module, recorder = make(tiny_model, **options), Recorder()
     datamodule = data_module(iterations_per_epoch=3)
     trainer_of(tmp_path, [WeightSync(), recorder]).fit(module, datamodule=datamodule)
-    alone = make(tiny_model, **options)
+    alone = OwnLoop(make(tiny_model, **options))
     for place, rollouts in enumerate(recorder.rollouts):
         metrics = alone.fit(rollouts)
         told = recorder.metrics[place + 1]
         assert {name: told[name] for name in metrics} == metrics
-    assert alone.iteration == 3
-    trained, own = module.policy.state_dict(), alone.policy.state_dict()
+    assert alone.module.iteration == 3
+    trained, own = module.policy.state_dict(), alone.learner.policy.state_dict()
     assert all(torch.equal(trained[name], own[name]) for name in trained)
 
 
@@ -58,49 +59,46 @@ def engine(tiny_model, tmp_path):
 
 
 def test_a_script_of_ten_lines_learns(engine, tiny_model):
-    module = grpo(tiny_model)
-    module.prepare()
+    loop = OwnLoop(grpo(tiny_model))
     prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 140)], seed=1)
-    prompts.load(module.policy.tokenizer)
+    prompts.load(loop.module.tokenizer)
     sampling = Sampling(max_tokens=6)
     pipeline = RolloutPipeline(
-        engine, SingleTurn(), Rewards([share_of_sevens]), module.policy.tokenizer
+        engine, SingleTurn(), Rewards([share_of_sevens]), loop.module.tokenizer
     )
     source, rewards = GroupSource(prompts, 6, 8, sampling, seed=7), []
     for iteration in range(8):
-        assert module.sync_weights(engine, probe=prompts.first(2)) < 1e-4
+        assert loop.sync_weights(engine, probe=prompts.first(2)) < 1e-4
         assert engine.version == iteration
         source.begin(iteration)
         groups = [source.next() for _ in range(source.num_groups)]
         pipeline.complete(groups, sampling)
         rollouts = [rollout for group in groups for rollout in group]
         rewards.append(sum(r.reward for r in rollouts) / len(rollouts))
-        module.fit(rollouts)
+        loop.fit(rollouts)
     assert rewards[-1] > rewards[0] + 0.2, rewards
 
 
 def test_a_stale_engine_is_found_and_wrong_calls_are_refused(engine, tiny_model, tmp_path):
-    module = grpo(tiny_model)
-    module.sync_weights(engine)  # prepares
+    loop = OwnLoop(grpo(tiny_model))
+    loop.sync_weights(engine)
     prompts = IterablePrompts([{"prompt": "100="}])
-    prompts.load(module.policy.tokenizer)
+    prompts.load(loop.module.tokenizer)
     kept = engine.load_weights
     engine.load_weights = lambda weights, version: None  # an engine that takes nothing over
     with torch.no_grad():
-        next(module.policy.parameters()).mul_(3.0)
+        next(loop.learner.policy.parameters()).mul_(3.0)
     with pytest.raises(WrongWeightsError, match="after the push of version 0, Transformers"):
-        module.sync_weights(engine)
+        loop.sync_weights(engine)
     engine.version = 0
     with pytest.raises(StaleWeightsError, match="version 0, engine and trainer disagree by"):
-        module.sync_weights(engine, probe=prompts.first(), digests=False)
+        loop.sync_weights(engine, probe=prompts.first(), digests=False)
     engine.load_weights = kept
-    assert module.sync_weights(engine, probe=prompts.first()) < 1e-4
+    assert loop.sync_weights(engine, probe=prompts.first()) < 1e-4
     with pytest.raises(RewardError, match="none of 0 rollouts"):
-        module.fit([])
+        loop.fit([])
     trainer = trainer_of(tmp_path, [WeightSync()], fast_dev_run=1, logger=False)
     other = grpo(tiny_model)
     trainer.fit(other, datamodule=data_module())
-    with pytest.raises(ConfigError, match="callback WeightSync pushes"):
-        other.sync_weights(engine)
-    with pytest.raises(ConfigError, match="belongs to a Trainer"):
-        other.prepare()
+    with pytest.raises(ConfigError, match=r"belongs to a Trainer.*callback WeightSync pushes"):
+        OwnLoop(other)

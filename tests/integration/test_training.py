@@ -21,7 +21,7 @@ from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError, EngineError, RewardError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.hooks import STAGES
+from lightning_rl.run.clock import STAGES
 from tests.support.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
 
 

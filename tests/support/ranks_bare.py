@@ -11,7 +11,7 @@ from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.learn.own_loop import FabricDDP
+from lightning_rl.learn.own_loop import FabricDDP, OwnLoop
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
@@ -32,9 +32,8 @@ def bare_loop(model: str, devices: int = 1) -> dict[str, Any]:
         ppo_epochs=2,
         seed=7,
     )
-    module.configure_model()
-    policy = module.policy
-    fabric.setup(module, module.configure_optimizers())
+    learner = OwnLoop(module, fabric).learner
+    policy = learner.policy
     source_of_prompts = prompts()
     source_of_prompts.load(policy.tokenizer)
     engine, sampling = LotEngine(device="cpu"), Sampling(max_tokens=6)
@@ -55,9 +54,9 @@ def bare_loop(model: str, devices: int = 1) -> dict[str, Any]:
         pipeline.complete(groups, sampling)
         rollouts = [rollout for group in groups for rollout in group]
         ids.append([(r.id, r.token_ids) for r in rollouts])
-        batch = module.compute_old_logprobs(pack_rollouts(rollouts))
-        told.append(module.update(module.compute_advantages(batch)))
-        module.iteration += 1
+        batch = learner.compute_old_logprobs(pack_rollouts(rollouts))
+        told.append(learner.update(learner.compute_advantages(batch)))
+        learner.end_iteration(told[-1])
     return {
         "rows": told,
         "rollouts": ids,

@@ -7,8 +7,8 @@ from tensordict import TensorDict
 
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.objective import loss_tokens
-from lightning_rl.run.files.metrics import TokenMetrics
 from lightning_rl.run.processes.dist import rank
+from lightning_rl.run.token_metrics import TokenMetrics
 from tests.support.algorithms import imagined, objectives, parts_of, with_all_columns
 
 

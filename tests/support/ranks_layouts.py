@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.support.allocations import peak_while
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import RLCallback
-from lightning_rl.models.parallel.sharding import ShardedStrategy
+from lightning_rl.models.parallel.strategy import ShardedStrategy
 from lightning_rl.module import PolicyModule
 from tests.support.ranks_run import fit
 from tests.support.ranks_settings import settings_of

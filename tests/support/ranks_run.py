@@ -13,7 +13,8 @@ from lightning_rl.callbacks import IterationCheckpoint, RLCallback, StepTimer, W
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.models.parallel.sharding import ShardedStrategy, full_tensor
+from lightning_rl.models.parallel.sharding import full_tensor
+from lightning_rl.models.parallel.strategy import ShardedStrategy
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from tests.support.lots import LotEngine

@@ -28,7 +28,7 @@ from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.quantized_layers import weights_in
-from lightning_rl.module import PolicyModule, policies_of
+from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.calling import HoldsModel
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import find_callbacks
@@ -61,7 +61,7 @@ class Learning:
         module, data, trainer = self.module, self.data, self.module.trainer
         lines, plans = list[str](), dict[str, MemoryPlan]()
         seen: set[Parameter] = set()
-        for name, policy in policies_of(module).items():
+        for name, policy in module.policies.items():
             roles = [role for role, player in module.roles.items() if player == name]
             told, plans[name] = self.plan(policy, max(1, len(roles)), seen, placement)
             if roles:
@@ -103,13 +103,13 @@ class Learning:
         group_size = max(task.group_size for task in data.train_tasks)
         written = group_size * rows
         batch = self._largest(groups, written, tokens)
-        budget = policy.max_tokens_per_pack * placement.sequence
+        budget = policy.settings.max_tokens_per_pack * placement.sequence
         filling = policy.loaded_policy.filling
         if ranks == 1:
-            parts = cut(batch, policy.minibatches, budget, filling)
+            parts = cut(batch, policy.settings.minibatches, budget, filling)
         else:
             # Each minibatch is dealt of all ranks' groups, and may take most from this one.
-            share = largest_share(data.groups_per_iteration, ranks, policy.minibatches)
+            share = largest_share(data.groups_per_iteration, ranks, policy.settings.minibatches)
             parts = cut(self._largest(share, written, tokens), 1, budget, filling)
         packs = [pack for packs in parts for pack in packs]
         largest = max(packs, key=lambda pack: forward_tokens(pack, filling))
@@ -120,8 +120,8 @@ class Learning:
             group_size=group_size,
             ranks=ranks,
             tokens=len(batch["tokens"]) * ranks,
-            minibatches=policy.minibatches,
-            ppo_epochs=policy.ppo_epochs,
+            minibatches=policy.settings.minibatches,
+            ppo_epochs=policy.settings.ppo_epochs,
             packs=max(len(packs) for packs in parts),
             pack_tokens=forward_tokens(largest, filling),
             iterations_per_epoch=data.iterations_per_epoch,
@@ -207,7 +207,7 @@ def _open(policy: PolicyModule) -> Iterator[str]:
     if policy.packs is not None:
         yield (
             "max_tokens_per_pack auto is measured on a GPU before the first update, to fit beside "
-            f"the engine; it is planned as {policy.max_tokens_per_pack:,} here"
+            f"the engine; it is planned as {policy.settings.max_tokens_per_pack:,} here"
         )
 
 

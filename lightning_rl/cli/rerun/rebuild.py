@@ -23,7 +23,7 @@ from lightning_rl.config.packages import OPTIONAL_CLASSES
 from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.module import PolicyModule, policies_of
+from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.run.processes import dist
@@ -118,7 +118,7 @@ class Remade:
                 "rollouts that they wrote together cannot be generated or scored again; use "
                 "--iteration"
             )
-        [policy] = policies_of(self.module).values()
+        [policy] = self.module.policies.values()
         return policy
 
     def diverged_at(self, recorded: dict[int, Outcome]) -> int | None:

@@ -234,7 +234,7 @@ def _score(made: Remade, recorded: Rollout) -> Rollout:
     whole = replace(recorded, fork=None)  # what a branch shares is scored too
     batch = pack_rollouts([whole]).to(policy.lm.device)
     with made.trainer.precision_plugin.forward_context():
-        batch = policy.score(batch, "again", made.policy.max_tokens_per_pack)
+        batch = policy.score(batch, "again", made.policy.learner.max_tokens_per_pack)
     values = iter(batch["tokens", "again"].tolist())
     scored = []
     for row in recorded.rows:

@@ -28,9 +28,9 @@ from lightning_rl.games.roles.module import RolesModule
 from lightning_rl.games.roles.player import PolicyPlayer
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.models.pretrained import model_of
-from lightning_rl.run.files.metrics import TokenMetrics
 from lightning_rl.run.hooks import datamodule_of
 from lightning_rl.run.seeding import derived_generator, run_seed
+from lightning_rl.run.token_metrics import TokenMetrics
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class GameRolesModule(RolesModule):
         """Refuse minibatches with fewer groups than the estimates that the update multiplies."""
         groups = getattr(datamodule_of(self.trainer), "groups_per_iteration", None)
         parts = self.game_update.parts(self._levels(self._names), len(self._names))
-        minibatches = self.policies[self._names[0]].minibatches
+        minibatches = self.policies[self._names[0]].settings.minibatches
         if groups is not None and groups < parts * minibatches:
             raise ConfigError(
                 f"groups_per_iteration={groups} must be >= {parts * minibatches}: "
@@ -161,23 +161,23 @@ class GameRolesModule(RolesModule):
         if learning:
             self._update(batch, learning)
         for name, part in parts.items():
-            metrics = part.group.summed_up(part.metrics) if name in learning else {}
-            part.group.end_iteration(metrics)
+            metrics = part.group.learner.summed_up(part.metrics) if name in learning else {}
+            part.group.learner.end_iteration(metrics)
             part.group.record(metrics)
         self.iteration += 1
 
     def _part(self, group: SharedModelGroup, rows: Tensor, batch: TensorDict) -> _Part:
-        batch = group.compute_all(batch)
+        batch = group.learner.compute_all(batch)
         objective = group.decided(batch)
         self.stopping, group.stopping = self.stopping or group.stopping, None
-        group.nonfinite_steps = 0
+        group.learner.nonfinite_steps = 0
         if objective is not None:
             objective = replace(objective, loss=_StepLoss(self.game_update))
         return _Part(group, rows, batch, objective, TokenMetrics())
 
     def _update(self, batch: TensorDict, learning: Mapping[str, _Part]) -> None:
         """Take ``ppo_epochs`` x ``minibatches`` optimizer steps for all players."""
-        first = next(iter(learning.values())).group
+        first = next(iter(learning.values())).group.settings
         draw = derived_generator(self.seed, self.iteration, first.ppo_epochs)
         with self.clock("train"):
             for epoch in range(first.ppo_epochs):
@@ -197,7 +197,7 @@ class GameRolesModule(RolesModule):
         for name, chosen in rows.items():
             part = learning[name]
             minibatch = select(part.batch, chosen)
-            part.group.accumulate(minibatch, part.learned, part.metrics)
+            part.group.learner.accumulate(minibatch, part.learned, part.metrics)
             own.append(part.player(minibatch).taken())
         update, parts = self._parts(learning, rows, draw)
         games = [self._game(learning, of_part) for of_part in parts]
@@ -208,7 +208,7 @@ class GameRolesModule(RolesModule):
             learning[name].metrics.add(move.metrics)
             self._learning = name
             player.give(move.direction)
-            player.group.step(learning[name].metrics)
+            player.group.learner.optimizer_step(learning[name].metrics)
 
     def _parts(
         self, learning: Mapping[str, _Part], rows: Mapping[str, Tensor], draw: torch.Generator
@@ -268,13 +268,14 @@ def _check_policies(policies: Mapping[str, SharedModelGroup]) -> None:
                 f"{where}.loss={type(group.objective.loss).__name__}: in a game the update defines "
                 "the loss; leave it out, or give it to the update: PSPG(loss=...)"
             )
-        if group.target_kl is not None:
+        settings = group.settings
+        if settings.target_kl is not None:
             raise ConfigError(
-                f"{where}.target_kl={group.target_kl}: players take their steps together, so no "
+                f"{where}.target_kl={settings.target_kl}: players take their steps together, so no "
                 "pass can be skipped for one of them; leave it out"
             )
         for key in ("ppo_epochs", "minibatches"):
-            given, others = getattr(group, key), getattr(policies[first], key)
+            given, others = getattr(settings, key), getattr(policies[first].settings, key)
             if given != others:
                 raise ConfigError(
                     f"{where}.{key}={given}, but policies.{first}.{key}={others}: players take "

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.backends import Backend
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.trainer_backend import TrainerBackend
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 from lightning_rl.models.lora import as_lora
 from lightning_rl.models.pretrained import model_of
@@ -101,19 +103,8 @@ class SharedModelGroup(PolicyModule):
             "PolicyModule"
         )
 
-    def add_gradient(self, loss: Tensor, last: bool) -> None:
-        # DDP's own reduction would wait for the weights of all policies.
-        super().add_gradient(loss, last=False)
-        if last:
-            _average_over_ranks(self.loaded_policy.parameters())
-
-    def own_optimizer(self) -> Any:
-        everyone = super().own_optimizer()
-        return everyone[self._places[0]] if isinstance(everyone, list) else everyone
-
-    def lr_schedulers(self) -> Any:
-        everyone = super().lr_schedulers()
-        return everyone[self._places[1]] if isinstance(everyone, list) else everyone
+    def make_backend(self) -> Backend:
+        return _GroupBackend(self, *self._places)
 
     @property
     def recorded(self) -> dict[str, float]:
@@ -130,6 +121,16 @@ class SharedModelGroup(PolicyModule):
         run = self.trainer.lightning_module
         assert isinstance(run, RecordingModule)
         return run
+
+
+class _GroupBackend(TrainerBackend):
+    """The Trainer's, for one policy of several."""
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        # DDP's own reduction would wait for the weights of all policies.
+        super().backward(loss, last=False)
+        if last:
+            _average_over_ranks(self.module.loaded_policy.parameters())
 
 
 def _average_over_ranks(parameters: Iterable[Parameter]) -> None:

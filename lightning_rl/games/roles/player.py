@@ -16,7 +16,7 @@ from lightning_rl.games.algos.game import flat
 from lightning_rl.games.algos.scores import GamePlayer
 from lightning_rl.games.roles.group import SharedModelGroup
 from lightning_rl.learn.left_out import without
-from lightning_rl.run.files.metrics import TokenMetrics
+from lightning_rl.run.token_metrics import TokenMetrics
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PolicyPlayer(GamePlayer):
     ) -> None:
         self.group, self.minibatch, self.objective = group, minibatch, objective
         self._live = minibatch["tokens", "loss_mask"].nonzero().squeeze(1)
-        optimizer = group.own_optimizer()
+        optimizer = group.learner.backend.optimizer
         moving = [
             (p, g["lr"]) for g in optimizer.param_groups for p in g["params"] if p.requires_grad
         ]
@@ -57,14 +57,14 @@ class PolicyPlayer(GamePlayer):
     def logprobs(self) -> Tensor:
         """Return the log probabilities l, (M,), at the current weights."""
         batch = self.group.loaded_policy.score(
-            self.minibatch.copy(), "logprobs", self.group.max_tokens_per_pack
+            self.minibatch.copy(), "logprobs", self.group.learner.max_tokens_per_pack
         )
         found: Tensor = batch["tokens", "logprobs"][self._live]
         return found
 
     def own(self) -> Tensor:
         """Return the gradient (D,) of the objective."""
-        self.group.accumulate(self.minibatch.copy(), self.objective, TokenMetrics())
+        self.group.learner.accumulate(self.minibatch.copy(), self.objective, TokenMetrics())
         return self.taken()
 
     def taken(self) -> Tensor:
@@ -86,7 +86,7 @@ class PolicyPlayer(GamePlayer):
         batch["tokens", "loss_weights"] = weights_T
         idle = torch.ones(len(batch["rollouts"]), dtype=torch.bool, device=weights_T.device)
         idle[token_rows(batch)[weights_T != 0]] = False
-        self.group.add_gradients(with_host(without(batch, idle)), Objective(_Scores()))
+        self.group.learner.add_gradients(with_host(without(batch, idle)), Objective(_Scores()))
         return self.taken()
 
     def along(self, vector: Tensor) -> Tensor:

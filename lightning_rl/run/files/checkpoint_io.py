@@ -11,13 +11,11 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
 
 from lightning_rl.errors import CheckpointError
 from lightning_rl.run.files.checkpoint_folders import damage_of_folder
 from lightning_rl.run.files.rundir import free_space, sync_directory
-from lightning_rl.run.processes.dist import fell_back
+from lightning_rl.run.host_memory import in_host_memory
 
 # torch.save writes a zip archive, and a zip archive may end with a comment: so the checksum travels
 # with the file, and torch.load reads it like any other checkpoint.
@@ -270,40 +268,3 @@ class BackgroundCheckpointIO(AsyncCheckpointIO):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
         except BaseException as error:  # raised by the next save, or when the run ends
             self._error = error
-
-
-def in_host_memory(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint's tensors to the CPU as they are now; tied tensors stay tied."""
-    copies: dict[Any, Tensor] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        key = _place(tensor)
-        if key not in copies:
-            copies[key] = _host_copy(tensor.detach())
-        return copies[key]
-
-    copied: dict[str, Any] = apply_to_collection(checkpoint, Tensor, copy)
-    if any(device == "cuda" for device, *_ in copies):
-        torch.cuda.current_stream().synchronize()  # copies into pinned memory are not waited for
-    return copied
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """A key that is equal for two tensors that are the same view of the same memory."""
-    plain = type(tensor) in (Tensor, nn.Parameter)
-    storage = tensor.untyped_storage()._cdata if plain else id(tensor)
-    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-    return (tensor.device.type, storage, *view)
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    if tensor.device.type != "cuda":
-        return tensor.cpu()
-    try:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    except RuntimeError as error:  # the system allows no more of it
-        fell_back("pinned host memory", str(error).splitlines()[0], "a blocking copy")
-        return tensor.cpu()
-    return host.copy_(tensor, non_blocking=True)

@@ -209,7 +209,7 @@ def test_metrics_of_an_iteration_do_not_depend_on_packs(
         batch["tokens", "rollout_logprobs"] *= 6  # -6 for every token: some likelier, some not
         return batch
 
-    batch = module.compute_old_logprobs(collected())
+    batch = module.learner.compute_old_logprobs(collected())
     mask = batch["tokens", "loss_mask"]
     row = torch.repeat_interleave(torch.arange(12), batch["rollouts", "length"])[mask]
     gap = (batch["tokens", "old_logprobs"] - batch["tokens", "rollout_logprobs"])[mask].double()

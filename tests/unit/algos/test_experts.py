@@ -107,15 +107,15 @@ def test_replay_needs_routers_and_rollouts_that_tell(tiny_model, mixture, make_r
             module_of(tiny_model, **option)
     module = module_of(mixture, routing_replay=RolloutRouting())
     with pytest.raises(ConfigError, match="no rollout of this batch recorded"):
-        module.compute_all(pack_rollouts([make_rollout([3], [4, 5])]))
+        module.learner.compute_all(pack_rollouts([make_rollout([3], [4, 5])]))
 
 
 def test_old_routing_is_recorded_with_the_old_logprobs_and_replayed(mixture, random_rollouts):
     module = module_of(mixture, routing_replay=OldRouting(), minibatches=2)
-    batch = module.compute_all(pack_rollouts(random_rollouts(0)))
+    batch = module.learner.compute_all(pack_rollouts(random_rollouts(0)))
     column = batch["tokens", "routed_experts"]
     assert (column >= 0).any()
-    other = module_of(mixture, routing_replay=OldRouting()).compute_all(
+    other = module_of(mixture, routing_replay=OldRouting()).learner.compute_all(
         pack_rollouts(random_rollouts(0))
     )
     assert "routed_experts" not in other["tokens"]  # one update: nothing was computed before
@@ -132,10 +132,10 @@ def test_old_routing_is_recorded_with_the_old_logprobs_and_replayed(mixture, ran
 
 def test_a_reference_chooses_by_itself(mixture, random_rollouts):
     module = module_of(mixture, routing_replay=OldRouting(), kl=K3Penalty(0.1), minibatches=2)
-    batch = module.compute_all(pack_rollouts(random_rollouts(0)))
+    batch = module.learner.compute_all(pack_rollouts(random_rollouts(0)))
     plain = module_of(mixture)
-    expected = plain.score(pack_rollouts(random_rollouts(0)), "ref")["tokens", "ref"]
+    expected = plain.learner.score(pack_rollouts(random_rollouts(0)), "ref")["tokens", "ref"]
     batch["tokens", "routed_experts"] = (batch["tokens", "routed_experts"] + 1).clamp(max=7)
-    found = module.compute_ref_logprobs(batch)["tokens", "ref_logprobs"]
+    found = module.learner.compute_ref_logprobs(batch)["tokens", "ref_logprobs"]
     assert torch.equal(found, expected)
     assert not torch.equal(module.policy.score(batch, "own", 10_000)["tokens", "own"], expected)

@@ -231,5 +231,6 @@ def test_what_reads_the_reward_as_graded_takes_no_kl_off_it(tiny_model, advantag
     """Success is 1, and 1 minus a KL is none: advantages were all 0, or divided by nearly 0."""
     with pytest.raises(ConfigError, match=f"advantage={type(advantage).__name__} needs the reward"):
         PolicyModule(str(tiny_model), advantage=advantage, kl_reward=K1Penalty(0.1))
-    assert PolicyModule(str(tiny_model), advantage=advantage, kl=K1Penalty(0.1)).kl is not None
+    module = PolicyModule(str(tiny_model), advantage=advantage, kl=K1Penalty(0.1))
+    assert module.objective.kl is not None
     assert PolicyModule(str(tiny_model), advantage=RLOO(), kl_reward=K1Penalty(0.1))

@@ -119,13 +119,13 @@ def test_adaptive_coefficients_follow_each_iteration_and_survive_a_checkpoint(
     first = module()
     trainer = train_on(first, [random_batch(1), random_batch(2)])
     # In the loss: 0 at first (-0.2), then far above the target (0.2). In the reward: far below.
-    assert first.kl.coef.at(0) == pytest.approx(0.1 * 0.9 * 1.1)
+    assert first.objective.kl.coef.at(0) == pytest.approx(0.1 * 0.9 * 1.1)
     assert first.kl_reward.coef.at(0) == pytest.approx(0.2 * 0.8 * 0.8)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     resumed = module()
     train_on(resumed, [random_batch(3)], tmp_path / "two.ckpt", max_epochs=2)
     # The reference was renewed after the second iteration: a KL of 0 again.
-    assert resumed.kl.coef.at(0) == pytest.approx(0.1 * 0.9 * 1.1 * 0.9)
+    assert resumed.objective.kl.coef.at(0) == pytest.approx(0.1 * 0.9 * 1.1 * 0.9)
     assert resumed.kl_reward.coef.at(0) == pytest.approx(0.2 * 0.8**3)
     metrics = resumed.trainer.callback_metrics
     assert float(metrics["policy/kl_ref_coef"]) == pytest.approx(0.1 * 0.9 * 1.1)
@@ -171,8 +171,8 @@ def scored(module, batch):
     with torch.no_grad():
         for parameter in module.reference.parameters():
             parameter.mul_(1.1)
-    batch = module.compute_ref_logprobs(module.compute_old_logprobs(batch))
-    return module.compute_advantages(batch)
+    batch = module.learner.compute_ref_logprobs(module.learner.compute_old_logprobs(batch))
+    return module.learner.compute_advantages(batch)
 
 
 @pytest.mark.parametrize("penalty", [K1Penalty, K3Penalty])

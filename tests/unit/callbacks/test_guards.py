@@ -68,7 +68,7 @@ def scored(tiny_model, make_rollout):
     )  # 3 + 2 + 4 = 9 tokens, at 2-4, 7-8 and 11-14
     module.policy.score(batch, "exact", 10_000)
     batch["tokens", "rollout_logprobs"] = batch["tokens"].pop("exact")
-    return module, module.compute_advantages(batch)
+    return module, module.learner.compute_advantages(batch)
 
 
 def rounding_of(batch):
@@ -110,6 +110,7 @@ def test_the_effective_sample_by_hand(scored):
 
 def test_staleness_counts_tokens_of_the_engine_that_are_trained_on(tiny_model, make_rollout):
     module = PolicyModule(str(tiny_model))
+    module.configure_model()
     module.iteration = 9
     batch = batch_of(
         make_rollout,
@@ -117,7 +118,7 @@ def test_staleness_counts_tokens_of_the_engine_that_are_trained_on(tiny_model, m
         ([6, 1], 0.0, {"versions": [7, 8]}),
         ([6, 1], 0.0, {"versions": [0, 0], "loss_mask": [False, False]}),
     )
-    batch = module.compute_advantages(batch)
+    batch = module.learner.compute_advantages(batch)
     assert StalenessGuard().measure(module, batch) == 6
     old = StalenessGuard(bound=1).offenders(module, batch) & batch["tokens", "loss_mask"]
     assert old.nonzero().squeeze(1).tolist() == [2, 7]

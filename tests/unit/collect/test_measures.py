@@ -13,15 +13,15 @@ from lightning_rl.collect.stats import evaluation_metrics, own_metrics, rollout_
 from lightning_rl.errors import ConfigError
 from lightning_rl.games.staged.report import StagedReport
 from lightning_rl.rollout import RolloutStatus
-from lightning_rl.run import hooks as stages
+from lightning_rl.run import clock as stages
+from lightning_rl.run.clock import STAGES, StageClock
 from lightning_rl.run.files.metrics import (
     MetricsLog,
-    TokenMetrics,
     read_rows,
     strict_json,
     summarize,
 )
-from lightning_rl.run.hooks import STAGES, StageClock
+from lightning_rl.run.token_metrics import TokenMetrics
 
 # ---------------------------------------------------------------- token metrics
 

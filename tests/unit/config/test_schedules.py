@@ -87,7 +87,7 @@ def test_a_configuration_names_the_same_class_in_every_place():
     penalty = {"class_path": "K3Penalty", "init_args": {"coef": schedule}}
     module = PolicyModule("model", kl=penalty, kl_reward=penalty, entropy={"coef": schedule})
     found = [
-        module.kl.coef,
+        module.objective.kl.coef,
         module.kl_reward.coef,
         module.objective.entropy,
         ActorCriticModule(kl=schedule).kl,

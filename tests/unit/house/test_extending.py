@@ -42,6 +42,7 @@ def test_there_is_a_page_for_each_part_on_public_names_alone():
     parts = {"loss", "advantage", "aggregation", "correction", "agent", "prompts", "filter"}
     parts |= {"episode", "collector", "engine", "transport", "metered", "schedule", "guard"}
     parts |= {"drift", "folder", "update", "env", "head", "turns", "loop", "count", "group"}
+    parts |= {"learner"}
     assert {name.removeprefix("my_") for name in FILES} == parts
     for name, code in FILES.items():
         for node in ast.walk(ast.parse(code)):
@@ -79,10 +80,12 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
         correction=mine["correction"].Tempered(0.5),
         optimizer=adamw(1e-3),
         minibatches=3,
+        learner="my_learner.Scaled",
     )
     trainer.fit(module, data)
 
     metrics = trainer.callback_metrics
+    assert type(module.learner) is mine["learner"].Scaled
     assert metrics["rollout/completed"] == 12
     assert all(r.token_ids[:2] == [10, 10] for r in data.generated)  # "77", which no loss sees
     assert not any(m for r in data.generated for m in r.loss_mask[:2])

@@ -37,7 +37,7 @@ def sgd(parameters):
 
 def measured(batch, compute=lambda pack: None, kind=sgd, sizes=(10,)):
     optimizer = kind([torch.nn.Parameter(torch.zeros(n)) for n in sizes])
-    return AutoPacks().measure(batch, compute, optimizer, kind, CPU)
+    return AutoPacks(kind).measure(batch, compute, optimizer, CPU)
 
 
 def test_what_is_free_is_shared_out_to_tokens(gpu, random_batch, monkeypatch):
@@ -91,7 +91,7 @@ def test_too_little_memory_for_the_passes_themselves(gpu, random_batch):
 def test_nothing_is_measured_on_a_cpu(random_batch, tiny_model, train_on):
     module = PolicyModule(str(tiny_model), max_tokens_per_pack="auto")
     train_on(module, [random_batch(1)])
-    assert module.max_tokens_per_pack == module.packs.tokens == 16_384
+    assert module.learner.max_tokens_per_pack == module.packs.tokens == 16_384
     assert PolicyModule(str(tiny_model), max_tokens_per_pack=7).packs is None
     with pytest.raises(ConfigError, match="max_tokens_per_pack=0 must be >= 1"):
         PolicyModule(str(tiny_model), max_tokens_per_pack=0)
@@ -113,11 +113,11 @@ def test_a_run_is_that_of_the_number_and_a_resumed_one_does_not_measure(
 
     _, wanted = trained(24)  # 0.85 x 500 KB - 300 KB for 25 tokens
     module, whole = trained("auto")
-    assert (module.max_tokens_per_pack, len(gpu)) == (24, 2)  # measured once
+    assert (module.learner.max_tokens_per_pack, len(gpu)) == (24, 2)  # measured once
     trained("auto", epochs=1)
     monkeypatch.setattr(auto_packs, "free_bytes", lambda device: pytest.fail("measured again"))
     module, resumed = trained("auto", ckpt_path=tmp_path / "auto-1.ckpt")
-    assert module.max_tokens_per_pack == 24
+    assert module.learner.max_tokens_per_pack == 24
     for name, weight in wanted.items():
         assert torch.equal(whole[name], weight), name
         assert torch.equal(resumed[name], weight), name

@@ -14,3 +14,4 @@ def test_a_module_is_described_by_the_arguments_that_it_takes(tiny_model, tmp_pa
     assert names <= set(inspect.signature(PolicyModule).parameters)
     assert table["model.gradient_checkpointing"]
     assert table["model.trust_remote_code"]
+    assert {"model.minibatches", "model.ppo_epochs", "model.learner"} <= set(table)

@@ -33,7 +33,7 @@ from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, EngineError
-from lightning_rl.learn.ahead import NothingAhead
+from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
@@ -64,8 +64,7 @@ def sgd(parameters):
 
 def module_of(tiny_model, **options) -> PolicyModule:
     module = PolicyModule(str(tiny_model), **({"optimizer": sgd, "seed": 3} | options))
-    module.prepare()
-    module.double()
+    OwnLoop(module).module.double()
     return module
 
 
@@ -75,11 +74,11 @@ def groups_of(rollouts) -> list:
 
 def stream(module, groups, chunks, batch_groups=None) -> None:
     """Let the module work ahead on groups, as they come; the last may never come."""
-    module.ahead = Stream(module)
-    module.ahead.begin(len(groups))
+    overlap = module.learner.overlap = Stream(lambda: module.learner)
+    overlap.begin(len(groups))
     for chunk in chunks:
-        module.ahead.add([(place, groups[place]) for place in chunk])
-    module.ahead.finish([r for group in batch_groups or groups for r in group if r.graded])
+        overlap.add([(place, groups[place]) for place in chunk])
+    overlap.finish([r for group in batch_groups or groups for r in group if r.graded])
 
 
 def differences(ours: PolicyModule, theirs: PolicyModule) -> float:
@@ -135,7 +134,7 @@ def fitted_both_ways(tiny_model, rollouts, streaming, **options):
         batch = doubled(pack_rollouts([r for r in rollouts if r.graded], rollouts))
         if stream_first:
             streaming(module, groups_of(rollouts))
-        modules.append((module.fit(batch), module))
+        modules.append((module.learner.step(batch), module))
     return modules
 
 
@@ -216,7 +215,7 @@ def test_scores_are_not_computed_twice(tiny_model, random_rollouts, in_double, m
     stream(module, groups, [[0, 1], [2, 3]])
     assert scored == [("old_logprobs", 8), ("ref_logprobs", 8)] * 2
     scored.clear()
-    module.fit(doubled(pack_rollouts(rollouts)))
+    module.learner.step(doubled(pack_rollouts(rollouts)))
     assert scored == [("old_logprobs", GROUP_SIZE), ("ref_logprobs", GROUP_SIZE)]
 
 
@@ -248,18 +247,19 @@ def other_order(module, groups):
 
 
 def never_told(module, groups):
-    module.ahead = Stream(module)
-    module.ahead.begin(GROUPS)
-    module.ahead.add(list(enumerate(groups)))
+    module.learner.overlap = Stream(lambda: module.learner)
+    module.learner.overlap.begin(GROUPS)
+    module.learner.overlap.add(list(enumerate(groups)))
 
 
 def no_memory(module, groups):
     def fail(*arguments, **options):
         raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
 
-    whole, module.backward_pack = module.backward_pack, fail
+    learner = module.learner
+    whole, learner.backward_pack = learner.backward_pack, fail
     stream(module, groups, [[0, 1], [2]])
-    module.backward_pack = whole
+    learner.backward_pack = whole
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def test_what_differs_from_the_batch_is_given_up(tiny_model, random_rollouts, in
     ours, theirs = module_of(tiny_model), module_of(tiny_model)
     streaming(ours, groups_of(rollouts))
     batch = doubled(pack_rollouts(rollouts))
-    measured = ours.fit(batch.clone())
-    theirs.fit(batch)
+    measured = ours.learner.step(batch.clone())
+    theirs.learner.step(batch)
     assert "policy/streamed_share" not in measured
     assert differences(ours, theirs) <= EXACT
 
@@ -280,12 +280,12 @@ def test_what_differs_from_the_batch_is_given_up(tiny_model, random_rollouts, in
 def test_groups_of_later_minibatches_leave_no_gradient(tiny_model, random_rollouts, in_double):
     rollouts = random_rollouts(5, groups=GROUPS, group_size=GROUP_SIZE)
     module = module_of(tiny_model, minibatches=GROUPS)
-    module.ahead = Stream(module)
-    module.ahead.begin(GROUPS)
-    [first] = module.ahead.first
+    overlap = module.learner.overlap = Stream(lambda: module.learner)
+    overlap.begin(GROUPS)
+    [first] = overlap.first
     groups = groups_of(rollouts)
-    module.ahead.add([(place, groups[place]) for place in range(GROUPS) if place != first])
-    assert not module.ahead.metrics
+    overlap.add([(place, groups[place]) for place in range(GROUPS) if place != first])
+    assert not overlap.metrics
     assert all(p.grad is None for p in module.policy.parameters())
 
 
@@ -426,9 +426,7 @@ def test_the_routing_of_streamed_scores_is_replayed(tmp_path, random_rollouts, i
         module.policy.lm.set_experts_implementation("eager")  # grouped products know no float64
         if streams:
             stream(module, groups_of(rollouts), [[0, 1], [2]])
-        else:
-            module.ahead = NothingAhead()
-        batch = module.compute_all(doubled(pack_rollouts(rollouts)))
+        batch = module.learner.compute_all(doubled(pack_rollouts(rollouts)))
         columns.append(batch["tokens", "routed_experts"])
     assert (columns[0] >= 0).any()
     assert torch.equal(columns[0].sort(-1).values, columns[1].sort(-1).values)

@@ -12,7 +12,8 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.gradients import clip_gradients, norm_of, scale_gradients
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.parallel.expert import experts_of, require_experts, spread
-from lightning_rl.models.parallel.sharding import ShardedStrategy, shared_dim
+from lightning_rl.models.parallel.sharding import shared_dim
+from lightning_rl.models.parallel.strategy import ShardedStrategy
 from lightning_rl.models.parallel.tensor import TensorRanks
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, Row

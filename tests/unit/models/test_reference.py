@@ -23,7 +23,7 @@ def module_of(tiny_model, **options) -> PolicyModule:
 
 
 def ref_logprobs(module, batch):
-    return module.compute_ref_logprobs(batch)["tokens", "ref_logprobs"].clone()
+    return module.learner.compute_ref_logprobs(batch)["tokens", "ref_logprobs"].clone()
 
 
 def logprobs(policy, batch):
@@ -170,10 +170,11 @@ def test_the_base_does_not_replace_the_critics_values(tiny_model, random_batch):
             kl_reward=K1Penalty(0.1),
         )
     )
-    batch = module.compute_values(module.compute_old_logprobs(random_batch(9)))
+    learner = module.learner
+    batch = learner.compute_values(learner.compute_old_logprobs(random_batch(9)))
     values = batch["tokens", "values"].clone()
     assert values.any()
-    batch = module.compute_ref_logprobs(batch)
+    batch = module.learner.compute_ref_logprobs(batch)
     assert torch.equal(batch["tokens", "values"], values)
     assert module.policy.value_head is head
 

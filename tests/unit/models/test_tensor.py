@@ -18,7 +18,7 @@ from transformers import (
 from lightning_rl import NF4, LoRA
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
-from lightning_rl.models.parallel.sharding import ShardedStrategy, warn_if_experimental
+from lightning_rl.models.parallel.strategy import ShardedStrategy, warn_if_experimental
 from lightning_rl.models.parallel.tensor import TensorRanks, split
 from lightning_rl.models.parallel.tensor_plan import require_divisible, styles_of
 from lightning_rl.models.policy import Policy

@@ -185,7 +185,7 @@ def test_if_all_were_truncated_nothing_moves(tiny_model, train_on, random_rollou
 
 def test_the_engines_logprobs_stand_in_for_the_old_ones(tiny_model, random_batch):
     module = module_of(tiny_model, trust_engine_logprobs=True)
-    batch = module.compute_old_logprobs(random_batch(73))
+    batch = module.learner.compute_old_logprobs(random_batch(73))
     assert torch.equal(batch["tokens", "old_logprobs"], batch["tokens", "rollout_logprobs"])
 
 
@@ -196,8 +196,9 @@ def test_with_a_critic_too(tiny_model, random_batch):
     )
     for module in (trusting, plain):
         nn.init.constant_(module.policy.value_head.linear.weight, 0.1)
-    batch = trusting.compute_values(trusting.compute_old_logprobs(random_batch(73)))
-    expected = plain.compute_values(random_batch(73))
+    batch = trusting.learner.compute_old_logprobs(random_batch(73))
+    batch = trusting.learner.compute_values(batch)
+    expected = plain.learner.compute_values(random_batch(73))
     assert torch.equal(batch["tokens", "old_logprobs"], batch["tokens", "rollout_logprobs"])
     assert torch.equal(batch["tokens", "values"], expected["tokens", "values"])
     assert expected["tokens", "values"].any()

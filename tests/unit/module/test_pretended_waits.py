@@ -1,6 +1,7 @@
 """How often the host waits for a device in an update: it is to run ahead of it."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def counted(module, batch: TensorDict, train_on, max_tokens: int) -> Counter[str
         seen.update(waits)
 
     module.training_step = watched
-    module.max_tokens_per_pack = max_tokens
+    module.settings = replace(module.settings, max_tokens_per_pack=max_tokens)
     with moving_in_place():
         train_on(module, [batch], **on_the_device())
     return seen

@@ -102,8 +102,9 @@ def test_with_nothing_to_learn_the_optimizer_steps_all_the_same(
 def test_old_logprobs_are_of_the_rollouts_that_will_be_trained_on(tiny_model, rollouts):
     module = PolicyModule(str(tiny_model))
     module.configure_model()
-    everything = module.compute_old_logprobs(pack_rollouts(rollouts))["tokens", "old_logprobs"]
-    batch = module.compute_old_logprobs(module.compute_advantages(pack_rollouts(rollouts)))
+    learner = module.learner
+    everything = learner.compute_old_logprobs(pack_rollouts(rollouts))["tokens", "old_logprobs"]
+    batch = learner.compute_old_logprobs(learner.compute_advantages(pack_rollouts(rollouts)))
     moving = batch["tokens", "advantages"] != 0
     bound = scores_rounding(tiny_model, everything)
     torch.testing.assert_close(

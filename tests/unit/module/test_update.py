@@ -1,7 +1,8 @@
 """PolicyModule: the update's gradient, its named steps, its metrics, its refusals."""
 
 import math
-from contextlib import nullcontext
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.kl import K3Penalty
-from lightning_rl.algos.objective import SequenceMean, TokenMean
+from lightning_rl.algos.losses import ValueLoss
+from lightning_rl.algos.objective import Objective, SequenceMean, TokenMean
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.critic import LEAST_LR, Critic
+from lightning_rl.learn.backends import TorchBackend
+from lightning_rl.learn.critic import Critic
 from lightning_rl.learn.learner import Learner
 from lightning_rl.learn.schedulers import WarmupLinear
+from lightning_rl.learn.update_settings import UpdateSettings
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference
@@ -111,94 +115,88 @@ def test_several_epochs_and_minibatches_do_not_depend_on_packs_either(
     assert distance(weights[0], weights[1]) < gradient_rounding(tiny_model, tokens=100)
 
 
-class StepByStep(PolicyModule):
+class StepByStep(Learner):
     """The named steps, called one by one."""
 
-    def training_step(self, batch, batch_idx):
+    def step(self, batch, decide=None):
         batch = self.compute_old_logprobs(batch)
         batch = self.compute_values(batch)
         batch = self.compute_ref_logprobs(batch)
         batch = self.compute_advantages(batch)
         metrics = self.update(batch)
-        self.record(metrics)
-        self.iteration += 1
+        self.end_iteration(metrics)
+        return metrics
 
 
-def test_named_steps_one_by_one_are_the_training_step(tiny_model, train_on, random_batch):
+def ppo(tiny_model, **options) -> PolicyModule:
+    """PPO with two passes, a critic of its own and a KL penalty."""
+    return PolicyModule(
+        str(tiny_model),
+        advantage=GAE(),
+        critic=SeparateValueHead(),
+        kl=K3Penalty(0.1),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
+        ppo_epochs=2,
+        minibatches=2,
+        max_tokens_per_pack=50,
+        **options,
+    )
+
+
+def test_a_learner_of_ones_own_calls_the_named_steps(tiny_model, train_on, random_batch):
     states = []
-    for cls in (PolicyModule, StepByStep):
-        module = cls(
-            str(tiny_model),
-            advantage=GAE(),
-            critic=SeparateValueHead(),
-            kl=K3Penalty(0.1),
-            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
-            ppo_epochs=2,
-            minibatches=2,
-            max_tokens_per_pack=50,
-        )
+    for kind in (Learner, StepByStep):
+        module = ppo(tiny_model, learner=kind)
         train_on(module, [random_batch(15), random_batch(16)])
+        assert type(module.learner) is kind
         states.append(module.state_dict())
     assert states[0].keys() == states[1].keys()
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
 
 
-class Bare(Learner):
-    """A learner without Lightning: the settings of a module, and torch for all that is asked."""
-
-    def __init__(self, module: PolicyModule) -> None:
-        for name in Learner.__annotations__:
-            setattr(self, name, getattr(module, name))
-        self._policy = Policy(module.model, module.critic and module.critic.head)
-        self.reference = FrozenReference()
-        self.reference.configure(self._policy)
-        groups = self._policy.parameter_groups(module.critic and module.critic.lr)
-        self.optimizer = module.optimizer(groups)
-        self.optimizer.param_groups[-1]["lr"] = LEAST_LR
-
-    device, loaded_policy = torch.device("cpu"), property(lambda self: self._policy)
-
-    def step_precision(self):
-        return nullcontext()
-
-    def own_optimizer(self):
-        return self.optimizer
-
-    def add_gradient(self, loss, last):
-        loss.backward()
-
-    def take_step(self):
-        self.optimizer.step()
-
-
 def test_a_learner_needs_no_lightning(tiny_model, train_on, random_batch):
-    made = {
-        "advantage": GAE(),
-        "kl": K3Penalty(0.1),
-        "optimizer": lambda p: torch.optim.SGD(p, lr=1e-6),
-        "ppo_epochs": 2,
-        "minibatches": 2,
-        "max_tokens_per_pack": 50,
-    }
     batches = [random_batch(15), random_batch(16)]
-    module = module_of(tiny_model, critic=SeparateValueHead(), **made)
-    bare = Bare(module_of(tiny_model, critic=SeparateValueHead(), **made))
+    module = ppo(tiny_model)
     train_on(module, [batch.clone() for batch in batches])
+    policy, reference = Policy(str(tiny_model), SeparateValueHead()), FrozenReference()
+    reference.configure(policy)
+    optimizer = torch.optim.AdamW(policy.parameter_groups(None), lr=1e-3)
+    learner = Learner(
+        policy,
+        TorchBackend(optimizer),
+        GAE(),
+        Objective(kl=K3Penalty(0.1), value_loss=ValueLoss()),
+        settings=UpdateSettings(ppo_epochs=2, minibatches=2, max_tokens_per_pack=50),
+        reference=reference,
+    )
     for batch in batches:
-        metrics = bare.update(bare.compute_all(batch))
-        bare.end_iteration(metrics)
-    assert bare.iteration == module.iteration == 2
+        learner.step(batch)
+    assert learner.iteration == module.iteration == 2
     for (name, own), other in zip(
-        bare.loaded_policy.named_parameters(), module.policy.parameters(), strict=True
+        policy.named_parameters(), module.policy.parameters(), strict=True
     ):
         assert torch.equal(own, other), name
+
+
+def test_a_learner_imports_no_lightning():
+    code = """import sys, lightning_rl.learn.learner
+print(sorted({name.split(".")[0] for name in sys.modules} & {"lightning", "pytorch_lightning"}))"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+
+
+def test_a_penalty_without_a_reference_is_refused(tiny_model):
+    policy = Policy(str(tiny_model))
+    backend = TorchBackend(sgd(policy.parameters()))
+    with pytest.raises(ConfigError, match="needs a reference; pass one"):
+        Learner(policy, backend, objective=Objective(kl=K3Penalty()))
 
 
 def test_old_logprobs_are_those_before_the_update(tiny_model, random_batch):
     module = module_of(tiny_model, max_tokens_per_pack=40)
     module.configure_model()
-    batch = module.compute_old_logprobs(random_batch(17))
+    batch = module.learner.compute_old_logprobs(random_batch(17))
     with torch.no_grad():
         scores = module.policy(batch)
     mask = batch["tokens", "loss_mask"]
@@ -212,12 +210,12 @@ def test_old_logprobs_are_those_before_the_update(tiny_model, random_batch):
 def test_steps_that_need_what_is_not_there_are_refused(tiny_model, random_batch):
     module = module_of(tiny_model)
     with pytest.raises(ConfigError, match=r"call configure_model\(\) first"):
-        module.compute_old_logprobs(random_batch(0))
+        module.learner.compute_old_logprobs(random_batch(0))
     module.configure_model()
     with pytest.raises(ConfigError, match="needs a reference; set kl"):
-        module.compute_ref_logprobs(random_batch(0))
+        module.learner.compute_ref_logprobs(random_batch(0))
     with pytest.raises(ConfigError, match=r"needs a critic; set critic\.head"):
-        module.compute_values(random_batch(0))
+        module.learner.compute_values(random_batch(0))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +226,7 @@ def test_steps_that_need_what_is_not_there_are_refused(tiny_model, random_batch)
         ({"max_tokens_per_pack": 0}, "max_tokens_per_pack=0 must be >= 1"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be > 0"),
         ({"advantage": GAE()}, "advantage=GAE needs a critic; set critic.head"),
+        ({"learner": "torch.nn.Linear"}, "expected the import path of a subclass of Learner, got"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):

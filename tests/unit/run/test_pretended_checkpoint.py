@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_rl.run.files.checkpoint_io import in_host_memory
+from lightning_rl.run.host_memory import in_host_memory
 from tests.support.pretended import DEVICE
 
 

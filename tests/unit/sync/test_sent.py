@@ -16,8 +16,8 @@ from lightning_rl.errors import EngineError, WeightSyncError, WrongWeightsError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.clock import StageClock
 from lightning_rl.run.digest import digest
-from lightning_rl.run.hooks import StageClock
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.base import compare, push

@@ -1,0 +1,57 @@
+"""UpdateSettings: the numbers of an update."""
+
+from dataclasses import dataclass
+
+from lightning_rl.algos.kl import check_target_kl
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.auto_packs import DEFAULT
+
+
+@configurable
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How a learner goes through a batch.
+
+    Args:
+        ppo_epochs: passes over each batch.
+        minibatches: optimizer steps per pass; whole groups are dealt to them at random.
+        target_kl: make no further pass over a batch once a pass's mean ``policy/kl_old`` exceeds
+            this, in nats per token; None: make all passes.
+        max_tokens_per_pack: tokens per forward and backward pass, which bounds memory.
+        max_grad_norm: clip the gradient's global norm to this; None: do not clip.
+        trust_engine_logprobs: use the engine's logprobs as the old ones.
+        mask_truncated: exclude rollouts that reached ``max_tokens`` from the loss.
+        seed: seed by which groups are dealt to minibatches.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    ppo_epochs: int = 1
+    minibatches: int = 1
+    target_kl: float | None = None
+    max_tokens_per_pack: int = DEFAULT
+    max_grad_norm: float | None = 1.0
+    trust_engine_logprobs: bool = False
+    mask_truncated: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            ppo_epochs=self.ppo_epochs,
+            minibatches=self.minibatches,
+            max_tokens_per_pack=self.max_tokens_per_pack,
+        )
+        require_finite(max_grad_norm=self.max_grad_norm)
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ConfigError(
+                f"max_grad_norm={self.max_grad_norm} must be > 0; null for no clipping"
+            )
+        check_target_kl(self.target_kl, ppo_epochs=self.ppo_epochs)
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps of an iteration, unless ``target_kl`` ends it early."""
+        return self.ppo_epochs * self.minibatches
