@@ -307,6 +307,8 @@ class PolicyModule(RolloutModule, LearningModule):
 
     # ---------------------------------------------------------------- learning
 
+    _iteration = 0
+
     @cached_property
     def learner(self) -> Learner:
         """The learner of this policy, once ``configure_model`` has loaded it.
@@ -314,7 +316,7 @@ class PolicyModule(RolloutModule, LearningModule):
         Raises:
             ConfigError: if it is not loaded yet.
         """
-        return self._learner(
+        learner = self._learner(
             self.loaded_policy,
             self.make_backend(),
             self.advantage,
@@ -328,6 +330,8 @@ class PolicyModule(RolloutModule, LearningModule):
             packs=self.packs,
             clock=self.clock,
         )
+        learner.iteration = self._iteration
+        return learner
 
     def make_backend(self) -> Backend:
         """Return what runs the learner's backward passes and optimizer steps."""
@@ -335,12 +339,14 @@ class PolicyModule(RolloutModule, LearningModule):
 
     @property
     def iteration(self) -> int:
-        """Number of iterations that the learner has completed; 0 before it exists."""
-        return 0 if self.policy is None else self.learner.iteration
+        """Number of iterations that the learner has completed."""
+        return self.learner.iteration if "learner" in vars(self) else self._iteration
 
     @iteration.setter
     def iteration(self, iteration: int) -> None:
-        self.learner.iteration = iteration
+        self._iteration = iteration  # a checkpoint may be read before the model is loaded
+        if "learner" in vars(self):
+            self.learner.iteration = iteration
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """Run one RL iteration on a packed batch: score, ask callbacks, update."""

@@ -216,7 +216,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
     "settings that contradict each other": {
         "--data.sampling.structured_outputs.regex '[0-9]+'": [
             "sampling.structured_outputs={'regex': '[0-9]+'}",
-            "data.evaluation.sampling only",
+            "data.evaluation only",
         ],
         "--data.evaluation.sampling.structured_outputs '{regex: a, choice: [b]}'": [
             "structured_outputs has ['choice', 'regex']; give exactly one"
@@ -239,10 +239,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         ],
         "--model.reference FrozenReference": ["reference=FrozenReference is not used by any KL"],
         "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],
-        "--data.evaluation.prompts null": [
-            "Evaluate has nothing to evaluate on",
-            "data.evaluation.prompts",
-        ],
+        "--data.evaluation null": ["Evaluate has nothing to evaluate on", "data.evaluation"],
         "--trainer.callbacks+=WeightSync": ["there are 2 WeightSync", "remove all but one"],
         "--trainer.callbacks+=RunReport --trainer.callbacks+=RunReport": [
             "there are 2 RunReport",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
+from lightning_rl.run import host_memory
 from lightning_rl.run.files import checkpoint_io, checkpoint_io as checkpoint_async
 from lightning_rl.run.files.checkpoint_io import (
     BackgroundCheckpointIO,
@@ -87,10 +88,10 @@ def test_from_a_gpu_through_pinned_memory_or_else_waited_for(monkeypatch, caplog
             assert non_blocking
             return "on its way"
 
-    monkeypatch.setattr(checkpoint_async.torch, "empty_like", empty_like)
+    monkeypatch.setattr(host_memory.torch, "empty_like", empty_like)
     fell_back.cache_clear()
-    assert checkpoint_async._host_copy(OnCUDA()) == "on its way"
-    assert checkpoint_async._host_copy(OnCUDA()) == "waited for"
+    assert host_memory._host_copy(OnCUDA()) == "on its way"
+    assert host_memory._host_copy(OnCUDA()) == "waited for"
     assert asked == 2 * [{"device": "cpu", "pin_memory": True}]
     assert "pinned host memory cannot be used: cannot pin;" in caplog.text
 
