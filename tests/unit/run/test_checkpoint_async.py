@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 from lightning_rl.run import host_memory
-from lightning_rl.run.files import checkpoint_io, checkpoint_io as checkpoint_async
+from lightning_rl.run.files import checkpoint_io
 from lightning_rl.run.files.checkpoint_io import (
     BackgroundCheckpointIO,
     VerifiedCheckpointIO,
