@@ -186,6 +186,8 @@ class RLCLI(LightningCLI):
         """Find further mistakes before a model is loaded and an engine is started."""
         if self.subcommand == "fit" and isinstance(self.model, RecordingModule):
             self._note_configuration()
+        if isinstance(self.model, FiniteStepsModule):  # now, before any process is started
+            self.model.check_trainer(self.trainer)
         if isinstance(self.model, RolloutModule):
             for name, policy in self.model.policies.items():
                 key = f"model.init_args.policies.{name}." if name else "model."
