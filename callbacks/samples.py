@@ -106,7 +106,7 @@ class FirstAndLast(Stateful):
 class Scores(FirstAndLast):
     """Means of the scores of groups, and how far apart scores have been."""
 
-    state_names = ("first", "last", "range")
+    state_names: ClassVar[tuple[str, ...]] = ("first", "last", "range")
 
     def __init__(self, window: int, least: int = 1) -> None:
         super().__init__(window, least)
