@@ -45,7 +45,7 @@ ECHOING = {
 }
 
 
-def config(model: str, agent: dict) -> dict:
+def config(model: str, turns: str) -> dict:
     prompts = {"class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"}}
     return {
         "model": {
@@ -63,7 +63,8 @@ def config(model: str, agent: dict) -> dict:
                 "train_prompts": prompts,
                 "rewards": ["done_again.sevens"],
                 "engine": {"class_path": "VLLMLocal", "init_args": {"max_model_len": 64}},
-                "agent": agent,
+                "agent": AGENTS[turns],
+                "plan": BRANCHES if turns == "branches" else None,
                 "sampling": {"max_tokens": 12},
                 "group_size": 4,
                 "groups_per_iteration": 4,
@@ -105,7 +106,7 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
     rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     (tmp_path / "done_again.py").write_text(CODE)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(str(tiny_model), AGENTS[turns])))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(str(tiny_model), turns)))
     assert main(["fit", "--config", "config.yaml"]) == 0
 
     run = RecordedRun(tmp_path / "runs" / "version_0")
