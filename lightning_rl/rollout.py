@@ -221,7 +221,7 @@ class Row:
     ``teacher_logprobs`` are a teacher's for the tokens after the prompt
     (:mod:`lightning_rl.data.teacher_logprobs`); empty: no teacher has looked.
     ``compared_with`` holds numbers that a group's plan compares the row with, by name: columns of a
-    batch, such as ReMax's ``baseline``.
+    batch, such as a ``baseline``.
     ``pictures`` are all of the row in order, those of its prompt first; ``places`` say where each
     begins, counted from the start of the prompt.
     """

@@ -23,7 +23,7 @@ A *batch* is a TensorDict with two parts:
   ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``. ``reward_parts`` and
   ``part_weights``, (R, P): the scores of the reward functions in the order of their names, NaN
   where there is none, then the rest of the reward, such as a role's own; their weighted sum is
-  ``reward``. What a group's plan compares rows with, by its names (ReMax: ``baseline``), NaN where
+  ``reward``. What a group's plan compares rows with, by its names (such as ``baseline``), NaN where
   it is unknown. Where any branched off from another, ``sample`` (of a group, those with the same
   number began as one) and
   ``fork`` (how many calls they share, 0 for the one they branched off from; those have no loss).
