@@ -34,7 +34,6 @@ from lightning_rl.collect.tasks import (
     by_name,
     grader_of,
     hanging_reward,
-    require_room,
     rewards_of,
     tasks_of,
 )
@@ -261,7 +260,8 @@ class RLDataModule(CollectingDataModule):
         # Where the configuration tells the engine's length, do not start it only to refuse.
         limit = getattr(self.engine, "max_model_len", None)
         if limit is not None:
-            require_room(self.tasks, limit)
+            for task in self.tasks:
+                task.room_within(limit)
 
     def _made_collection(self, module: RolloutModule, stage: str) -> Collection:
         """Return the collection of a run; the policies' advantages may add to its plans."""

@@ -171,9 +171,12 @@ def repeats_shared_calls(rollout: Rollout) -> Iterator[None]:
     Raises:
         EpisodeError: if it made other ones.
     """
-    shared = _shared_calls(rollout)
+    if rollout.fork is None:  # most rollouts: do not go through their tokens
+        yield
+        return
+    shared = _shared_calls(rollout, rollout.fork.calls)
     yield
-    if rollout.completed and _shared_calls(rollout) != shared:
+    if rollout.completed and _shared_calls(rollout, rollout.fork.calls) != shared:
         raise EpisodeError(
             f"did not repeat the {len(shared)} calls of {rollout.group_id}/"
             f"{rollout.sample_index} before the fork, so it cannot continue from them; make "
@@ -181,8 +184,7 @@ def repeats_shared_calls(rollout: Rollout) -> Iterator[None]:
         )
 
 
-def _shared_calls(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """Return the calls before the fork, as prompt and answer tokens."""
-    count = 0 if rollout.fork is None else rollout.fork.calls
+def _shared_calls(rollout: Rollout, count: int) -> list[tuple[list[int], list[int]]]:
+    """Return the first ``count`` calls, as prompt and answer tokens."""
     calls = [captured(rollout, call) for call in rollout.model_calls()[:count]]
     return [(call.prompt_ids, call.completion.token_ids) for call in calls]

@@ -24,7 +24,7 @@ from lightning_rl.run.processes.cores import beside_engine
 
 @dataclass(frozen=True)
 class Batch:
-    """What an iteration collected.
+    """The rollouts, groups and metrics that one iteration collected.
 
     Args:
         rollouts: this rank's rollouts to train on.

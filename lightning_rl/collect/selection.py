@@ -164,7 +164,7 @@ class SelectedGroups:
 
     def metrics(self) -> dict[str, float]:
         """Return how many groups each filter rejected, and how many were made up."""
-        made_up = (
-            {"filter/made_up": float(self.made_up)} if self.settings.fill_with_rejected else {}
-        )
-        return {f"filter/{name}": float(n) for name, n in self.rejected.items()} | made_up
+        metrics = {f"filter/{name}": float(n) for name, n in self.rejected.items()}
+        if self.settings.fill_with_rejected:
+            metrics["filter/made_up"] = float(self.made_up)
+        return metrics

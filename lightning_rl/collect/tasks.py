@@ -32,6 +32,22 @@ class Task:
     success_reward: float
     plan: GroupPlan = field(default_factory=GroupPlan)
 
+    def room_within(self, max_length: int) -> int:
+        """Return how many tokens a prompt may have if it shares ``max_length`` with a completion.
+
+        Raises:
+            ConfigError: naming the prompt set, if its completions leave no room.
+        """
+        room = max_length - self.sampling.max_tokens
+        if room < 1:
+            with naming(self.name):
+                raise ConfigError(
+                    f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt "
+                    f"within the engine's {max_length} tokens; lower it or raise "
+                    "engine.max_model_len"
+                )
+        return room
+
     def new_groups(self, limit: int | None, seed: int, iteration: int) -> list[Group]:
         """Return empty groups of the first ``limit`` prompts (None: all).
 
@@ -130,19 +146,6 @@ def rewards_of(tasks: Sequence[Task]) -> list[Rewards]:
     return list(dict.fromkeys(task.rewards for task in tasks))
 
 
-def room_for_prompts(max_length: int, sampling: Sampling) -> int:
-    """Return how many tokens a prompt may have if prompt and completion share ``max_length``
-    tokens.
-    """
-    room = max_length - sampling.max_tokens
-    if room < 1:
-        raise ConfigError(
-            f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
-            f"engine's {max_length} tokens; lower it or raise engine.max_model_len"
-        )
-    return room
-
-
 def hanging_reward(tasks: Sequence[Task]) -> Hanging | None:
     """Return the reward of these tasks that is being called in its own thread; None if none is."""
     found = next((call for rewards in rewards_of(tasks) if (call := rewards.hanging())), None)
@@ -152,17 +155,6 @@ def hanging_reward(tasks: Sequence[Task]) -> Hanging | None:
     return Hanging(f"reward {found[0]}", found[1], advice)
 
 
-def require_room(tasks: Sequence[Task], max_length: int) -> None:
-    """Check that prompt and completion fit into an engine's ``max_length`` tokens together.
-
-    Raises:
-        ConfigError: naming the prompt set whose completions leave no room.
-    """
-    for task in tasks:
-        with naming(task.name):
-            room_for_prompts(max_length, task.sampling)
-
-
 def bound_prompts(tasks: Sequence[Task], max_length: int) -> None:
     """Limit the tasks' prompts to what an engine's ``max_length`` tokens leave beside completions.
 
@@ -170,5 +162,4 @@ def bound_prompts(tasks: Sequence[Task], max_length: int) -> None:
         ConfigError: naming the prompt set whose completions leave no room.
     """
     for task in tasks:
-        with naming(task.name):
-            task.prompts.bound(room_for_prompts(max_length, task.sampling))
+        task.prompts.bound(task.room_within(max_length))

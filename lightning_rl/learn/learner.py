@@ -94,7 +94,7 @@ class Learner:
         self.packs = packs
         self.clock = clock or StageClock()
         self.overlap: Overlap = NoOverlap()
-        """What is computed while the batch is still being generated."""
+        """Computes parts of the update while the batch is still being generated."""
         self.expert_load = ExpertLoad()
         self.iteration = 0
         """Number of completed iterations, which is also the version of the weights."""

@@ -24,7 +24,7 @@ GRACE_SECONDS = 10.0
 
 
 def mistake(surface, call):
-    """What a call did wrong, by how it ended, what it printed and what it left running."""
+    """Return what a call did wrong: how it ended, what it printed and what it left running."""
     with TemporaryDirectory(prefix="hostile-") as place:
         folder, output = Path(place, "here"), Path(place, "output")
         folder.mkdir()

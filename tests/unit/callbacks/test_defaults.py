@@ -1,4 +1,4 @@
-"""Who gets which callbacks: the same in a script as on the command line, and none that is given."""
+"""Default callbacks are the same in a script as on the command line; given ones are kept."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""What the command line prints when nothing is wrong, and when a run pushes weights."""
+"""The command line prints what it should if nothing is wrong, and if a run pushes weights."""
 
 from importlib.metadata import version
 

@@ -51,7 +51,7 @@ SEEN = {
     "data": 28, "engines": 18, "envs": 13, "extend": 0, "games": 0, "learn": 22, "models": 28,
     "rewards": 8, "run": 33, "serving": 5, "sync": 4, "verifiers": 0, "vision": 13,
 }  # fmt: skip
-"""Of each room, how many modules others may import: as many as now, and some day eight or fewer."""
+"""Number of modules of each room that others may import: as now, and some day at most eight."""
 
 
 @pytest.mark.parametrize("name", SEEN)
