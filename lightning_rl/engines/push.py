@@ -29,7 +29,6 @@ class PushRecord(Protocol):
     """The part of a record of pushed weights that a push uses: see ``SentWeights``."""
 
     def note(self, name: str, weight: Tensor) -> None: ...
-    def end(self) -> None: ...
     def require_held(self, ask: Callable[[Sequence[str]], list[Holdings]]) -> int: ...
 
 
@@ -37,7 +36,7 @@ class Push:
     """The weights of one version, one at a time, under their Hugging Face names.
 
     Sharded weights are gathered by all ranks together, each when its turn comes. So every rank has
-    to go through all of them, once, even if it pushes nothing or has failed (:meth:`exhaust`).
+    to go through all of them, once, even if it pushes nothing or has failed.
 
     Args:
         weights: the weights that come.
@@ -77,13 +76,6 @@ class Push:
             yield name, weight
         if shapes is not None:
             _require_all(came, shapes, engine)
-        if self.ledger is not None:
-            self.ledger.end()
-
-    def exhaust(self) -> None:
-        """Go through all weights that are left."""
-        for _ in self:
-            pass
 
 
 def require_same_weights(

@@ -265,6 +265,6 @@ from lightning_rl.sync.staged import (
     StagedTransport as StagedTransport,
 )
 from lightning_rl.sync.stream import (
+    WeightPart as WeightPart,
     WeightReceiver as WeightReceiver,
-    WeightStream as WeightStream,
 )

@@ -114,13 +114,14 @@ def push(
             sent.begin(engine, version)
             weights.ledger = sent
             transport.push(weights, version)
-            weights.exhaust()  # a transport may know before the end that it has all
+            sent.end()
             return compare(transport, engine, sent)
         finally:
             run_async(engine.resume())
     finally:
         weights.ledger = None
-        weights.exhaust()
+        for _ in weights:  # what this rank does not push, it still has to gather with the others
+            pass
 
 
 def compare(transport: WeightTransport, engine: Engine, sent: SentWeights) -> int:

@@ -1,9 +1,8 @@
-"""Weight sync by broadcasts, to all replicas of an engine together or to each by itself."""
+"""Weight sync by broadcasts to all replicas of an engine together."""
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicas.replicated import ReplicatedEngine
-from lightning_rl.errors import SyncTimeoutError, first_line, require_at_least
+from lightning_rl.errors import SyncTimeoutError, first_line
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.group import (
     BroadcastGroup,
@@ -21,12 +20,20 @@ from lightning_rl.sync.group import (
     require_backend,
     require_reachable,
 )
-from lightning_rl.sync.memory import fill_buffers
-from lightning_rl.sync.replicas import Answers, Question, ReplicaPush, submit
+from lightning_rl.sync.memory import fill, lay_out
+from lightning_rl.sync.replicas import Answers, Delivery, ReplicaPush
 from lightning_rl.sync.staged import StagedTransport
-from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
+from lightning_rl.sync.stream import Bucket, WeightPart, WeightReceiver, Weights
 
 _log = logging.getLogger(__name__)
+
+
+class AbsentError(SyncTimeoutError):
+    """Some replicas did not come to a group."""
+
+    def __init__(self, replicas: list[Replica], message: str) -> None:
+        super().__init__(message)
+        self.replicas = replicas
 
 
 @configurable
@@ -35,12 +42,9 @@ class CollectiveTransport(StagedTransport):
 
     The trainer and all replicas are one group, besides the trainer's own groups: the trainer sends
     a bucket once (NCCL) or log2(replicas) times (gloo), and the replicas forward it. If a replica
-    dies or hangs during a push, the push is repeated with a group for each remaining replica; the
-    next push uses a single group again. A new group is made whenever replicas join, leave or
+    dies or hangs during a push, a new group of the others gets all of it again, from the copy;
+    without a copy the push fails. A new group is also made whenever replicas join, leave or
     restart.
-
-    Without a copy, which a push is repeated from, each replica has a group of its own at all times:
-    the trainer sends all weights once per replica, and the others go on if one dies.
 
     Args:
         backend: ``nccl`` or ``gloo``; None: ``nccl`` if this machine has a GPU.
@@ -49,8 +53,6 @@ class CollectiveTransport(StagedTransport):
         keep_copy: keep all buckets in host memory, as much as the engine's weights, to repeat a
             push and to fill restarted replicas from. Otherwise two buckets are used in turn; with
             NCCL the GPU always holds only two.
-        changed_only: send only buckets with a change, and load only modules that differ from what
-            was sent last; needs ``keep_copy``.
         adapters_only: send a LoRA's base once, and then its adapters alone; needs ``keep_copy``.
         timeout_s: time limit for meeting, for each step of a push, and for each bucket.
     """
@@ -68,13 +70,10 @@ class CollectiveTransport(StagedTransport):
         host: str = "127.0.0.1",
         bucket_mb: float = 256.0,
         keep_copy: bool = True,
-        changed_only: bool = False,
         adapters_only: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        super().__init__(timeout_s, keep_copy, changed_only, adapters_only)
-        require_at_least(0.001, bucket_mb=bucket_mb)
-        self.bucket_mb = bucket_mb
+        super().__init__(timeout_s, keep_copy, adapters_only, bucket_mb)
         self.backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         require_backend(self.backend)
         self.host = host
@@ -82,11 +81,9 @@ class CollectiveTransport(StagedTransport):
         self._copies: dict[int, Tensor] = {}
         self._on_device: dict[int, int] = {}  # which slot each of two buffers holds
         self._device = torch.device("cpu")
-        self._groups: dict[Replica, BroadcastGroup] = {}
         self._buffers: dict[int, Tensor] = {}
-        self._shared: BroadcastGroup | None = None
-        # Held until the slot is used again; None: to all replicas together.
-        self._sending: dict[tuple[int, Replica | None], Any] = {}
+        self._group: BroadcastGroup | None = None
+        self._sending: dict[int, Any] = {}  # by slot, held until that is used again
 
     @property
     def gpu_bytes(self) -> int:
@@ -113,10 +110,6 @@ class CollectiveTransport(StagedTransport):
 
     def close(self) -> None:
         super().close()
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
-        self._sending.clear()
         self._buffers.clear()
         self._copies.clear()
         self._on_device.clear()
@@ -125,57 +118,17 @@ class CollectiveTransport(StagedTransport):
     def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
         return BroadcastReceiver(device, rank, **options)
 
-    def join(self, replica: Replica) -> None:
-        self.leave(replica)
-        self._groups[replica] = self._met([replica])
-
-    def _met(self, replicas: Sequence[Replica]) -> BroadcastGroup:
-        """Return a group of this process and all workers of these replicas, once they have met.
-
-        Raises:
-            SyncTimeoutError: if they do not meet in time.
-        WeightSyncError: if a replica refuses.
-        """
-        options: dict[str, Any] = {
-            "host": self.host,
-            "size": 1 + sum(replica.workers for replica in replicas),
-            "backend": self.backend,
-            "timeout_s": self.timeout_s,
-        }
-        group = BroadcastGroup(port=0, rank=0, device=self._device, **options)
-        joining, first = [], 1
-        for replica in replicas:
-            joining.append(self.invite(replica, port=group.port, first=first, **options))
-            first += replica.workers
-        refusals: list[Future[Any]] = []
-
-        def refused() -> bool:
-            refusals.extend(answer for answer in joining if answer.done() and answer.exception())
-            return bool(refusals)
-
-        try:
-            group.meet(refused)
-        except SyncTimeoutError as error:
-            group.close()
-            for answer in [*refusals, *joining]:
-                answer.result()  # says why, if the replica is gone or has refused
-            names = ", ".join(replica.name for replica in replicas)
-            raise SyncTimeoutError(f"{names}: {error}") from error
-        for answer in joining:
-            answer.result()
-        return group
-
-    def leave(self, replica: Replica) -> None:
-        if (group := self._groups.pop(replica, None)) is not None:
-            group.close_soon()
-
-    def stage(self, weights: WeightStream) -> Iterator[Bucket]:
-        for bucket, flat in fill_buffers(weights, self.bucket_mb, self.keep_copy, self._buffer):
-            if self._copies_to_host:
-                # Page-locked memory, so that the copy goes on while the bucket is sent and loaded.
-                copy = _at_least(self._copies, bucket["slot"], len(flat), flat.dtype, None)
-                copy.copy_(flat, non_blocking=True)
-            yield bucket
+    def stage(self, part: WeightPart) -> Bucket:
+        bucket = lay_out(part, self.keep_copy)
+        # Where frozen weights do not come again, the buffer has to hold them already.
+        is_read = bucket["names"] is not None
+        flat = self._buffer(bucket["slot"], bucket["numel"], part.dtype, is_read)
+        fill(flat, bucket, part)
+        if self._copies_to_host:
+            # Page-locked memory, so that the copy goes on while the bucket is sent and loaded.
+            copy = _at_least(self._copies, bucket["slot"], len(flat), flat.dtype, None)
+            copy.copy_(flat, non_blocking=True)
+        return bucket
 
     def _buffer(self, slot: int, numel: int, dtype: torch.dtype, is_read: bool) -> Tensor:
         if not self._copies_to_host:
@@ -195,38 +148,59 @@ class CollectiveTransport(StagedTransport):
             return self._buffer(slot, numel, getattr(torch, bucket["dtype"]), is_read=True)
         return self._buffers[slot % 2][:numel]
 
-    def transmit(self, bucket: Bucket, replica: Replica) -> None:
-        flat = self._staged_flat(bucket)
-        # Nobody waits here: a replica answers its call when it has received all.
-        try:
-            self._sending[bucket["slot"], replica] = self._groups[replica].broadcast(flat)
-        except SyncTimeoutError as error:
-            raise SyncTimeoutError(f"{replica.name}: {error}") from error
-
-    # ---------------------------------------------------------------- all replicas together
+    # ---------------------------------------------------------------- the group
 
     def meet(self, replicas: list[Replica]) -> None:
-        """Make a group of these replicas and this process.
+        """Make a group of this process and all workers of these replicas.
 
         Raises:
-            ReplicaLost: if one of them is gone.
-            SyncTimeoutError: if they do not meet in time.
+            AbsentError: if some of them are gone, or do not come in time.
+            WeightSyncError: if one refuses.
         """
         self.part()
-        self._shared = self._met(replicas)
+        options: dict[str, Any] = {
+            "host": self.host,
+            "size": 1 + sum(replica.workers for replica in replicas),
+            "backend": self.backend,
+            "timeout_s": self.timeout_s,
+        }
+        group = BroadcastGroup(port=0, rank=0, device=self._device, **options)
+        joining: Answers = {}
+        ranks, first = dict[Replica, range](), 1
+        for replica in replicas:
+            joining[replica] = self.invite(replica, port=group.port, first=first, **options)
+            ranks[replica] = range(first, first + replica.workers)
+            first += replica.workers
+        try:
+            group.meet(lambda: any(a.done() and a.exception() for a in joining.values()))
+        except SyncTimeoutError as error:
+            absent = set(group.absent())
+            group.close()
+            wait(joining.values(), self.timeout_s)
+            errors = {r: a.exception() if a.done() else error for r, a in joining.items()}
+            for refusal in errors.values():
+                if refusal and not isinstance(refusal, ReplicaLost | SyncTimeoutError):
+                    raise refusal from error
+            dead = [r for r in replicas if isinstance(errors[r], ReplicaLost)]
+            missing = dead or [r for r in replicas if absent & set(ranks[r])]
+            names = ", ".join(replica.name for replica in missing or replicas)
+            raise AbsentError(missing, f"{names}: {error}") from error
+        for answer in joining.values():
+            answer.result()
+        self._group = group
 
-    def send(self, bucket: Bucket) -> None:
-        """Broadcast a bucket to the whole group; replicas answer their calls on receipt.
+    def broadcast(self, bucket: Bucket) -> None:
+        """Broadcast a bucket to the group; replicas answer their calls on receipt.
 
         Raises:
             SyncTimeoutError: if a replica is known to be gone.
         """
-        assert self._shared is not None
-        self._sending[bucket["slot"], None] = self._shared.broadcast(self._staged_flat(bucket))
+        assert self._group is not None
+        self._sending[bucket["slot"]] = self._group.broadcast(self._staged_flat(bucket))
 
     def part(self) -> None:
         """Leave the group; its waiting members get an error at once."""
-        group, self._shared = self._shared, None
+        group, self._group = self._group, None
         if group is not None:
             self._sending.clear()
             group.close_soon()
@@ -251,7 +225,7 @@ def _at_least(
 
 
 class CollectivePush(ReplicaPush):
-    """Sends each bucket once, to all replicas together; after a loss, to each by itself.
+    """Sends each bucket once, to all replicas together.
 
     Args:
         transport: stages and sends the weights.
@@ -260,96 +234,105 @@ class CollectivePush(ReplicaPush):
 
     transport: CollectiveTransport
 
-    def __init__(self, transport: CollectiveTransport, engine: ReplicatedEngine) -> None:
-        super().__init__(transport, engine)
-        self._met: dict[Replica, int] = {}  # the life in which each came to the group
+    def delivery(self, replicas: list[Replica], complete: bool) -> Delivery:
+        return GroupDelivery(self, replicas, complete)
+
+    def _hold_what_is_kept(self, replicas: list[Replica]) -> bool:
+        # In a new group they forget the base that they merge adapters into.
+        together = self.joined == _lives(replicas) or not self._adapters_alone
+        return together and super()._hold_what_is_kept(replicas)
+
+    def meet(self, replicas: list[Replica]) -> None:
+        """Make a group of these replicas, unless they are one."""
+        if self.joined != _lives(replicas):
+            self.part()
+            self.transport.meet(replicas)
+            self.joined.update(_lives(replicas))
+
+    def part(self) -> None:
+        """Leave the group, if there is one."""
+        self.joined.clear()
+        self.transport.part()
+
+    def _leave_all(self) -> None:
+        self.part()
 
     def close(self) -> None:
         super().close()
-        self._part()
-
-    def _all_hold_what_is_kept(self, replicas: list[Replica]) -> bool:
-        lives = _lives(replicas)
-        together = self._together(replicas)
-        met = self._met == lives if together else lives.items() <= self._joined.items()
-        # In a new group they forget the base that they merge adapters into.
-        return (met or not self._adapters_alone) and super()._all_hold_what_is_kept(replicas)
-
-    def _together(self, replicas: list[Replica]) -> bool:
-        """Tell if they share a group: what one of them breaks off is sent again from the copy."""
-        return len(replicas) > 1 and self.transport.keep_copy
-
-    def _deliver(
-        self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
-    ) -> list[Replica]:
-        if self._together(replicas):
-            gone = self._deliver_together(replicas, buckets, version, complete)
-            if gone is None:
-                return replicas
-            replicas = [replica for replica in replicas if replica not in gone]
-            deque(buckets, maxlen=0)  # stages those that were not staged yet
-            buckets, complete = self._all_staged(), True
-        self._part()  # who has a group of its own takes no part in the other one any more
-        return super()._deliver(replicas, buckets, version, complete)
-
-    def _deliver_together(
-        self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
-    ) -> list[Replica] | None:
-        """Announce each bucket to all replicas, and send it once.
-
-        Return None if all have loaded everything; else the replicas that died, as far as known.
-
-        Raises:
-        WeightSyncError: if a replica refuses.
-        """
-        timeout_s, loading = self.transport.timeout_s, list[Future[Any]]()
-
-        def settle() -> None:
-            # One that died tells at once; the others wait in a broadcast until it is given up.
-            done, _ = wait(loading, return_when=FIRST_EXCEPTION)
-            for answer in done:
-                answer.result()
-
-        def ask(question: Question) -> None:
-            settle()
-            loading[:] = [submit(question(replica)) for replica in replicas]
-
-        try:
-            if self._met != _lives(replicas):
-                self._part()
-                self._leave_all()
-                self.transport.meet(replicas)
-                self._met = _lives(replicas)
-            ask(lambda replica: replica.begin(timeout_s))
-            for bucket in buckets:
-                ask(self._telling(bucket, complete))
-                self.transport.send(bucket)
-            ask(self._telling(None, complete))
-            ask(lambda replica: replica.set_version(version, timeout_s))
-            settle()
-        except (ReplicaLost, SyncTimeoutError) as error:
-            _log.warning("weights go to each replica by itself: %s", first_line(error))
-            self._part()
-            return self._gone(dict(zip(replicas, loading, strict=False)))
-        except BaseException:
-            self._part()
-            raise
-        return None
-
-    def _gone(self, answers: Answers) -> list[Replica]:
-        """Return the replicas that died, after waiting until the others are idle."""
-        wait(answers.values(), self.transport.timeout_s)
-        gone = []
-        for replica, answer in answers.items():
-            error = answer.exception() if answer.done() else None
-            if isinstance(error, ReplicaLost):
-                gone.append(replica)
-                self._lost(replica, error)
-        return gone
-
-    def _part(self) -> None:
-        self._met = {}
         self.transport.part()
+
+
+class GroupDelivery(Delivery):
+    """Brings buckets to replicas in one group; if some are lost, the others get all of them again.
+
+    If it cannot be told which one is lost, each gets them by itself.
+    """
+
+    route: CollectivePush
+    transport: CollectiveTransport
+    _failed = _nobody_known = False
+
+    def begin(self) -> None:
+        def meet() -> None:
+            self.route.meet(self.live)
+            self._ask(lambda replica: replica.begin(self.timeout_s))
+
+        self._attempt(meet)
+
+    def send(self, bucket: Bucket) -> None:
+        def broadcast() -> None:
+            self._announce(bucket)
+            self.transport.broadcast(bucket)
+
+        self._attempt(broadcast)
+
+    def finish(self, version: int) -> list[Replica]:
+        self._attempt(lambda: Delivery.finish(self, version))
+        if not self._failed:
+            return self.live
+        if not self.transport.keep_copy:
+            return []
+        groups = [[replica] for replica in self.live] if self._nobody_known else [self.live]
+        return [r for group in groups if group for r in self._send_again(group, version)]
+
+    def _send_again(self, replicas: list[Replica], version: int) -> list[Replica]:
+        delivery = GroupDelivery(self.route, replicas, complete=True)
+        delivery.begin()
+        for bucket in self.route.all_staged():
+            delivery.send(bucket)
+        return delivery.finish(version)
+
+    def _settle(self) -> None:
+        # One that died tells at once; the others wait in a broadcast until it is given up.
+        done, _ = wait(self._answers.values(), return_when=FIRST_EXCEPTION)
+        for answer in done:
+            answer.result()
+
+    def _attempt(self, step: Callable[[], object]) -> None:
+        """Do a step with the group, unless it has failed; leave out replicas that are lost."""
+        if self._failed:
+            return
+        try:
+            step()
+        except (ReplicaLost, SyncTimeoutError) as error:
+            self._failed = True
+            self.route.part()
+            lost = self._lost(error)
+            self._nobody_known = not lost
+            _log.warning("weights go to the other replicas again: %s", first_line(error))
+            for replica, why in lost.items():
+                self.live.remove(replica)
+                self.route.lost(replica, why)
+
+    def _lost(self, error: Exception) -> dict[Replica, Exception]:
+        """Return the replicas that are known to be gone, once the others are idle."""
+        if len(self.live) == 1:
+            return {self.live[0]: error}
+        if isinstance(error, AbsentError):
+            return dict.fromkeys(error.replicas, error)
+        wait(self._answers.values(), self.timeout_s)
+        failures = {r: a.exception() for r, a in self._answers.items() if a.done()}
+        return {r: e for r, e in failures.items() if isinstance(e, ReplicaLost)}
 
 
 def _lives(replicas: list[Replica]) -> dict[Replica, int]:

@@ -105,6 +105,10 @@ class BroadcastGroup:
                 raise RuntimeError("the others did not come")
             time.sleep(_LOOK_S)
 
+    def absent(self) -> list[int]:
+        """Return the ranks that have not come to meet."""
+        return [rank for rank in range(self.size) if not self._store.check([f"here/{rank}"])]
+
     def broadcast(self, tensor: Tensor) -> Any:
         """Start sending (rank 0) or receiving ``tensor`` in place; pass the result to ``wait``.
 

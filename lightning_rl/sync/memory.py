@@ -1,8 +1,7 @@
 """Weight sync in memory, and the layout of weights in flat buffers."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count, cycle, groupby
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,96 +10,38 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicas.replicated import ReplicatedEngine
-from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
-from lightning_rl.sync.adapters import unit_of
+from lightning_rl.errors import ConfigError, DamagedWeightsError
 from lightning_rl.sync.staged import StagedTransport
-from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
-
-_ALIGNMENT = 64
-"""In a flat buffer, each tensor starts at a multiple of so many elements."""
+from lightning_rl.sync.stream import Bucket, WeightPart, WeightReceiver, Weights, aligned
 
 
-Arrived = tuple[Bucket, dict[str, Tensor]]
-"""A bucket, and the weights that have come for it."""
+def lay_out(part: WeightPart, keep_copy: bool) -> Bucket:
+    """Return where each weight of a part lies in a flat buffer: as before, or one after another.
 
-
-def cut(weights: Weights, max_numel: int) -> Iterator[dict[str, Tensor]]:
-    """Yield weights by at most ``max_numel`` elements, or those of a single larger unit."""
-    part, numel = dict[str, Tensor](), 0
-    for _, group in groupby(weights, key=lambda item: unit_of(item[0])):
-        unit = dict(group)  # which an engine fuses, so it is not split
-        size = sum(map(_aligned, unit.values()))
-        if part and numel + size > max_numel:
-            yield part
-            part, numel = {}, 0
-        part |= unit
-        numel += size
-    if part:
-        yield part
-
-
-def _aligned(weight: Tensor) -> int:
-    return -(-weight.numel() // _ALIGNMENT) * _ALIGNMENT
-
-
-def fill_buffers(
-    weights: WeightStream,
-    bucket_mb: float,
-    keep_copy: bool,
-    buffer: Callable[[int, int, torch.dtype, bool], Tensor],
-) -> Iterator[tuple[Bucket, Tensor]]:
-    """Copy weights to flat buffers, casting them on the way.
-
-    Args:
-        weights: the weights to copy.
-        bucket_mb: MiB per buffer; a larger module gets a buffer of its own size.
-        keep_copy: use one buffer for each bucket; else two buffers in turn.
-        buffer: returns a buffer, given its number, number of elements and dtype, and whether it is
-            read: then it must still have its previous content.
-
-    Yields:
-        A bucket's description for :func:`unpack`, and its buffer.
+    With ``keep_copy``, each part has a buffer of its own, numbered by ``slot``; else weights take
+    two in turn, one of which is loaded by the engines while the next is written.
     """
-    again = bool(weights.staged)
-    for bucket, arrived in _as_before(weights) if again else _anew(weights, bucket_mb, keep_copy):
-        is_read = weights.changed_only or len(arrived) < len(bucket["tensors"])
-        flat = buffer(bucket["slot"], bucket["numel"], weights.dtype, is_read)
-        changed = set()
-        for name, held in unpack(flat, bucket):
-            weight = arrived.get(name)
-            if weight is None:  # it stays as it was staged before
-                continue
-            if not weights.changed_only or not torch.equal(held, weight.to(held)):
-                held.copy_(weight)
-                changed.add(unit_of(name))
-        names = [name for name, *_ in bucket["tensors"] if unit_of(name) in changed]
-        yield bucket | {"names": None if len(names) == len(bucket["tensors"]) else names}, flat
+    if part.before is not None:
+        whole = len(part.weights) == len(part.before["tensors"])
+        return part.before | {"names": None if whole else list(part.weights)}
+    tensors, numel = [], 0  # name, shape and first element of each
+    for name, weight in part.weights.items():
+        tensors.append((name, list(weight.shape), numel))
+        numel += aligned(weight)
+    slot = part.number if keep_copy else part.number % 2
+    return {
+        "slot": -1 - part.number if part.kind == "adapters" else slot,
+        "numel": numel,
+        "tensors": tensors,
+        "dtype": str(part.dtype).removeprefix("torch."),
+        "names": None,
+    }
 
 
-def _anew(weights: WeightStream, bucket_mb: float, keep_copy: bool) -> Iterator[Arrived]:
-    """Yield new buckets with their weights."""
-    slots: Iterable[int] = cycle((0, 1))  # one is loaded by the engines while the next is written
-    if weights.kind == "adapters":
-        slots = count(-1, -1)
-    elif keep_copy:
-        slots = count()
-    max_numel = int(bucket_mb * 2**20) // weights.dtype.itemsize
-    for slot, arrived in zip(slots, cut(weights, max_numel), strict=False):
-        tensors, numel = [], 0  # name, shape and first element of each
-        for name, weight in arrived.items():
-            tensors.append((name, list(weight.shape), numel))
-            numel += _aligned(weight)
-        dtype = str(weights.dtype).removeprefix("torch.")
-        bucket = {"slot": slot, "numel": numel, "tensors": tensors, "dtype": dtype, "names": None}
-        yield bucket, arrived
-
-
-def _as_before(weights: WeightStream) -> Iterator[Arrived]:
-    """Yield the buckets of an earlier push for which weights come, with these."""
-    buckets = {bucket["slot"]: bucket for bucket in weights.staged}
-    slots = {name: slot for slot in buckets for name, *_ in buckets[slot]["tensors"]}
-    for slot, arrived in groupby(weights, key=lambda item: slots[item[0]]):
-        yield buckets[slot], dict(arrived)
+def fill(flat: Tensor, bucket: Bucket, part: WeightPart) -> None:
+    """Copy a part's weights to their places in a flat buffer, casting them on the way."""
+    for name, held in unpack(flat, bucket):
+        held.copy_(part.weights[name])
 
 
 def unpack(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
@@ -155,7 +96,6 @@ class MemoryTransport(StagedTransport):
         bucket_mb: MiB to copy before the engines start to load them.
         keep_copy: keep all buckets, as much memory as the engine's weights, to fill restarted
             replicas from. Otherwise two buckets are used in turn.
-        changed_only: send only modules that differ from what was sent last; needs ``keep_copy``.
         adapters_only: send a LoRA's base once, and then its adapters alone; needs ``keep_copy``.
         timeout_s: time limit of each step of a push, and of each bucket.
     """
@@ -166,13 +106,10 @@ class MemoryTransport(StagedTransport):
         self,
         bucket_mb: float = 256.0,
         keep_copy: bool = True,
-        changed_only: bool = False,
         adapters_only: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        super().__init__(timeout_s, keep_copy, changed_only, adapters_only)
-        require_at_least(0.001, bucket_mb=bucket_mb)
-        self.bucket_mb = bucket_mb
+        super().__init__(timeout_s, keep_copy, adapters_only, bucket_mb)
         self._segments: dict[int, tuple[int, Tensor]] = {}  # descriptor, bytes
 
     def connect(self, engine: Engine) -> None:
@@ -186,17 +123,18 @@ class MemoryTransport(StagedTransport):
                     )
 
     def for_policy(self, name: str) -> "MemoryTransport":
-        settings = self.changed_only, self.adapters_only, self.timeout_s
-        return MemoryTransport(self.bucket_mb, self.keep_copy, *settings)
+        settings = self.keep_copy, self.adapters_only, self.timeout_s
+        return MemoryTransport(self.bucket_mb, *settings)
 
     @classmethod
     def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
         return SharedMemoryReceiver()
 
-    def stage(self, weights: WeightStream) -> Iterator[Bucket]:
-        for bucket, flat in fill_buffers(weights, self.bucket_mb, self.keep_copy, self._buffer):
-            descriptor, _ = self._segments[bucket["slot"]]
-            yield bucket | {"pid": os.getpid(), "descriptor": descriptor, "bytes": flat.nbytes}
+    def stage(self, part: WeightPart) -> Bucket:
+        bucket = lay_out(part, self.keep_copy)
+        descriptor, flat = self._buffer(bucket["slot"], bucket["numel"], part.dtype)
+        fill(flat, bucket, part)
+        return bucket | {"pid": os.getpid(), "descriptor": descriptor, "bytes": flat.nbytes}
 
     def close(self) -> None:
         super().close()
@@ -204,7 +142,8 @@ class MemoryTransport(StagedTransport):
             os.close(descriptor)
         self._segments.clear()
 
-    def _buffer(self, slot: int, numel: int, dtype: torch.dtype, _: bool) -> Tensor:
+    def _buffer(self, slot: int, numel: int, dtype: torch.dtype) -> tuple[int, Tensor]:
+        """Return a slot's shared memory, with its descriptor."""
         size = numel * dtype.itemsize
         descriptor, memory = self._segments.get(slot, (-1, torch.empty(0)))
         if len(memory) < size:
@@ -215,4 +154,4 @@ class MemoryTransport(StagedTransport):
             path = f"/proc/self/fd/{descriptor}"
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             self._segments[slot] = descriptor, memory
-        return memory[:size].view(dtype)
+        return descriptor, memory[:size].view(dtype)

@@ -50,9 +50,8 @@ class SentWeights:
             self._coming[1].add(name, weight.detach().to(dtype))
 
     def end(self) -> None:
-        """Record the digests, unless that has been done: all weights of the push have passed."""
-        if self._coming is None:
-            return
+        """Record the digests: all weights of the push have passed."""
+        assert self._coming is not None
         with self._clock("digests"):
             (version, digester), self._coming = self._coming, None
             if version != self.version:

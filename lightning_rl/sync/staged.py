@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,11 +18,11 @@ from lightning_rl.sync.base import InProcess, MergedInProcess, WeightTransport
 from lightning_rl.sync.replicas import ReplicaPush, submit
 from lightning_rl.sync.stream import (
     Bucket,
+    WeightPart,
     WeightReceiver,
     Weights,
-    WeightStream,
     minor_version,
-    streams_of,
+    parts_of,
 )
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
@@ -31,7 +30,7 @@ if TYPE_CHECKING:  # an engine's workers import this, and need no model of the t
 
 
 class StagedTransport(WeightTransport):
-    """Stages weights bucket by bucket (:meth:`stage`); an engine fetches them (:meth:`fetch`).
+    """Stages weights part by part (:meth:`stage`); an engine fetches them (:meth:`fetch`).
 
     Engines in separate processes import this class for that. For an engine in this process, the
     transport is both ends.
@@ -39,11 +38,11 @@ class StagedTransport(WeightTransport):
     Args:
         timeout_s: time limit of each step of a push, and of each bucket.
         keep_copy: whether all buckets stay in place until the next push.
-        changed_only: send only modules that differ from what was sent last.
         adapters_only: send a LoRA's base once, and then its adapters alone.
+        bucket_mb: MiB of weights per part; a larger module is a part of its own.
 
     Raises:
-        ConfigError: for arguments that exclude each other.
+        ConfigError: for values out of range, or ``adapters_only`` without ``keep_copy``.
     """
 
     stages_in_memory: ClassVar[bool] = False
@@ -51,8 +50,8 @@ class StagedTransport(WeightTransport):
     by_reference: ClassVar[bool] = False
     """Whether an engine in this process gets the trainer's own tensors, and nothing is staged."""
     leaves_out: ClassVar[bool] = False
-    """Whether :meth:`stage` accepts weights without the frozen ones that it staged before
-    (``WeightStream.staged``); False: it gets all weights each time."""
+    """Whether :meth:`stage` accepts parts without the frozen weights that it staged before
+    (``WeightPart.before``); False: it gets all weights each time."""
     shared_packages: ClassVar[tuple[str, ...]] = ("lightning_rl",)
     """Packages of which engines in other processes need the trainer's minor version."""
     _route: WeightTransport | None = None
@@ -61,35 +60,29 @@ class StagedTransport(WeightTransport):
         self,
         timeout_s: float = 300.0,
         keep_copy: bool = True,
-        changed_only: bool = False,
         adapters_only: bool = False,
+        bucket_mb: float = 256.0,
     ) -> None:
         require_at_least(0.1, timeout_s=timeout_s)
-        if changed_only and adapters_only:
-            raise ConfigError(
-                "changed_only=true and adapters_only=true exclude each other, because all adapters "
-                "change; set one of them"
-            )
-        if changed_only and not keep_copy:
-            raise ConfigError(
-                "changed_only=true compares with what was sent last; also set keep_copy: true"
-            )
+        require_at_least(0.001, bucket_mb=bucket_mb)
         if adapters_only and not keep_copy:
             raise ConfigError(
                 "adapters_only=true sends the base again from a copy; also set keep_copy: true"
             )
         self.timeout_s = timeout_s
         self.keep_copy = keep_copy
-        self.changed_only = changed_only
         self.adapters_only = adapters_only
+        self.bucket_mb = bucket_mb
 
     @abstractmethod
-    def stage(self, weights: WeightStream) -> Iterator[Bucket]:
-        """Put bucket after bucket where the receiver finds it, and yield where that is.
+    def stage(self, part: WeightPart) -> Bucket:
+        """Put a part of a push where the receiver finds it, and return where that is.
 
-        In a bucket with ``names``, only these weights differ from what was staged last. When the
-        next bucket is requested, engines may still be loading the previous one.
+        Engines may still be loading the part before.
         """
+
+    def end_push(self, version: int) -> None:
+        """Clean up, if needed, after all parts of a version have been staged and are kept."""
 
     @staticmethod
     def fetch(bucket: Bucket) -> Weights:
@@ -158,10 +151,13 @@ class StagedTransport(WeightTransport):
         return (MergedInProcess if merges else InProcess)(engine, passage)
 
     def _passage(self, engine: Engine, weights: Weights, version: int) -> Weights:
-        streams = streams_of(weights, None, getattr(torch, engine.dtype), version)
-        buckets = chain.from_iterable(map(self.stage, streams))
+        """Return the weights of a push to an engine in this process, as they arrive."""
+        dtype = getattr(torch, engine.dtype)
+        parts = parts_of(weights, dtype, version, self.bucket_mb)
+        buckets: Iterable[Bucket] = map(self.stage, parts)
         if self.keep_copy:  # then what cannot be staged leaves the engine as it is
-            buckets = chain(list(buckets))
+            buckets = list(buckets)
+            self.end_push(version)
         return _fetched(self.receiver(torch.device("cpu"), 0), buckets)
 
     def _require_other_end(self, engine: ReplicatedEngine) -> None:

@@ -1,22 +1,25 @@
-"""Streams of weights to an engine's processes, and the receivers there."""
+"""Parts of a push on their way to an engine's processes, and the receivers there."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_rl.config.hints import import_object
-from lightning_rl.engines.lora import divide, require_adapters
-from lightning_rl.engines.push import Push
+from lightning_rl.engines.lora import is_adapter
 from lightning_rl.errors import ConfigError, WeightSyncError
 from lightning_rl.run.processes.machine import installed_version
+from lightning_rl.sync.adapters import unit_of
 
 Weights = Iterable[tuple[str, Tensor]]
 Kind = Literal["weights", "base", "adapters"]
 Bucket = dict[str, Any]
-"""Some weights, and where they are: primitives only, because it is sent as JSON."""
+"""A part that is staged, and where: primitives only, because it is sent as JSON."""
+ALIGNMENT = 64
+"""In a flat buffer, each tensor starts at a multiple of so many elements."""
 
 
 class WeightReceiver:
@@ -37,55 +40,81 @@ class WeightReceiver:
 
 
 @dataclass
-class WeightStream:
-    """The weights of a push, one at a time; each is checked against ``shapes`` as it passes.
+class WeightPart:
+    """Some whole modules of a push, which are staged, sent and loaded together.
 
-    They come in the policy's dtype, and should arrive in ``dtype``. ``kind`` distinguishes all
-    weights, a LoRA's base, and adapters alone; with ``changed_only``, only weights that differ from
-    what was staged last need to be loaded. Frozen weights may be missing that were staged before:
-    ``staged`` then has the buckets of that push, where they still are.
+    Args:
+        weights: weights in the policy's dtype, by their Hugging Face names.
+        dtype: dtype in which they should arrive.
+        version: version of the push.
+        kind: ``adapters`` of a LoRA, its ``base``, or ``weights``: those of a policy without one.
+        number: number of the part among those of its kind, from 0.
+        before: the bucket of an earlier push that these weights belong to, in which the others stay
+            as they are; None: a new bucket.
     """
 
-    weights: Weights
-    shapes: Mapping[str, torch.Size]
+    weights: dict[str, Tensor]
     dtype: torch.dtype
     version: int
-    kind: Kind = "weights"
-    changed_only: bool = False
-    staged: Sequence[Bucket] = ()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return Push.of(self.weights).checked(self.shapes)
+    kind: Kind
+    number: int = 0
+    before: Bucket | None = None
 
 
-def streams_of(
+def parts_of(
     weights: Weights,
-    shapes: Mapping[str, torch.Size] | None,
     dtype: torch.dtype,
     version: int,
-    changed_only: bool = False,
-) -> Iterator[WeightStream]:
-    """Yield a push's streams: adapters first, because they are merged into the arriving base.
+    bucket_mb: float,
+    before: Sequence[tuple[Bucket, Collection[str]]] = (),
+) -> Iterator[WeightPart]:
+    """Divide a push into parts: adapters in float32, which come first, and the rest in ``dtype``.
 
-    ``shapes``: those of all weights but adapters; None: take the weights' own, by holding them all.
+    A part has at most ``bucket_mb`` MiB; a larger module has one of its own, because engines fuse
+    the weights of a module, so that it is never split.
+
+    Args:
+        weights: the weights of the push, those of a module one after another.
+        dtype: the engine's dtype.
+        version: version of the push.
+        bucket_mb: MiB per part.
+        before: buckets of an earlier push, with the names of their weights, if frozen weights do
+            not come again: each part then has the weights that belong to one of them.
     """
-    coming = Push.of(weights)
-    adapters, others = divide(coming)
-    if adapters and shapes is not None:
-        require_adapters(adapters, shapes)
-    if adapters:
-        yield WeightStream(adapters.items(), _shapes(adapters), torch.float32, version, "adapters")
-    if others is not None:
-        kind: Kind = "base" if adapters else "weights"
-        if shapes is None:
-            held = dict(others)
-            others, shapes = iter(held.items()), _shapes(held)
-        rest = Push(others, coming.kept)
-        yield WeightStream(rest, shapes, dtype, version, kind, changed_only)
+    place_of = {name: place for place, (_, names) in enumerate(before) for name in names}
+
+    def unit(item: tuple[str, Tensor]) -> tuple[bool, int | None, str]:
+        name = item[0]
+        return is_adapter(name), place_of.get(name), unit_of(name)
+
+    part: WeightPart | None = None
+    room, adapted = 0, False
+    for (adapters, place, _), group in groupby(weights, unit):
+        module = dict(group)
+        size = sum(map(aligned, module.values()))
+        adapted |= adapters
+        kind: Kind = "adapters" if adapters else "base" if adapted else "weights"
+        number = 0
+        if place is not None:
+            number = place
+        elif part is not None and part.kind == kind:
+            number = part.number if size <= room else part.number + 1
+        if part is None or (part.kind, part.number) != (kind, number):
+            if part is not None:
+                yield part
+            arrives = torch.float32 if adapters else dtype
+            room = int(bucket_mb * 2**20) // arrives.itemsize
+            part = WeightPart({}, arrives, version, kind, number)
+            part.before = None if place is None else before[place][0]
+        part.weights |= module
+        room -= size
+    if part is not None:
+        yield part
 
 
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: weight.shape for name, weight in weights.items()}
+def aligned(weight: Tensor) -> int:
+    """Return the elements that a weight takes in a flat buffer."""
+    return -(-weight.numel() // ALIGNMENT) * ALIGNMENT
 
 
 def minor_version(package: str) -> str:

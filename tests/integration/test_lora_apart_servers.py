@@ -37,7 +37,7 @@ def servers(skeleton):
 TRANSPORTS = {
     "memory": lambda tmp: MemoryTransport(),
     "memory_two_buckets": lambda tmp: MemoryTransport(bucket_mb=0.05, keep_copy=False),
-    "checkpoint": lambda tmp: CheckpointTransport(str(tmp), changed_only=True),
+    "checkpoint": lambda tmp: CheckpointTransport(str(tmp)),
     "collective": lambda tmp: CollectiveTransport(bucket_mb=0.05, adapters_only=True),
 }
 

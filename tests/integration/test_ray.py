@@ -200,13 +200,12 @@ def test_a_request_that_is_given_up_ends_in_the_actor(weights, engine):
     assert [replica.load for replica in engine.replicas] == [0, 0]
 
 
-@pytest.mark.parametrize("changed_only", [False, True])
-def test_a_collective_push_reaches_all_replicas(weights, engine, local, changed_only):
+def test_a_collective_push_reaches_all_replicas(weights, engine, local):
     sampling = Sampling(max_tokens=8, min_tokens=8)
     layer = "model.layers.1.self_attn.q_proj.weight"  # a part of what vLLM fuses
     states = [weights, scaled(weights, 0.8)]
     states.append(states[-1] | {layer: weights[layer] * 2})
-    transport = CollectiveTransport(bucket_mb=0.05, changed_only=changed_only)
+    transport = CollectiveTransport(bucket_mb=0.05)
     with connected(transport, engine):
         for version, state in enumerate(states):
             transport.push(state.items(), version)

@@ -112,10 +112,8 @@ def slow(way):
 TRANSPORTS = {
     "collective": lambda tmp: CollectiveTransport(bucket_mb=0.05),
     "memory_two_buckets": lambda tmp: MemoryTransport(bucket_mb=0.05, keep_copy=False),
-    "memory_changed_only": lambda tmp: MemoryTransport(bucket_mb=0.05, changed_only=True),
-    "checkpoint_changed_only": lambda tmp: CheckpointTransport(str(tmp), changed_only=True),
+    "checkpoint_many_files": lambda tmp: CheckpointTransport(str(tmp), bucket_mb=0.05),
     "collective_two_buckets": lambda tmp: CollectiveTransport(bucket_mb=0.05, keep_copy=False),
-    "collective_changed_only": lambda tmp: CollectiveTransport(bucket_mb=0.05, changed_only=True),
 }
 
 

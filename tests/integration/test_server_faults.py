@@ -101,10 +101,10 @@ def test_a_skipped_layer_is_named(tiny_model, weights, engine, fault):
 
 def test_a_truncated_file_is_named(tiny_model, tmp_path, weights, engine, fault):
     class Truncating(CheckpointTransport):
-        def _write(self, *args):
-            path = super()._write(*args)
-            os.truncate(path, os.path.getsize(path) - 1000)
-            return path
+        def stage(self, part):
+            bucket = super().stage(part)
+            os.truncate(bucket["path"], os.path.getsize(bucket["path"]) - 1000)
+            return bucket
 
     with (
         connected(Truncating(str(tmp_path)), engine) as transport,
@@ -112,7 +112,7 @@ def test_a_truncated_file_is_named(tiny_model, tmp_path, weights, engine, fault)
             "a file cut short",
             "naming it; the next push puts it right",
             DamagedWeightsError,
-            r"00000001\.safetensors cannot be read",
+            r"00000001-0000\.safetensors cannot be read",
         ),
     ):
         transport.push(weights.items(), 1)
@@ -188,10 +188,10 @@ def test_a_replica_that_dies_in_the_middle_of_a_push(tiny_model, engine, fault):
     life = doomed.life
 
     class Murderous(CollectiveTransport):
-        def send(self, bucket):
+        def broadcast(self, bucket):
             if doomed.version == 6:
                 doomed._process.kill()
-            super().send(bucket)
+            super().broadcast(bucket)
 
     with connected(Murderous(timeout_s=60, adapters_only=True), engine) as transport:
         transport.push(transport.weights_of(lora_policy), 6)

@@ -187,9 +187,9 @@ class FakeEngine(Engine):
 class Forgetful(MemoryTransport):
     """Loses a tensor after it was counted."""
 
-    def stage(self, weights):
-        for bucket in super().stage(weights):
-            yield bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
+    def stage(self, part):
+        bucket = super().stage(part)
+        return bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
 
 
 @contextmanager

@@ -105,7 +105,7 @@ NO_CONFIGURATION = {
     "Turn",
     "TurnTemplate",
     "WeightReceiver",
-    "WeightStream",
+    "WeightPart",
 }  # fmt: skip
 
 

@@ -34,21 +34,35 @@ def test_a_replica_that_dies_in_a_push_gets_it_later(connect, engine, weights):
 
 def test_the_group_of_a_replica_that_dies_is_left_at_once(engine, weights):
     """A broadcast that waits for it would keep a GPU busy for as long as it is not aborted."""
-    transport = CollectiveTransport(bucket_mb=0.05, keep_copy=False, timeout_s=10)
+    transport = CollectiveTransport(bucket_mb=0.05, timeout_s=10)
     transport.connect(engine)
     transport.push(weights.items(), 0)
     doomed, other = engine.replicas
-    group = transport._groups[doomed]
+    group = transport._group
     doomed.dies_at, doomed.starts = "update_weights", False
     transport.push(halved(weights).items(), 1)
-    assert list(transport._groups) == [other]
+    assert holds(other, halved(weights))
+    assert transport._group.size == 2
     doomed.receiver.close()  # as its process does when it ends
     wait_for(lambda: group._group is None)
     # One that refuses ends the push, and no group is left in the middle of something.
     with pytest.raises(IncompleteWeightsError):
         transport.push(list(weights.items())[1:], 2)
-    assert transport._groups == {}
+    assert transport._group is None
     transport.push(weights.items(), 3)
+    assert holds(other, weights)
+    transport.close()
+
+
+def test_without_a_copy_a_broadcast_that_is_lost_cannot_be_repeated(engine, weights):
+    transport = CollectiveTransport(bucket_mb=0.05, timeout_s=10, keep_copy=False)
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+    doomed, other = engine.replicas
+    doomed.dies_at = "update_weights"
+    with pytest.raises(ReplicaLost, match=r"no replica has got version 1.* set keep_copy: true"):
+        transport.push(halved(weights).items(), 1)
+    transport.push(weights.items(), 2)
     assert holds(other, weights)
     transport.close()
 

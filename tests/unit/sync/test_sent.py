@@ -10,7 +10,7 @@ import torch
 from benchmarks.ledger.faults import FAULTS, Torn, TornTransport
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.hf.adapters import TransformersAdapters
-from lightning_rl.engines.push import Holdings, Push
+from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import EngineError, WeightSyncError, WrongWeightsError
 from lightning_rl.models.lora import LoRA
@@ -129,7 +129,7 @@ def test_a_files_weights_are_compared_with_the_trainers(model, skeleton_of_model
         @staticmethod
         def fetch(bucket):
             first = min(tmp_path.glob("*.safetensors"))
-            version = int(first.stem.rpartition("-")[2])
+            version = int(first.stem.split("-")[1])
             return CheckpointTransport.fetch(bucket | {"path": str(first), "version": version})
 
     engine, policy, sent = started(skeleton_of_model, "bfloat16"), Policy(str(model)), SentWeights()
@@ -217,10 +217,10 @@ class Says(TransformersEngine):
 
 def passed(weights, sent, version):
     """All weights of a push, which the record notes."""
-    push = Push(weights)
     sent.begin(Says(dtype="bfloat16", device="cpu"), version)
-    push.ledger = sent
-    push.exhaust()
+    for name, weight in weights:
+        sent.note(name, weight)
+    sent.end()
     return sent
 
 

@@ -1,6 +1,5 @@
 """When weights are pushed, and how they are cut, compared and written."""
 
-import json
 import os
 from inspect import isabstract
 from pathlib import Path
@@ -20,10 +19,10 @@ from lightning_rl.errors import (
 )
 from lightning_rl.models.policy import Policy
 from lightning_rl.sync.adapters import Merger, merge, unit_of
-from lightning_rl.sync.checkpoint import CheckpointTransport, read_weights, write_safetensors
+from lightning_rl.sync.checkpoint import CheckpointTransport, read_weights
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.group import BroadcastGroup
-from lightning_rl.sync.memory import MemoryTransport, cut, fill_buffers
+from lightning_rl.sync.memory import MemoryTransport, fill, lay_out, unpack
 from lightning_rl.sync.native import IPCTransport, NCCLTransport
 from lightning_rl.sync.schedule import (
     CollectorSchedule,
@@ -32,7 +31,7 @@ from lightning_rl.sync.schedule import (
     SyncState,
     TrainerSchedule,
 )
-from lightning_rl.sync.stream import WeightStream
+from lightning_rl.sync.stream import WeightPart, parts_of
 
 IDLE = CollectorStatus()  # what a collector that does not work ahead says
 BUSY = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=True, used_up=False)
@@ -75,13 +74,10 @@ def test_the_collectors_schedule_waits_until_it_has_used_up_what_it_may():
         (lambda: FixedSchedule(every_n_iterations=0), "every_n_iterations=0 must be >= 1"),
         (lambda: TrainerSchedule(min_updates=0), "min_updates=0 must be >= 1"),
         (lambda: MemoryTransport(bucket_mb=0), "bucket_mb=0 must be"),
-        (lambda: MemoryTransport(changed_only=True, keep_copy=False), "set keep_copy: true"),
         (lambda: MemoryTransport(adapters_only=True, keep_copy=False), "set keep_copy: true"),
-        (lambda: CheckpointTransport("x", adapters_only=True, changed_only=True), "exclude"),
         (lambda: CollectiveTransport(timeout_s=0), "timeout_s=0 must be"),
         (lambda: CollectiveTransport(backend="mpi"), r"backend='mpi' must be one of .*gloo"),
         (lambda: CheckpointTransport("x", keep=0), "keep=0 must be >= 1"),
-        (lambda: CheckpointTransport("x", keep=1, changed_only=True), "keep=1 must be >= 2"),
     ],
 )
 def test_impossible_settings_are_refused(make, message):
@@ -151,81 +147,77 @@ def layers(*sizes):
     ]
 
 
-def test_buckets_are_full_but_never_split_a_unit():
+def divided(weights, numel, **settings):
+    """Parts of at most ``numel`` elements of 2 bytes."""
+    return list(parts_of(weights, torch.bfloat16, 0, 2 * numel / 2**20, **settings))
+
+
+def test_parts_are_full_but_never_split_a_unit():
     # Each tensor takes a multiple of 64 elements: units of 128, 128, 256 and 128.
-    found = list(cut(layers(64, 10, 100, 1), max_numel=256))
-    assert [[name[0] for name in part] for part in found] == [
+    found = divided(layers(64, 10, 100, 1), 256)
+    assert [[name[0] for name in part.weights] for part in found] == [
         ["0", "0", "1", "1"],
         ["2", "2"],
         ["3", "3"],
     ]
-    assert [len(list(cut(layers(64, 10, 100, 1), n))) for n in (1, 640)] == [4, 1]
+    assert [(part.kind, part.number) for part in found] == [("weights", i) for i in range(3)]
+    assert [len(divided(layers(64, 10, 100, 1), n)) for n in (1, 640)] == [4, 1]
 
 
-class Buffers(dict):
-    """Flat buffers by number, into which weights are copied in bfloat16."""
-
-    def __call__(self, slot, numel, dtype, is_read):
-        return self.setdefault(slot, torch.zeros(numel, dtype=dtype))
-
-    def fill(self, weights, shapes=None, numel=10**6, **settings):
-        """Copy a push's weights, ``numel`` elements at a time; return the buckets."""
-        shapes = shapes or {name: weight.shape for name, weight in weights}
-        stream = WeightStream(Push.of(weights), shapes, torch.bfloat16, 0, **settings)
-        return [bucket for bucket, _ in fill_buffers(stream, 2 * numel / 2**20, True, self)]
+def test_adapters_are_parts_before_their_base():
+    """In float32, and so half as many elements fit."""
+    adapters = [(f"{i}.q.lora_{x}", torch.ones(64)) for i in range(3) for x in "AB"]
+    found = divided([*adapters, *layers(64, 64)], 512)
+    assert [(part.kind, part.number, part.dtype) for part in found] == [
+        ("adapters", 0, torch.float32),
+        ("adapters", 1, torch.float32),
+        ("base", 0, torch.bfloat16),
+    ]
+    assert [len(part.weights) for part in found] == [4, 2, 4]
 
 
 def test_each_weight_has_its_place_in_a_buffer():
-    buckets = Buffers().fill(layers(64, 10, 100, 1), numel=256)
+    parts = divided(layers(64, 10, 100, 1), 256)
+    buckets = [lay_out(part, keep_copy=True) for part in parts]
     assert [[start for *_, start in bucket["tensors"]] for bucket in buckets] == [
         [0, 64, 128, 192],
         [0, 128],
         [0, 64],
     ]
     assert [bucket["numel"] for bucket in buckets] == [256, 256, 128]
-
-
-def test_a_bucket_writes_what_changed_in_the_engines_dtype():
-    buffers, weights = Buffers(), layers(3, 2)
-    (bucket,) = buffers.fill(weights)
-    assert bucket["names"] is None  # all
-    assert bucket["tensors"][2:] == [("1.0.weight", [2], 128), ("1.1.weight", [2], 192)]
-    flat = buffers[0]
-    assert flat[:3].tolist() == [0, 0, 0]
-    assert flat[128:130].tolist() == [10, 10]
-
-    def changed():
-        (bucket,) = buffers.fill(weights, changed_only=True)
-        return bucket["names"]
-
-    assert changed() == []
-    weights[3][1][0] += 1e-3  # less than bfloat16 can tell: 11.001 -> 11
-    assert changed() == []
-    weights[3][1][0] += 1
-    # Its unit goes as a whole: the engine may fuse the two.
-    assert changed() == ["1.0.weight", "1.1.weight"]
-    assert flat[192:194].tolist() == [12, 11]
+    assert [bucket["slot"] for bucket in buckets] == [0, 1, 2]
+    assert [lay_out(part, keep_copy=False)["slot"] for part in parts] == [0, 1, 0]
 
 
 def test_what_is_kept_stays_where_it_was_staged():
     """Of three buckets one has nothing that comes, and of another a half."""
-    buffers, weights = Buffers(), layers(1, 1, 1, 1, 1)
-    shapes = {name: weight.shape for name, weight in weights}
-    staged = buffers.fill(weights, numel=256)
-    assert [bucket["slot"] for bucket in staged] == [0, 1, 2]
+    weights = layers(1, 1, 1, 1, 1)
+    before, buffers = [], []
+    for part in divided(weights, 256):
+        before.append((lay_out(part, keep_copy=True), list(part.weights)))
+        buffers.append(torch.zeros(before[-1][0]["numel"], dtype=torch.bfloat16))
+        fill(buffers[-1], before[-1][0], part)
     coming = [(name, weight + 100) for name, weight in weights if name[0] in "34"]
-    kept = shapes.keys() - dict(coming).keys()
-    half, whole = buffers.fill(Push(coming, kept), shapes, staged=staged)
-    assert half == staged[1] | {"names": ["3.0.weight", "3.1.weight"]}
-    assert whole == staged[2]
+    half, whole = divided(coming, 256, before=before)
+    assert [(part.number, part.before) for part in (half, whole)] == [
+        (1, before[1][0]),
+        (2, before[2][0]),
+    ]
+    assert lay_out(half, keep_copy=True) == before[1][0] | {"names": ["3.0.weight", "3.1.weight"]}
+    assert lay_out(whole, keep_copy=True) == before[2][0]
+    for part in (half, whole):
+        bucket = lay_out(part, keep_copy=True)
+        fill(buffers[part.number], bucket, part)
+        arrived = dict(unpack(buffers[part.number], bucket))
+        assert {name: int(weight) for name, weight in arrived.items()} == {
+            name: int(weight) for name, weight in part.weights.items()
+        }
     # Units 0 and 1; 2 as it was and 3; 4.
-    assert [[int(x) for x in buffers[slot][::64]] for slot in range(3)] == [
+    assert [[int(x) for x in buffer[::64]] for buffer in buffers] == [
         [0, 1, 10, 11],
         [20, 21, 130, 131],
         [140, 141],
     ]
-    with pytest.raises(IncompleteWeightsError, match=r"lacks 2 .*'0\.0\.weight'"):
-        buffers.fill(Push(coming, kept - {"0.0.weight", "0.1.weight"}), shapes, staged=staged)
 
 
 def test_weights_are_checked_as_they_pass():
@@ -273,41 +265,38 @@ def test_adapters_without_their_base_are_refused():
 # -------------------------------------------------------------------- files
 
 
-def write(path, weights, version=3, dtype=torch.float32):
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    write_safetensors(path, WeightStream(weights.items(), shapes, dtype, version))
+def write(directory, weights, version=3, dtype=torch.float32):
+    """Write a version's only file; return its path."""
+    part = WeightPart(weights, dtype, version, "weights")
+    return Path(CheckpointTransport(str(directory)).stage(part)["path"])
 
 
 def test_files_are_safetensors(tmp_path):
-    path = tmp_path / "x.safetensors"
     weights = {"a": torch.randn(3, 5), "b.c": torch.randn(7), "scalar": torch.tensor(2.0)}
-    weights["transposed"] = torch.randn(4, 2).T
+    weights["transposed"], weights["tied"] = torch.randn(4, 2).T, weights["a"]
     for dtype in (torch.float32, torch.bfloat16):
-        write(path, weights, dtype=dtype)
-        loaded = load_file(path)
-        assert loaded.keys() == weights.keys()
-        for name, weight in weights.items():
-            assert torch.equal(loaded[name], weight.to(dtype))
-        read = dict(read_weights(str(path), 3, ["scalar", "a"]))
-        assert list(read) == ["scalar", "a"]
+        path = write(tmp_path, weights, dtype=dtype)
+        assert path.name == "weights-00000003-0000.safetensors"
+        for loaded in (load_file(path), dict(read_weights(str(path), 3))):
+            assert loaded.keys() == weights.keys()
+            for name, weight in weights.items():
+                assert torch.equal(loaded[name], weight.to(dtype))
 
 
 @pytest.mark.parametrize("lost", [1, 60, 150])
 def test_a_file_cut_short_is_refused(tmp_path, lost):
-    path = tmp_path / "x.safetensors"
-    write(path, {"a": torch.randn(3, 5)})  # 60 bytes of data
+    path = write(tmp_path, {"a": torch.randn(3, 5)})  # 60 bytes of data
     os.truncate(path, path.stat().st_size - lost)
-    with pytest.raises(DamagedWeightsError, match=r"x\.safetensors cannot be read"):
-        list(read_weights(str(path), 3, None))
+    with pytest.raises(DamagedWeightsError, match=r"weights-.*safetensors cannot be read"):
+        list(read_weights(str(path), 3))
 
 
 def test_a_file_of_another_version_is_refused(tmp_path):
-    path = tmp_path / "x.safetensors"
-    write(path, {"a": torch.zeros(1)}, version=3)
+    path = write(tmp_path, {"a": torch.zeros(1)}, version=3)
     with pytest.raises(DamagedWeightsError, match="holds version 3 instead of 4"):
-        list(read_weights(str(path), 4, None))
+        list(read_weights(str(path), 4))
     with pytest.raises(DamagedWeightsError, match="cannot be read"):
-        list(read_weights(str(tmp_path / "missing"), 4, None))
+        list(read_weights(str(tmp_path / "missing"), 4))
 
 
 def test_old_files_are_removed_by_age(tmp_path, tiny_model):
@@ -315,51 +304,30 @@ def test_old_files_are_removed_by_age(tmp_path, tiny_model):
     engine = TransformersEngine(device="cpu")
     engine.start(tiny_model)
     weights = dict(Policy(str(tiny_model)).named_weights())
-    transport = CheckpointTransport(str(tmp_path), keep=2)
+    transport = CheckpointTransport(str(tmp_path), keep=2, bucket_mb=0.05)
     transport.connect(engine)
     for version in (0, 1, 2, 1):
         transport.push(weights.items(), version)
-        os.utime(tmp_path / f"weights-{version:08d}.safetensors")
+        for file in tmp_path.glob(f"weights-{version:08d}-*"):
+            os.utime(file)
     assert engine.version == 1
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "weights-00000001.safetensors",
-        "weights-00000002.safetensors",
+    written = [file.name.rsplit("-", 1) for file in sorted(tmp_path.iterdir())]
+    parts = [part for version, part in written if version == "weights-00000001"]
+    assert len(parts) > 1
+    assert written == [
+        [version, part] for version in ("weights-00000001", "weights-00000002") for part in parts
     ]
     held = engine._lm.state_dict()
     assert all(torch.equal(held[name], weight) for name, weight in weights.items())
 
 
-def test_after_a_resume_what_changed_is_told_from_the_file_before(tmp_path):
-    """Version 9 is of the run that was resumed, from version 4: its file is older, not newer."""
-    base = {"a.q.weight": torch.zeros(2), "b.q.weight": torch.zeros(2)}
-    changed = {"b.q.weight": torch.ones(2)}
-    transport = CheckpointTransport(str(tmp_path), keep=2, changed_only=True)
-    held, told = {}, []
-    versions = [(9, base | changed, False), (4, base, False), (5, base | changed, True)]
-    for age, (version, weights, changed_only) in enumerate(versions):
-        shapes = {name: weight.shape for name, weight in weights.items()}
-        stream = WeightStream(
-            weights.items(), shapes, torch.float32, version, "weights", changed_only
-        )
-        (bucket,) = transport.stage(stream)
-        told.append(bucket["names"])
-        held |= dict(transport.fetch(bucket))  # as an engine has it that goes from each to the next
-        os.utime(bucket["path"], ns=(age, age))
-    assert told == [None, None, ["b.q.weight"]]
-    assert all(torch.equal(held[name], weight) for name, weight in (base | changed).items())
-
-
 def test_a_file_is_kept_whatever_its_age(tmp_path):
     """Where a clock is behind, or too coarse, the file that was just written seems old."""
     transport = CheckpointTransport(str(tmp_path), keep=1)
-    ahead = tmp_path / "weights-00000007.safetensors"
-    write(ahead, {"a.w": torch.zeros(1)}, 7)
-    os.utime(ahead, (2**33, 2**33))
-    weights = {"a.w": torch.ones(1)}
-    shapes = {"a.w": torch.Size([1])}
-    (bucket,) = transport.stage(WeightStream(weights.items(), shapes, torch.float32, 8))
-    assert [name for name, _ in transport.fetch(bucket)] == ["a.w"]
-    assert [file.name for file in tmp_path.iterdir()] == ["weights-00000008.safetensors"]
+    os.utime(write(tmp_path, {"a.w": torch.zeros(1)}, 7), (2**33, 2**33))
+    path = write(tmp_path, {"a.w": torch.ones(1)}, 8)
+    transport.end_push(8)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_cannot_be_written_leaves_the_engine_as_it_is(
@@ -392,19 +360,6 @@ def test_what_a_push_takes_of_a_gpu_is_its_buckets_not_a_copy(monkeypatch):
         assert transport.gpu_bytes == 2 * 64 * 2**20
     assert IPCTransport(bucket_mb=16).gpu_bytes == 16 * 2**20
     assert NCCLTransport(bucket_mb=16).gpu_bytes == 3 * 16 * 2**20
-
-
-def test_bytes_of_a_known_file(tmp_path):
-    path = tmp_path / "x.safetensors"
-    write(path, {"a": torch.tensor([1.0])}, version=0)
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    assert length % 64 == 0
-    assert json.loads(content[8 : 8 + length]) == {
-        "__metadata__": {"format": "pt", "version": "0"},
-        "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
-    }
-    assert content[8 + length :] == b"\x00\x00\x80\x3f"
 
 
 # -------------------------------------------------------------------- documentation
