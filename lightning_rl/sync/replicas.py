@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -24,10 +24,25 @@ from lightning_rl.sync.stream import Bucket, Kind, WeightPart, Weights, parts_of
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
     from lightning_rl.models.policy import Policy
-    from lightning_rl.sync.staged import StagedTransport
 
 Answers = dict[Replica, Future[Any]]
 Question = Callable[[Replica], Coroutine[Any, Any, Any]]
+
+
+class Stager(Protocol):
+    """The part of a transport that a push to replicas uses: see ``StagedTransport``."""
+
+    timeout_s: float
+    keep_copy: bool
+    leaves_out: ClassVar[bool]
+    adapters_only: bool
+    bucket_mb: float
+
+    def stage(self, part: WeightPart) -> Bucket: ...
+    def end_push(self, version: int) -> None: ...
+    def join(self, replica: Replica) -> None: ...
+    def transmit(self, bucket: Bucket, replica: Replica) -> None: ...
+    def leave(self, replica: Replica) -> None: ...
 
 
 class ReplicaPush(WeightTransport):
@@ -38,7 +53,7 @@ class ReplicaPush(WeightTransport):
         engine: the engine whose replicas get the weights.
     """
 
-    def __init__(self, transport: "StagedTransport", engine: ReplicatedEngine) -> None:
+    def __init__(self, transport: Stager, engine: ReplicatedEngine) -> None:
         self.transport, self.engine = transport, engine
         self.joined: dict[Replica, int] = {}
         """The life in which each replica was connected."""
