@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import re
+import signal
 import sys
 from functools import cache
 from importlib import import_module, metadata
@@ -63,6 +64,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what runs in the background with Ctrl-C ignored, and so would be whatever a
+    # test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     config.pluginmanager.register(FailuresAtOnce(config), "failures_at_once")
