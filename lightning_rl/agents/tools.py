@@ -119,7 +119,8 @@ class ToolAgent(Agent):
         self._reader = CallReader(self.parser, tokenizer, self.toolbox.schemas)
         self._check_prompt(template)
         self._check_parser(template, call)
-        self._one_call = not _renders_two(template, self._sample_call())
+        two = [call_message(self._sample_call(), number) for number in (0, 1)]
+        self._one_call = not template.takes(two)
         self._tokenizer, self._template = tokenizer, template
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
@@ -259,15 +260,6 @@ def call_message(call: ParsedCall, number: int) -> Message:
     function = {"name": call.name, "arguments": {} if call.error else call.arguments}
     message: Message = {"id": f"call{number:05d}", "type": "function", "function": function}
     return message | ({"error": call.error} if call.error else {})
-
-
-def _renders_two(template: TurnTemplate, call: ParsedCall) -> bool:
-    calls = [call_message(call, number) for number in (0, 1)]
-    try:
-        template.suffix([], [tool_reply(call, "A result.") for call in calls], calls)
-    except ConfigError:
-        return False
-    return True
 
 
 def _last_turn(rollout: Rollout) -> list[int]:

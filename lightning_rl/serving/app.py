@@ -15,7 +15,7 @@ from lightning_rl.rollout import Message
 from lightning_rl.serving.anthropic import MessagesDoor
 from lightning_rl.serving.ask import Answer
 from lightning_rl.serving.door import Door
-from lightning_rl.serving.errors import RequestError, session_over, unknown_key
+from lightning_rl.serving.errors import RequestError, session_over
 from lightning_rl.serving.http import (
     Receive,
     Response,
@@ -116,7 +116,11 @@ class AgentApp:
                 return self._guests[key]
             if key in self._ended:
                 raise session_over()
-        raise unknown_key()
+        raise RequestError(
+            "Incorrect API key provided; use the one that this program was started with",
+            code="invalid_api_key",
+            status=401,
+        )
 
     async def _answer(
         self,

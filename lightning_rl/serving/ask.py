@@ -9,7 +9,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Call, Message, Placed, Row
 from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
 from lightning_rl.serving.chats import ChatReader, RequestChat
-from lightning_rl.serving.errors import RequestError, unknown_model, unsupported
+from lightning_rl.serving.errors import RequestError, unsupported
 from lightning_rl.serving.limits import RequestLimits
 
 DEFAULT_MODEL = "policy"
@@ -48,7 +48,12 @@ class Terms:
             RequestError: if there is no role of that name.
         """
         if model not in self.models:
-            raise unknown_model(model, list(self.models))
+            raise RequestError(
+                f"The model `{model:.80}` does not exist; there are: {', '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
         return self.models[model]
 
     def form_of(

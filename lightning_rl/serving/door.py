@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_rl.rollout import Message
 from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted, usage_of
-from lightning_rl.serving.errors import RequestError, too_many
+from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_value
 from lightning_rl.serving.limits import RequestLimits
 
@@ -118,13 +118,19 @@ def read_count(fields: Fields, limits: RequestLimits, prompts: int = 1) -> int:
     if not 1 <= count <= limits.max_answers:
         raise wrong_value("n", count, f"1 to {limits.max_answers} (limits.max_answers)")
     if count * prompts > limits.max_answers:
-        raise too_many(count, prompts, limits.max_answers)
+        raise RequestError(
+            f"n={count} for {prompts} prompts asks for {count * prompts} completions; this server "
+            f"gives {limits.max_answers} at most. Send several requests, or raise "
+            "limits.max_answers",
+            param="n",
+            code="too_many",
+        )
     return count
 
 
-def pieces(text: str, size: int = 32) -> Iterator[str]:
-    """Yield a text in parts of ``size`` characters."""
-    return (text[start : start + size] for start in range(0, len(text), size))
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in parts of 32 characters."""
+    return (text[start : start + 32] for start in range(0, len(text), 32))
 
 
 def token_ids_of(answer: Answer) -> Message:

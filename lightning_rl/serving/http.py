@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_rl.run.files.strict_json import loads
 from lightning_rl.serving.door import Door
-from lightning_rl.serving.errors import RequestError, too_large
+from lightning_rl.serving.errors import RequestError
 
 Receive = Callable[[], Coroutine[Any, Any, MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
@@ -83,7 +83,12 @@ async def read_body(receive: Receive, most: int) -> bytes:
             parts.append(part)
         more = message.get("more_body", False)
     if size > most:
-        raise too_large(size, most)
+        raise RequestError(
+            f"The request has {size} bytes; this server takes {most} at most. Send a shorter "
+            "history, or raise limits.max_bytes",
+            code="too_large",
+            status=413,
+        )
     return b"".join(parts)
 
 
