@@ -7,13 +7,11 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl.agents.base import within
-from lightning_rl.agents.templates import ToolParser
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Prompt, Rollout
 from lightning_rl.serving.agent import SessionAgent
 from lightning_rl.serving.ask import DEFAULT_MODEL, Answer
-from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import Ending
 from lightning_rl.serving.session import Session
 from lightning_rl.vision.messages import as_sent
@@ -106,26 +104,14 @@ class FunctionAgent(SessionAgent):
 
     Args:
         function: an async function of an importable module.
-        roles: names of further models (policies) that it may ask for, besides ``policy``.
-        parser: reads tool calls in the model family's format.
-        client_sampling: whether it may change sampling settings, such as the temperature.
-        max_seconds: maximum wall time of one rollout; None: no limit.
-        limits: limits of one request to the models; None: the defaults of :class:`RequestLimits`.
+        options: arguments of ``SessionAgent``.
 
     Raises:
         ConfigError: if the function is not ``async``, or for values out of range.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        roles: list[str] | None = None,
-        parser: ToolParser | None = None,
-        client_sampling: bool = True,
-        max_seconds: float | None = None,
-        limits: RequestLimits | None = None,
-    ) -> None:
-        super().__init__(roles, parser, client_sampling, max_seconds, limits)
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
         call = function if inspect.isroutine(function) else type(function).__call__
         if not inspect.iscoroutinefunction(call):
             name = getattr(function, "__qualname__", type(function).__qualname__)

@@ -12,14 +12,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import within
-from lightning_rl.agents.templates import ToolParser
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Rollout
 from lightning_rl.serving.agent import SessionAgent
-from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.programs import Launcher, Program, ProgramRequest
 from lightning_rl.serving.results import Ending, last_result
 from lightning_rl.serving.session import Session
@@ -53,19 +51,16 @@ class ProgramAgent(SessionAgent):
         pass_env: names of variables to pass on from the trainer's environment; the program
             otherwise gets only ``KEPT_VARIABLES`` (``PATH``, ``HOME`` and such) and no keys.
         cwd: working directory; None: the trainer's.
-        roles: names of further models (policies) that it may ask for, besides ``policy``.
-        parser: reads tool calls in the model family's format.
-        client_sampling: whether it may change sampling settings, such as the temperature.
         max_seconds: maximum wall time of one program, in seconds; None: no limit.
         max_output_bytes: maximum bytes that it may print.
         max_memory_gb: GiB of address space that each of its processes may map; None: no limit.
         max_concurrency: programs that run at the same time; waiting for a place takes no time
             from ``max_seconds``.
         retries: how often to rerun a program that was killed by a signal.
-        limits: limits of one request to the models; None: the defaults of :class:`RequestLimits`.
         own_processes: whether it sees only its own processes, if the machine allows that (else
             there is a warning), so that it cannot read others' keys in ``/proc``. Set False if it
             needs ``sudo`` or the like, which does not work inside unless the trainer is root.
+        options: further arguments of ``SessionAgent``.
 
     Raises:
         ConfigError: for values out of range.
@@ -77,23 +72,20 @@ class ProgramAgent(SessionAgent):
         env: dict[str, str] | None = None,
         pass_env: list[str] | None = None,
         cwd: str | None = None,
-        roles: list[str] | None = None,
-        parser: ToolParser | None = None,
-        client_sampling: bool = True,
         max_seconds: float | None = 600.0,
         max_output_bytes: int = 2**20,
         max_memory_gb: float | None = None,
         max_concurrency: int = 64,
         retries: int = 1,
-        limits: RequestLimits | None = None,
         own_processes: bool = True,
+        **options: Any,
     ) -> None:
         require_at_least(1, max_output_bytes=max_output_bytes, max_concurrency=max_concurrency)
         require_at_least(0, retries=retries)
         require_at_least(0.01, max_memory_gb=max_memory_gb)
         if not command:
             raise ConfigError("command is empty; name the program to run for each rollout")
-        super().__init__(roles, parser, client_sampling, max_seconds, limits)
+        super().__init__(max_seconds=max_seconds, **options)
         self._title = command if isinstance(command, str) else " ".join(command)
         self.command = ["/bin/sh", "-c", command] if isinstance(command, str) else command
         self.env = env or {}

@@ -7,14 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.agents.templates import ToolParser
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Rollout
 from lightning_rl.serving.agent import SessionAgent
-from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import Ending
 from lightning_rl.serving.session import Session
 from lightning_rl.verifiers.hosting import Hosting
@@ -52,11 +50,9 @@ class VerifiersAgent(SessionAgent):
         pass_env: names of variables to pass on from the trainer's environment, such as a judge's
             key; of the others it gets only those that name paths.
         workers: processes that share the rollouts; one hosts hundreds at a time.
-        parser: parses the model family's tool calls.
-        client_sampling: True if the environment may change the sampling settings.
         max_seconds: maximum wall time of one rollout, in seconds; it then ends as ``max_seconds``,
             with reward 0. None: no limit.
-        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
+        session_options: further arguments of ``SessionAgent``.
 
     Raises:
         ConfigError: for values out of range, or an environment that cannot be hosted.
@@ -70,13 +66,11 @@ class VerifiersAgent(SessionAgent):
         env: dict[str, str] | None = None,
         pass_env: list[str] | None = None,
         workers: int = 1,
-        parser: ToolParser | None = None,
-        client_sampling: bool = True,
         max_seconds: float | None = 600.0,
-        limits: RequestLimits | None = None,
+        **session_options: Any,
     ) -> None:
         require_at_least(1, workers=workers)
-        super().__init__(None, parser, client_sampling, max_seconds, limits)
+        super().__init__(None, max_seconds=max_seconds, **session_options)
         self.hosting = Hosting(environment, python, options or {}, env or {}, tuple(pass_env or ()))
         self.workers = workers
 

@@ -8,6 +8,7 @@ from operator import and_, or_
 import torch
 from torch import Tensor
 
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.games.protocols.chance import drawn
 
@@ -26,6 +27,7 @@ Decisions = Mapping[str, Rounds]
 """Decisions by agent: 0 rejects, 1 accepts, 2 goes on."""
 
 
+@configurable
 class Protocol(ABC):
     """Determines who speaks when, when a decision counts, and what it pays.
 
@@ -38,7 +40,7 @@ class Protocol(ABC):
         min_message_rounds: the first round, counted from 1, in which a decision counts.
         turn_reward: the reward of a decider for a turn without a decision.
         shared_reward: provers get the deciders' reward: the mean, if there are several.
-        random_stances: for half of the seeds all provers argue for the opposite.
+        random_stances: for half of the seeds all provers argue for the opposite, and are paid so.
 
     Raises:
         ConfigError: if there is less than one round, if the minimum exceeds the maximum, or if a
