@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.games.protocols.base import VERIFIER, Protocol, Rounds
-from lightning_rl.games.protocols.chance import drawn
+from lightning_rl.games.protocols.base import VERIFIER, Protocol, Rounds, drawn
 
 FIRST, SECOND = "prover0", "prover1"
 _OWN_CHANNEL = {FIRST: "prover0_channel", SECOND: "prover1_channel"}
