@@ -134,7 +134,7 @@ class ToolAgent(Agent):
             messages.pop()  # of a turn that was interrupted; its tokens are still there
         rollout.completion = messages
         conversation = self._converse(rollout, messages, engine, sampling)
-        reason = await within(self.max_seconds, conversation)
+        reason = await within(self.max_seconds, conversation, "max_seconds")
         # With calls that were read, it was the results that found no room.
         whole = bool(messages) and "tool_calls" in messages[-1]
         cut = reason == "abort" or (reason == "length" and not whole)

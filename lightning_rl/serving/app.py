@@ -83,7 +83,8 @@ class AgentApp:
             if scope["path"] == "/v1/models":
                 reply = json_reply(_models(guest.session))
             elif scope["path"] not in self._doors or scope["method"] != "POST":
-                raise _unknown_url(scope)
+                asked = f"{scope['method']} {scope['path']:.200}"
+                raise RequestError(f"Invalid URL ({asked})", code="unknown_url", status=404)
             else:
                 reply = await self._answer(guest, door, scope["path"], headers, body, receive)
         except RequestError as error:
@@ -178,11 +179,6 @@ async def _filling(
         raise
     future.set_result(answers)
     return answers
-
-
-def _unknown_url(scope: Mapping[str, Any]) -> RequestError:
-    asked = f"{scope['method']} {scope['path']:.200}"
-    return RequestError(f"Invalid URL ({asked})", code="unknown_url", status=404)
 
 
 def _models(session: Session) -> Message:

@@ -26,7 +26,6 @@ class Terms:
         client_sampling: whether requests may change sampling settings.
         models: the roles that clients may ask for, by model name.
         limits: limits of a request.
-        known: cache of sampling settings by their changes, because clients repeat them.
         chats: reads the session's chats.
     """
 
@@ -35,7 +34,6 @@ class Terms:
     client_sampling: bool
     models: dict[str, str]
     limits: RequestLimits
-    known: dict[str, Sampling] = field(default_factory=dict)
     chats: ChatReader = field(init=False)
 
     def __post_init__(self) -> None:

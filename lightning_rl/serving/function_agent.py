@@ -127,18 +127,13 @@ class FunctionAgent(SessionAgent):
         return f"function {getattr(self.function, '__qualname__', kind.__qualname__)}"
 
     async def play(self, rollout: Rollout, session: Session) -> Ending:
-        said: list[Any] = []
-
-        async def solve() -> str:
+        async def solve() -> Ending:
             client = AgentClient(session)
             try:
-                said.append(await self.function(client, rollout.prompt.copy()))
+                said = await self.function(client, rollout.prompt.copy())
             finally:
                 await client.close()
-            return "stop"
+            said = {} if said is None else said
+            return Ending("done", said=said if isinstance(said, Mapping) else {"reward": said})
 
-        await within(self.max_seconds, solve())
-        if not said:
-            return Ending("timeout")
-        result = {} if said[0] is None else said[0]
-        return Ending("done", said=result if isinstance(result, Mapping) else {"reward": result})
+        return await within(self.max_seconds, solve(), Ending("timeout"))

@@ -18,7 +18,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Rollout
 from lightning_rl.serving.agent import SessionAgent
-from lightning_rl.serving.programs import Launcher, Program, ProgramRequest
+from lightning_rl.serving.programs import Launcher, ProgramRequest
 from lightning_rl.serving.results import Ending, last_result
 from lightning_rl.serving.session import Session
 from lightning_rl.serving.variables import NO_PROXY, passed_on, require_set
@@ -129,7 +129,7 @@ class ProgramAgent(SessionAgent):
         stdin = json.dumps(task, default=str).encode() + b"\n"
         running = self._launcher.running(self._request(session), stdin, self.max_output_bytes)
         async with running as program:
-            ending = await self._end_of(program)
+            ending = await within(self.max_seconds, program.wait(), Ending("timeout"))
         return replace(ending, said=last_result(bytes(program.stdout)))
 
     def close(self) -> None:
@@ -140,16 +140,6 @@ class ProgramAgent(SessionAgent):
         super().close()
 
     # ---------------------------------------------------------------- inside
-
-    async def _end_of(self, program: Program) -> Ending:
-        ended: list[Ending] = []
-
-        async def wait() -> str:
-            ended.append(await program.wait())
-            return ended[0].kind
-
-        await within(self.max_seconds, wait())
-        return ended[0] if ended else Ending("timeout")
 
     def _request(self, session: Session) -> ProgramRequest:
         memory = self.max_memory_gb
