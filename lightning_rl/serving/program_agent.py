@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -97,7 +98,8 @@ class ProgramAgent(SessionAgent):
         self.retries = retries
         self.own_processes = own_processes
         self._launcher: Launcher | None = None
-        self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        # A semaphore serves one event loop, and a script may use one after the other.
+        self._places: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -108,7 +110,10 @@ class ProgramAgent(SessionAgent):
         super().configure(tokenizer)
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
-        async with self._places():
+        places = self._places.setdefault(
+            asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency)
+        )
+        async with places:
             for _ in range(1 + self.retries):
                 ending = await self.attempt(rollout, engine, sampling)
                 if ending.kind != "killed":
@@ -156,13 +161,6 @@ class ProgramAgent(SessionAgent):
     def _make_launcher(self) -> Launcher:
         return Launcher(own_processes=self.own_processes)
 
-    def _places(self) -> asyncio.Semaphore:
-        """Return the running loop's semaphore, which limits concurrent programs."""
-        loop = asyncio.get_running_loop()
-        if self._gate is None or self._gate[0] is not loop:
-            self._gate = loop, asyncio.Semaphore(self.max_concurrency)
-        return self._gate[1]
-
     def _check_places(self) -> None:
         if self.cwd is not None and not Path(self.cwd).is_dir():
             raise ConfigError(f"cwd={self.cwd!r} is not a directory; make it, or name another")
@@ -207,8 +205,9 @@ class ScriptAgent(ProgramAgent):
         self.script = script
         self.arguments = arguments or []
         self.preload = preload or []
-        # A path is the trainer's directory's, whatever ``cwd`` is.
-        self.python = sys.executable if python is None else _absolute(python)
+        python = sys.executable if python is None else python
+        # A path is the trainer's directory's, whatever ``cwd`` is; a name is looked up in PATH.
+        self.python = os.path.abspath(python) if os.sep in python else python
         super().__init__([self.python, script, *self.arguments], **options)
 
     @property
@@ -229,11 +228,6 @@ class ScriptAgent(ProgramAgent):
 
     def _make_launcher(self) -> Launcher:
         return Launcher(self.preload, self.python, self._environment(), self.own_processes)
-
-
-def _absolute(program: str) -> str:
-    """Return a program's absolute path; leave a bare name, to be looked up in PATH."""
-    return os.path.abspath(program) if os.sep in program else program
 
 
 def _endpoint(session: Session) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -83,25 +84,21 @@ class VerifiersAgent(SessionAgent):
         super().configure(tokenizer)
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
-        seats = await workers_of(self.hosting, self.workers).seats()
+        workers = workers_of(self.hosting, self.workers)
+        seats = await workers.seats()
         self.roles = seats if len(seats) > 1 else []
         ending = await self.attempt(rollout, engine, sampling)
-        if ending.kind == "killed":
-            ending = await self.attempt(rollout, engine, sampling, self._play_alone)
+        if ending.kind == "killed":  # perhaps by another episode: play where nothing else is played
+            alone = partial(self._play, workers.ask_alone)
+            ending = await self.attempt(rollout, engine, sampling, alone)
         self.conclude(rollout, ending)
         return rollout
 
     async def play(self, rollout: Rollout, session: Session) -> Ending:
-        return await self._ask(rollout, session, workers_of(self.hosting, self.workers).ask)
+        return await self._play(workers_of(self.hosting, self.workers).ask, rollout, session)
 
-    async def _play_alone(self, rollout: Rollout, session: Session) -> Ending:
-        """Play in a worker that plays nothing else, as another episode may have killed the last
-        one.
-        """
-        return await self._ask(rollout, session, workers_of(self.hosting, self.workers).ask_alone)
-
-    async def _ask(
-        self, rollout: Rollout, session: Session, ask: Callable[..., Awaitable[dict[str, Any]]]
+    async def _play(
+        self, ask: Callable[..., Awaitable[dict[str, Any]]], rollout: Rollout, session: Session
     ) -> Ending:
         task = rollout.prompt.columns.get("task")
         if task is None:
