@@ -306,18 +306,15 @@ class Toolbox:
             so a function that may hang should be ``async``, or limit its own time.
             ``signal.alarm`` works in the main thread only; a tool that uses it fails the rollout.
         call_timeout: time limit of one call, in seconds.
-        picture_limits: limits of pictures that tools show.
 
     Raises:
         ConfigError: if a function cannot be a tool, or two share a name.
     """
 
-    def __init__(
-        self,
-        tools: Sequence[Callable[..., Any]],
-        call_timeout: float,
-        picture_limits: PictureLimits = PictureLimits(),
-    ) -> None:
+    picture_limits = PictureLimits()
+    """Limits of pictures that tools show."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], call_timeout: float) -> None:
         try:
             import pydantic
         except ImportError as error:
@@ -329,7 +326,6 @@ class Toolbox:
         if not tools:
             raise ConfigError("tools=[] leaves nothing to call; name at least one function")
         self.call_timeout = call_timeout
-        self.picture_limits = picture_limits
         self._schemas: list[dict[str, Any]] = []
         self._functions: dict[str, Callable[..., Any]] = {}
         self._servers = [tool for tool in tools if isinstance(tool, MCPTools)]

@@ -18,15 +18,12 @@ class RequestError(LightningRLError):
         param: str | None = None,
         code: str | None = None,
         status: int = 400,
-        retry: bool = False,
     ) -> None:
         self.message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
         super().__init__(self.message)
         self.param = param
         self.code = code
         self.status = status
-        self.retry = retry
-        """Whether clients should retry the same request later."""
 
 
 def unsupported(name: str, value: Any, fix: str) -> RequestError:
