@@ -133,7 +133,7 @@ class AgentApp:
         receive: Receive,
     ) -> Response:
         retries, session = guest.retries, guest.session
-        ask, wanted = await session.prepare(lambda: door.read(read_json(body), session.terms))
+        ask = await session.prepare(lambda: door.read(read_json(body), session.terms))
         key, retried = retries.name(path, body, headers)
         earlier = retries.earlier(key, retried)
         future = asyncio.get_running_loop().create_future() if earlier is None else earlier
@@ -156,10 +156,10 @@ class AgentApp:
         number, now = f"{session.episode.rollout.id}-{guest.answered}", int(time.time())
 
         def written() -> Response:
-            if wanted.stream:
-                events = b"".join(door.stream(ask, wanted, answers, number, now))
+            if ask.stream:
+                events = b"".join(door.stream(ask, answers, number, now))
                 return Response(events, kind=b"text/event-stream; charset=utf-8")
-            return json_reply(door.write(ask, wanted, answers, number, now))
+            return json_reply(door.write(ask, answers, number, now))
 
         return await session.beside(written)
 

@@ -82,7 +82,8 @@ class Ask:
 
     ``prompts`` are token ids: given directly, or of ``chat`` in the format ``form``, with the
     pictures ``placed`` in it. ``must_call`` is empty, the name of the tool that must be called,
-    or ``*`` for any.
+    or ``*`` for any. ``stream``, ``usage``, ``logprobs`` and ``token_ids`` say how, and which
+    parts of its answers, a client wants.
     """
 
     model: str
@@ -96,6 +97,10 @@ class Ask:
     must_call: str = ""
     parallel: bool = True
     placed: list[Placed] = field(default_factory=list)
+    stream: bool = False
+    usage: bool = True
+    logprobs: bool = False
+    token_ids: bool = False
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -141,16 +146,6 @@ class Answer:
     def text(self) -> str:
         """The text outside the calls."""
         return str(self.message["content"])
-
-
-@dataclass(slots=True)
-class Wanted:
-    """The parts of an answer that a client wants, and their form."""
-
-    stream: bool = False
-    usage: bool = True
-    logprobs: bool = False
-    token_ids: bool = False
 
 
 def usage_of(answers: Sequence[Answer]) -> tuple[int, int]:

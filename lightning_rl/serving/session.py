@@ -18,7 +18,7 @@ from lightning_rl.errors import (
 from lightning_rl.rollout import Call, Message, Rollout
 from lightning_rl.run.loop.background import cancel_here
 from lightning_rl.run.loop.threads import CallingThreads
-from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted
+from lightning_rl.serving.ask import Answer, Ask, Terms
 from lightning_rl.serving.chat_format import until_stop
 from lightning_rl.serving.chats import RequestChat
 from lightning_rl.serving.errors import RequestError, session_over
@@ -87,18 +87,18 @@ class Session:
             RequestError: if the endpoint would answer with an error.
         """
         body = {"messages": list(messages), **fields, "n": 1}
-        ask, _ = await self.prepare(lambda: ChatDoor().read(body, self.terms))
+        ask = await self.prepare(lambda: ChatDoor().read(body, self.terms))
         return (await self.answer(ask))[0]
 
-    async def prepare(self, read: Callable[[], tuple[Ask, Wanted]]) -> tuple[Ask, Wanted]:
+    async def prepare(self, read: Callable[[], Ask]) -> Ask:
         """Read a request and tokenize its prompts, in a thread (:meth:`beside`).
 
         Raises:
             RequestError: if the request is invalid, or reading takes too long.
         """
 
-        def work() -> tuple[Ask, Wanted]:
-            ask, wanted = read()
+        def work() -> Ask:
+            ask = read()
             if ask.form is not None:
                 try:
                     token_ids, ask.placed = self._history.prompt(ask.chat, ask.form)
@@ -106,7 +106,7 @@ class Session:
                     told = str(error)
                     raise RequestError(told, param="messages", code="invalid_value") from error
                 ask.prompts = [token_ids]
-            return ask, wanted
+            return ask
 
         return await self.beside(work)
 
