@@ -167,11 +167,10 @@ class TorchRLCollector(EnvCollector):
         if "done" in after:
             return after.get("done").squeeze(-1), after.get("terminated").squeeze(-1)
         groups = [after.get(name) for name in self._places]
-        flags = (
+        done, terminated = (
             torch.stack([g.get(key).flatten(2).all(-1) for g in groups]).all(0)
             for key in ("done", "terminated")
         )
-        done, terminated = flags
         return done, terminated
 
     def _finished(self, batch: TensorDict) -> list[EnvEpisode]:
