@@ -203,7 +203,10 @@ class LLMJudge(Remote):
         if said is None:
             return [0.0]
         try:
-            shown = {"prompt": prompts[0], "completion": _ending_with(said, completions[0])}
+            shown: dict[str, Any] = {"prompt": prompts[0], "completion": said}
+            if not isinstance(completions[0], str):  # only the last message has a thought
+                *before, last = completions[0]
+                shown["completion"] = [*before, last | {"content": said}]
             shown |= {name: v[0] for name, v in columns.items() if name not in SHARED}
             return [self._score(await self.judge.ask(self._question(shown)))]
         except JudgeError as error:
@@ -231,13 +234,6 @@ class LLMJudge(Remote):
                 f"the judge's score {score:g} is not between {self.lowest:g} and {self.highest:g}"
             )
         return (score - self.lowest) / (self.highest - self.lowest)
-
-
-def _ending_with(said: str, completion: str | list[Message]) -> str | list[Message]:
-    """Return the completion, with its last message reduced to what follows the thought."""
-    if isinstance(completion, str):
-        return said
-    return [*completion[:-1], completion[-1] | {"content": said}]
 
 
 def _as_text(value: Any) -> str:

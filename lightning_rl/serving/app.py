@@ -11,7 +11,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.rollout import Message
 from lightning_rl.serving.anthropic import MessagesDoor
 from lightning_rl.serving.ask import Answer
 from lightning_rl.serving.door import Door
@@ -81,7 +80,11 @@ class AgentApp:
             headers = dict(scope["headers"])
             guest, body = await self._admitted(headers, receive)
             if scope["path"] == "/v1/models":
-                reply = json_reply(_models(guest.session))
+                models = [
+                    {"id": name, "object": "model", "created": 0, "owned_by": "lightning_rl"}
+                    for name in guest.session.terms.models
+                ]
+                reply = json_reply({"object": "list", "data": models})
             elif scope["path"] not in self._doors or scope["method"] != "POST":
                 asked = f"{scope['method']} {scope['path']:.200}"
                 raise RequestError(f"Invalid URL ({asked})", code="unknown_url", status=404)
@@ -179,12 +182,3 @@ async def _filling(
         raise
     future.set_result(answers)
     return answers
-
-
-def _models(session: Session) -> Message:
-    """Return the list of the session's models (roles)."""
-    models = [
-        {"id": name, "object": "model", "created": 0, "owned_by": "lightning_rl"}
-        for name in session.terms.models
-    ]
-    return {"object": "list", "data": models}

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.agents.reading import CallReader
 from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import call_message
-from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.rollout import Message, Picture, Placed
 from lightning_rl.run.files.strict_json import loads
@@ -45,7 +44,6 @@ class ChatFormat:
         key: str,
     ) -> None:
         self.tokenizer = template.tokenizer
-        self._ends = ends_of(self.tokenizer)
         self.tools = list(tools)
         self.key = key
         self.template = template
@@ -144,7 +142,7 @@ class ChatFormat:
     def _text(
         self, completion: Completion, stop: Sequence[str], skip_special_tokens: bool
     ) -> tuple[str, str | None]:
-        said = self._ends.cut(completion.token_ids)
+        said = self.template.ends.cut(completion.token_ids)
         return until_stop(
             str(self.tokenizer.decode(said, skip_special_tokens=skip_special_tokens)), stop
         )

@@ -149,7 +149,14 @@ class ProgramAgent(SessionAgent):
     def _request(self, session: Session) -> ProgramRequest:
         memory = self.max_memory_gb
         return ProgramRequest(
-            env=self._environment() | _endpoint(session),
+            env={
+                **self._environment(),
+                "OPENAI_BASE_URL": session.base_url,
+                "OPENAI_API_KEY": session.api_key,
+                "ANTHROPIC_BASE_URL": session.anthropic_url,
+                "ANTHROPIC_API_KEY": session.api_key,
+                **NO_PROXY,
+            },
             command=self.command,
             cwd=self.cwd or ".",
             memory_bytes=None if memory is None else int(memory * 2**30),
@@ -228,14 +235,3 @@ class ScriptAgent(ProgramAgent):
 
     def _make_launcher(self) -> Launcher:
         return Launcher(self.preload, self.python, self._environment(), self.own_processes)
-
-
-def _endpoint(session: Session) -> dict[str, str]:
-    """Return the environment variables through which clients find their models."""
-    return {
-        "OPENAI_BASE_URL": session.base_url,
-        "OPENAI_API_KEY": session.api_key,
-        "ANTHROPIC_BASE_URL": session.anthropic_url,
-        "ANTHROPIC_API_KEY": session.api_key,
-        **NO_PROXY,
-    }
