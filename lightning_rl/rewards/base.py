@@ -226,7 +226,9 @@ class Rewards:
                     rollout.reward_parts |= parts
                 except ValueError as error:
                     _fail([rollout], f"reward {name}: {error}")
-            log.write_to(rollouts)
+            for column, values in log.extra.items():
+                for rollout, value in zip(rollouts, values, strict=True):
+                    rollout.extra[column] = value
             for metric, values in log.metrics.items():
                 metrics[metric] += values
         for rollout in filter(_is_ungraded, group):

@@ -112,14 +112,13 @@ class FunctionAgent(SessionAgent):
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
+        self.function: Callable[[AgentClient, Prompt], Awaitable[Any]] = function
         call = function if inspect.isroutine(function) else type(function).__call__
         if not inspect.iscoroutinefunction(call):
-            name = getattr(function, "__qualname__", type(function).__qualname__)
             raise ConfigError(
-                f"function {name} is not async, so all rollouts would wait for it; make it "
+                f"{self.name} is not async, so all rollouts would wait for it; make it "
                 "`async def`, or run it as a separate program (ScriptAgent)"
             )
-        self.function: Callable[[AgentClient, Prompt], Awaitable[Any]] = function
 
     @property
     def name(self) -> str:
