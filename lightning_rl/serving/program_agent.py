@@ -99,7 +99,7 @@ class ProgramAgent(SessionAgent):
         self.own_processes = own_processes
         self._launcher: Launcher | None = None
         # A semaphore serves one event loop, and a script may use one after the other.
-        self._places: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
+        self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -110,10 +110,7 @@ class ProgramAgent(SessionAgent):
         super().configure(tokenizer)
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
-        places = self._places.setdefault(
-            asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency)
-        )
-        async with places:
+        async with self._places():
             for _ in range(1 + self.retries):
                 ending = await self.attempt(rollout, engine, sampling)
                 if ending.kind != "killed":
@@ -161,6 +158,11 @@ class ProgramAgent(SessionAgent):
             cwd=self.cwd or ".",
             memory_bytes=None if memory is None else int(memory * 2**30),
         )
+
+    def _places(self) -> asyncio.Semaphore:
+        """Return the running loop's semaphore, which limits concurrent programs."""
+        loop = asyncio.get_running_loop()
+        return self._gates.setdefault(loop, asyncio.Semaphore(self.max_concurrency))
 
     def _environment(self) -> dict[str, str]:
         return passed_on(self.pass_env) | self.env
