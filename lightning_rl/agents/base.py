@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +17,8 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, request_seed, seed_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Placed, Prompt, Rollout, RolloutStatus
+
+T = TypeVar("T")
 
 
 class Agent(ABC):
@@ -160,16 +162,16 @@ def end(rollout: Rollout, reason: str) -> None:
     rollout.status = RolloutStatus.ABORTED if aborted else RolloutStatus.COMPLETED
 
 
-async def within(seconds: float | None, turns: Awaitable[str]) -> str:
-    """Return why a rollout's turns ended; ``max_seconds`` if they ran out of time."""
+async def within(seconds: float | None, work: Awaitable[T], late: T) -> T:
+    """Return a result; ``late`` if it took longer than ``seconds``."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
-            return await turns
+            return await work
     except TimeoutError:
         if not limit.expired():  # the engine's own
             raise
-        return "max_seconds"
+        return late
 
 
 def require_seconds(max_seconds: float | None) -> None:

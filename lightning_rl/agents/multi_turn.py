@@ -106,7 +106,8 @@ class MultiTurn(Agent):
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         try:
-            reason = await within(self.max_seconds, self._play(rollout, engine, sampling))
+            played = self._play(rollout, engine, sampling)
+            reason = await within(self.max_seconds, played, "max_seconds")
         except _EnvironmentFailure as failure:
             rollout.fail(str(failure))
             return rollout

@@ -25,7 +25,6 @@ class CallReader:
         parser: reads calls; it is copied, as it may hold state.
         tokenizer: the policy's tokenizer.
         schemas: the tools' OpenAI-style schemas.
-        seconds: the time limit of one turn.
 
     Raises:
         ConfigError: if the parser cannot work with this tokenizer.
@@ -36,10 +35,8 @@ class CallReader:
         parser: ToolParser,
         tokenizer: PreTrainedTokenizerBase,
         schemas: Sequence[dict[str, Any]],
-        seconds: float = READ_S,
     ) -> None:
         self._given, self._configured = parser, (tokenizer, schemas)
-        self._seconds = seconds
         self._one_at_a_time = Lock()
         self._thread = CallingThread("lightning_rl tool calls")
         self._warned = False
@@ -55,7 +52,7 @@ class CallReader:
             parser = self._parser
             call = self._thread.submit(lambda: parser.parse(text))
             try:
-                read: tuple[str, list[ParsedCall]] = call.result(self._seconds)
+                read: tuple[str, list[ParsedCall]] = call.result(READ_S)
             except TimeoutError:
                 if call.done():  # just now, or the error is the parser's own
                     return call.result()
@@ -74,7 +71,7 @@ class CallReader:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{type(self._given).__name__} took more than {self._seconds:g} s to look for tool "
+                f"{type(self._given).__name__} took more than {READ_S:g} s to look for tool "
                 f"calls in a turn of {length} characters; such turns count as text without calls. "
                 "Lower sampling.max_tokens, or choose another parser",
                 stacklevel=2,

@@ -127,6 +127,14 @@ class TurnTemplate:
         placed = zip(places, pictures, strict=True)
         return token_ids[known:], [Placed(start - known, picture) for start, picture in placed]
 
+    def takes(self, calls: Sequence[Message]) -> bool:
+        """Tell whether the template can render these calls in one turn; some render only one."""
+        try:
+            self.suffix([], [tool_reply(call, "A result.") for call in calls], calls)
+        except ConfigError:
+            return False
+        return True
+
     def call_text(self, call: Message) -> str:
         """Return a turn that is one tool call as the template writes it, without the end token."""
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}

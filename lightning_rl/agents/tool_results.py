@@ -21,13 +21,9 @@ def as_content(result: Any, limits: PictureLimits) -> str | list[Any]:
         PictureError: if a picture cannot be loaded, or exceeds a limit.
     """
     parts = result if isinstance(result, list) else [result]
-    if not any(_is_shown(part) for part in parts):
+    if not any(isinstance(part, Picture | Image) or is_picture(part) for part in parts):
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     return [_part(part, limits) for part in parts]
-
-
-def _is_shown(part: Any) -> bool:
-    return isinstance(part, Picture | Image) or is_picture(part)
 
 
 def _part(part: Any, limits: PictureLimits) -> Mapping[str, Any]:

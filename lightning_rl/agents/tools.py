@@ -119,7 +119,8 @@ class ToolAgent(Agent):
         self._reader = CallReader(self.parser, tokenizer, self.toolbox.schemas)
         self._check_prompt(template)
         self._check_parser(template, call)
-        self._one_call = not _renders_two(template, self._sample_call())
+        two = [call_message(self._sample_call(), number) for number in (0, 1)]
+        self._one_call = not template.takes(two)
         self._tokenizer, self._template = tokenizer, template
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
@@ -133,7 +134,7 @@ class ToolAgent(Agent):
             messages.pop()  # of a turn that was interrupted; its tokens are still there
         rollout.completion = messages
         conversation = self._converse(rollout, messages, engine, sampling)
-        reason = await within(self.max_seconds, conversation)
+        reason = await within(self.max_seconds, conversation, "max_seconds")
         # With calls that were read, it was the results that found no room.
         whole = bool(messages) and "tool_calls" in messages[-1]
         cut = reason == "abort" or (reason == "length" and not whole)
@@ -261,15 +262,6 @@ def call_message(call: ParsedCall, number: int) -> Message:
     return message | ({"error": call.error} if call.error else {})
 
 
-def _renders_two(template: TurnTemplate, call: ParsedCall) -> bool:
-    calls = [call_message(call, number) for number in (0, 1)]
-    try:
-        template.suffix([], [tool_reply(call, "A result.") for call in calls], calls)
-    except ConfigError:
-        return False
-    return True
-
-
 def _last_turn(rollout: Rollout) -> list[int]:
     """Return the tokens that the model wrote since it was last given any."""
     mask = reversed(rollout.loss_mask)
@@ -314,18 +306,15 @@ class Toolbox:
             so a function that may hang should be ``async``, or limit its own time.
             ``signal.alarm`` works in the main thread only; a tool that uses it fails the rollout.
         call_timeout: time limit of one call, in seconds.
-        picture_limits: limits of pictures that tools show.
 
     Raises:
         ConfigError: if a function cannot be a tool, or two share a name.
     """
 
-    def __init__(
-        self,
-        tools: Sequence[Callable[..., Any]],
-        call_timeout: float,
-        picture_limits: PictureLimits = PictureLimits(),
-    ) -> None:
+    picture_limits = PictureLimits()
+    """Limits of pictures that tools show."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], call_timeout: float) -> None:
         try:
             import pydantic
         except ImportError as error:
@@ -337,7 +326,6 @@ class Toolbox:
         if not tools:
             raise ConfigError("tools=[] leaves nothing to call; name at least one function")
         self.call_timeout = call_timeout
-        self.picture_limits = picture_limits
         self._schemas: list[dict[str, Any]] = []
         self._functions: dict[str, Callable[..., Any]] = {}
         self._servers = [tool for tool in tools if isinstance(tool, MCPTools)]

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.data.chats import NO_TEMPLATE, begun_in, render, row_options, tool_names
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Message, Picture
-from lightning_rl.vision.begins import begin_fault, begun_once
-from lightning_rl.vision.reader import encode
+from lightning_rl.vision.reader import begin_fault, begun_once, encode
 
 _BATCH = 1000
 """Number of prompts that are measured at a time."""

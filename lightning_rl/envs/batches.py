@@ -8,13 +8,13 @@ step, ``reward`` (E, T, *A, 1) and, for all agents together, ``done``, ``termina
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.envs.networks.space import Space
 from lightning_rl.errors import ConfigError
 
@@ -23,13 +23,6 @@ _TAKEN = {
     "is_init", "skipped",
 }  # fmt: skip
 """Keys of a batch besides observations and actions."""
-
-
-class EpisodeSource(Protocol):
-    """An agent that knows its observations and actions."""
-
-    @property
-    def space(self) -> Space | None: ...
 
 
 def handed_out(collected: TensorDict, spaces: Mapping[str, Space]) -> TensorDict:
@@ -67,7 +60,7 @@ def handed_out(collected: TensorDict, spaces: Mapping[str, Space]) -> TensorDict
     return TensorDict(batch | {"next": TensorDict(after, shape)}, shape)
 
 
-def steps_of(batch: TensorDict, agents: Mapping[str, EpisodeSource]) -> TensorDict:
+def steps_of(batch: TensorDict, agents: Mapping[str, EnvAgent]) -> TensorDict:
     """Return a batch's steps [E, T] in the form that agents learn from.
 
     ``done`` and ``terminated`` (E, T), and per agent, under its name, ``observations`` and

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.maker import EnvMaker, Part, built_part, require_installed
+from lightning_rl.envs.maker import EnvMaker, built_part, require_installed
 from lightning_rl.envs.networks.space import (
     ActionKind,
     Binary,
@@ -98,14 +98,10 @@ class Gym(EnvMaker):
             what = f"{type(error).__name__}: {error}"
             raise ConfigError(f"data.env: gymnasium cannot make {self._name!r}: {what}") from error
         for place, wrapper in enumerate(self.wrappers):
-            env = _wrapped(env, wrapper, f"data.env.wrappers[{place}]")
+            part = {"class_path": wrapper} if isinstance(wrapper, str) else dict(wrapper)
+            part["init_args"] = {"env": env} | (part.get("init_args") or {})
+            env = built_part(part, f"data.env.wrappers[{place}]")
         return env
-
-
-def _wrapped(env: Any, wrapper: Part, key: str) -> Any:
-    part: dict[str, Any] = {"class_path": wrapper} if isinstance(wrapper, str) else dict(wrapper)
-    part["init_args"] = {"env": env} | (part.get("init_args") or {})
-    return built_part(part, key)
 
 
 # ---------------------------------------------------------------- spaces

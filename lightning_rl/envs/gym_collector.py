@@ -26,7 +26,6 @@ from lightning_rl.envs.gym_player import (
     buffer_of,
     close,
     picture_of,
-    same_tensors,
     tensors_of,
     write_rows,
 )
@@ -238,7 +237,8 @@ class GymCollector(EnvCollector):
         known = state["episodes"]
         answers = self._all("again", [(one["episode"], one["actions"]) for one in known])
         for seat, one, answer in zip(self._seats, known, answers, strict=True):
-            same = same_tensors(tensors_of(answer.row), one["seen"])
+            now = tensors_of(answer.row)
+            same = all(torch.equal(now[name], one["seen"][name]) for name in now)
             if answer.episode is not None or not same:
                 raise EnvError(
                     f"{self.env.name}: {seat.where()}, differs from the saved state: the "

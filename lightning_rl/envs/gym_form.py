@@ -1,6 +1,7 @@
 """Forms: check observations against a gymnasium environment's declared space."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,82 +16,62 @@ def form_of(space: Any) -> Callable[[Any], Any]:
     The reader raises EnvError for an observation that is not in the space.
     """
     parts = getattr(space, "spaces", None)
-    if isinstance(parts, Mapping):
-        return _Parts({name: _form(name, part) for name, part in parts.items()})
-    return _form(OBSERVATION, space)
+    if not isinstance(parts, Mapping):
+        return _form(OBSERVATION, space)
+    forms = {name: _form(name, part) for name, part in parts.items()}
 
-
-def _form(name: str, space: Any) -> Callable[[Any], Any]:
-    one_of = hasattr(space, "n") and space.shape == ()
-    return _OneHot(name, int(space.n), int(space.start)) if one_of else _Array(name, space)
-
-
-class _Parts:
-    """Several observations by name."""
-
-    def __init__(self, forms: Mapping[str, Callable[[Any], Any]]) -> None:
-        self._forms = forms
-
-    def __call__(self, observed: Any) -> dict[str, Any]:
-        if not isinstance(observed, Mapping) or not self._forms.keys() <= observed.keys():
-            names = ", ".join(self._forms)
+    def read(observed: Any) -> dict[str, Any]:
+        if not isinstance(observed, Mapping) or not forms.keys() <= observed.keys():
+            names = ", ".join(forms)
             raise EnvError(
                 f"the observation is {shown(observed)}, but observation_space declares {names}"
             )
-        return {name: form(observed[name]) for name, form in self._forms.items()}
+        return {name: form(observed[name]) for name, form in forms.items()}
+
+    return read
 
 
-class _OneHot:
-    """Reads an integer below n as a one-hot row."""
-
-    def __init__(self, name: str, n: int, start: int) -> None:
-        self._name, self._n, self._start = name, n, start
-
-    def __call__(self, observed: Any) -> np.ndarray:
-        row = np.zeros(self._n, np.float32)
-        try:
-            index = int(observed) - self._start
-        except (TypeError, ValueError):
-            index = -1
-        if not 0 <= index < self._n:
-            raise EnvError(
-                f"observation {self._name!r} is {shown(observed)}, but observation_space declares "
-                f"one of {self._n} integers from {self._start} on"
-            )
-        row[index] = 1
-        return row
+def _form(name: str, space: Any) -> Callable[[Any], Any]:
+    if hasattr(space, "n") and space.shape == ():
+        return partial(_one_hot, name, int(space.n), int(space.start))
+    return partial(_array, name, tuple(space.shape or ()), holds_bytes(space))
 
 
-class _Array:
-    """Checks an array's shape; numpy would silently broadcast a wrong one."""
+def _one_hot(name: str, n: int, start: int, observed: Any) -> np.ndarray:
+    """Read an integer below n as a one-hot row."""
+    row = np.zeros(n, np.float32)
+    try:
+        index = int(observed) - start
+    except (TypeError, ValueError):
+        index = -1
+    if not 0 <= index < n:
+        raise EnvError(
+            f"observation {name!r} is {shown(observed)}, but observation_space declares one of "
+            f"{n} integers from {start} on"
+        )
+    row[index] = 1
+    return row
 
-    def __init__(self, name: str, space: Any) -> None:
-        self._name = name
-        self._shape = tuple(space.shape or ())
-        self._holds_bytes = holds_bytes(space)
 
-    def __call__(self, observed: Any) -> Any:
-        if getattr(observed, "shape", None) != self._shape:
-            observed = self._array(observed)
-        if self._holds_bytes and observed.dtype.kind == "f":
-            raise EnvError(
-                f"observation {self._name!r} is {observed.dtype}, but observation_space declares "
-                "bytes, to which it would be rounded; cast it, or change observation_space"
-            )
-        return observed
-
-    def _array(self, observed: Any) -> np.ndarray:
-        """Convert an observation that is not an array of this shape yet; most are."""
+def _array(name: str, shape: tuple[int, ...], of_bytes: bool, observed: Any) -> Any:
+    """Check an array's shape; numpy would silently broadcast a wrong one."""
+    array = observed
+    if getattr(observed, "shape", None) != shape:  # most have it already
         try:
             array = np.asarray(observed)
         except ValueError:  # rows of several lengths
             array = np.asarray(None)
-        if array.dtype.kind not in "buif" or array.shape != self._shape:
+        if array.dtype.kind not in "buif" or array.shape != shape:
             raise EnvError(
-                f"observation {self._name!r} is {shown(observed)}, but observation_space declares "
-                f"numbers of shape {self._shape}"
+                f"observation {name!r} is {shown(observed)}, but observation_space declares "
+                f"numbers of shape {shape}"
             )
-        return array
+    if of_bytes and array.dtype.kind == "f":
+        raise EnvError(
+            f"observation {name!r} is {array.dtype}, but observation_space declares bytes, to "
+            "which it would be rounded; cast it, or change observation_space"
+        )
+    return array
 
 
 def shown(answer: Any) -> str:

@@ -195,11 +195,6 @@ def tensors_of(row: Any) -> dict[str, Tensor]:
     return {name: torch.as_tensor(np.asarray(part)) for name, part in parts.items()}
 
 
-def same_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Return True if two observations are equal."""
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def buffer_of(observed: Observed, *leading: int) -> np.ndarray:
     """Allocate a buffer for observations, (*leading, *shape)."""
     kind = np.uint8 if observed.dtype == torch.uint8 else np.float32

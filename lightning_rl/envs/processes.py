@@ -45,43 +45,30 @@ class Failed:
     error: str
 
 
-class PipeEnd:
-    """One end of a pipe between processes."""
+def send(line: Connection, message: Any) -> None:
+    """Send a copy; shared memory would disappear with its process.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    Raises:
+        HungUpError: if the other end is closed.
+    """
+    copied = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    try:
+        line.send_bytes(copied)
+    except OSError as error:
+        raise HungUpError from error
 
-    def fileno(self) -> int:
-        """Return the file descriptor, for ``multiprocessing.connection.wait``."""
-        return self._connection.fileno()
 
-    def send(self, message: Any) -> None:
-        """Send a copy; shared memory would disappear with its process.
+def receive(line: Connection) -> Any:
+    """Wait for the next message and return it.
 
-        Raises:
-            HungUpError: if the other end is closed.
-        """
-        copied = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        try:
-            self._connection.send_bytes(copied)
-        except OSError as error:
-            raise HungUpError from error
-
-    def receive(self) -> Any:
-        """Wait for the next message and return it.
-
-        Raises:
-            HungUpError: if the other end is closed.
-        """
-        try:
-            copied = self._connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            raise HungUpError from error
-        return pickle.loads(copied)
-
-    def close(self) -> None:
-        """Hang up."""
-        self._connection.close()
+    Raises:
+        HungUpError: if the other end is closed.
+    """
+    try:
+        copied = line.recv_bytes()
+    except (EOFError, OSError) as error:
+        raise HungUpError from error
+    return pickle.loads(copied)
 
 
 class EnvProcesses:
@@ -103,7 +90,7 @@ class EnvProcesses:
             told = pickle.dumps((env.plain, seed, limit))
         self._process_of = {place: index for index, share in enumerate(shares) for place in share}
         self.processes = [PythonChild(run) for _ in shares]
-        self._lines = [PipeEnd(process.connection) for process in self.processes]
+        self._lines = [process.connection for process in self.processes]
         for index, share in enumerate(shares):
             self._send(index, (self.name, share, told))
 
@@ -117,7 +104,7 @@ class EnvProcesses:
 
     def _send(self, index: int, message: Any) -> None:
         try:
-            self._lines[index].send(message)
+            send(self._lines[index], message)
         except HungUpError as error:
             raise self._gone(index) from error
 
@@ -129,10 +116,10 @@ class EnvProcesses:
         Raises:
             EnvError: if a process has failed, or is gone.
         """
-        for line in wait(self._lines, seconds):  # type: ignore[arg-type]
+        for line in wait(self._lines, seconds):
             index = self._lines.index(line)  # type: ignore[arg-type]
             try:
-                answer = self._lines[index].receive()
+                answer = receive(self._lines[index])
             except HungUpError as error:
                 raise self._gone(index) from error
             if isinstance(answer, Failed):
@@ -154,7 +141,7 @@ class EnvProcesses:
         """Ask all of them to end; kill those that do not, since they hang in a step."""
         for line in self._lines:
             try:
-                line.send(None)
+                send(line, None)
             except HungUpError:
                 continue  # it is gone already
             finally:
@@ -173,27 +160,27 @@ class EnvProcesses:
         self.processes, self._lines = [], []
 
 
-def run(connection: Connection) -> None:
+def run(line: Connection) -> None:
     """Run a process from its start to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the run, which saves and ends them
-    line = PipeEnd(connection)
     name = ""
     try:
-        name, share, told = line.receive()
+        name, share, told = receive(line)
         env, seed, limit = pickle.loads(told)
         slots = {place: EnvSlot(env.made(), seed, place, limit) for place in share}
-        while (request := line.receive()) is not None:
+        while (request := receive(line)) is not None:
             place, what, *arguments = request
             answer: Any
             try:
                 answer = getattr(slots[place], what)(*arguments)
             except BaseException as error:  # whatever an environment raises
                 answer = raised(name, slots[place].where(), error)
-            line.send((place, answer))
+            send(line, (place, answer))
         close(name, (slot.env for slot in slots.values()))
     except HungUpError:
         return  # nobody is there to be answered
     except BaseException as error:  # whatever an environment raises when it is created
         known = isinstance(error, LightningRLError)
+        what = str(error) if known else f"{name}: {type(error).__name__}: {error}"
         with suppress(HungUpError):
-            line.send(Failed(str(error) if known else f"{name}: {type(error).__name__}: {error}"))
+            send(line, Failed(what))

@@ -70,12 +70,9 @@ class TorchRLLoss(StepLoss):
         require_installed("torchrl", "TorchRLLoss")
         self.make = make
         self.arguments = arguments or {}
-        self._networks = _Networks()
+        self._actor, self._critic = _Actor(), _Critic()
         _check(make)
-        networks = {
-            "actor_network": _Actor(self._networks),
-            "critic_network": _Critic(self._networks),
-        }
+        networks = {"actor_network": self._actor, "critic_network": self._critic}
         self._loss: nn.Module = built_loss(make, networks | _OWN, self.arguments)
         self._try()
 
@@ -83,7 +80,8 @@ class TorchRLLoss(StepLoss):
         tokens: Any = {key: value.flatten() for key, value in rows.learned.items()}
         log_prob = joint_log_prob(made, rows.actions).flatten()
         entropy = joint_entropy(made).flatten()
-        self._networks.now = (log_prob, entropy, values.flatten())
+        self._actor.now = _Distribution(log_prob, entropy)
+        self._critic.now = values.flatten()
         data = TensorDict(
             {
                 "action": torch.zeros_like(tokens["old_logprobs"]),  # what it is, the actor knows
@@ -95,7 +93,7 @@ class TorchRLLoss(StepLoss):
             [len(log_prob)],
         )
         found = self._loss.to(log_prob.device)(data)
-        del self._networks.now  # with the gradients that it would keep
+        del self._actor.now, self._critic.now  # with the gradients that they would keep
         parts = {
             name.removeprefix("loss_"): value.reshape(len(log_prob))
             for name, value in found.items()
@@ -148,40 +146,30 @@ def _refusal(make: str) -> str:
     )
 
 
-class _Networks:
-    """The agent's results for the present steps: log probs, entropies and values, (M,)."""
-
-    now: tuple[Tensor, Tensor, Tensor]
-
-
 class _Actor(nn.Module):
     """The agent in the form of a torchrl actor, which returns its distribution."""
+
+    now: "_Distribution"
+    """Of the actions in all present steps."""
 
     in_keys, out_keys = ("observation",), ("action",)
     dist_sample_keys, log_prob_keys = ("action",), ("action_log_prob",)
 
-    def __init__(self, networks: _Networks) -> None:
-        super().__init__()
-        self._networks = networks
-
     def get_dist(self, tensordict: Any) -> "_Distribution":
         """Return the distribution of the actions in all steps."""
-        log_prob, entropy, _ = self._networks.now
-        return _Distribution(log_prob, entropy)
+        return self.now
 
 
 class _Critic(nn.Module):
     """The agent in the form of a torchrl critic."""
 
+    now: Tensor
+    """The values of the present steps, (M,)."""
     in_keys, out_keys = ("observation",), ("state_value",)
-
-    def __init__(self, networks: _Networks) -> None:
-        super().__init__()
-        self._networks = networks
 
     def forward(self, tensordict: Any) -> Any:
         """Add the values of all steps."""
-        return tensordict.set("state_value", self._networks.now[2].unsqueeze(-1))
+        return tensordict.set("state_value", self.now.unsqueeze(-1))
 
 
 class _Distribution(torch.distributions.Distribution):

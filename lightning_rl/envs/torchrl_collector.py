@@ -16,8 +16,9 @@ from lightning_rl.envs.collector import (
     require_finite_values,
     seeded,
 )
+from lightning_rl.envs.gym_player import close
 from lightning_rl.envs.maker import TorchRLEnv, require_installed
-from lightning_rl.envs.torchrl_envs import close, is_native, kill, side_by_side
+from lightning_rl.envs.torchrl_envs import is_native, kill, side_by_side
 from lightning_rl.envs.torchrl_policy import TorchRLPolicy, own_key
 from lightning_rl.envs.torchrl_space import Places, agents_of
 from lightning_rl.envs.watch import END_S, START_S
@@ -74,7 +75,7 @@ class TorchRLCollector(EnvCollector):
         found = agents_of(one)
         self._native = is_native(one)
         self.deadline.again(END_S)
-        close(self.env.name, one)
+        close(self.env.name, [one])
         self.deadline.again(START_S)
         self._envs = self._made(num_envs)
         self.agents = {name: space for name, (space, _) in found.items()}
@@ -166,11 +167,10 @@ class TorchRLCollector(EnvCollector):
         if "done" in after:
             return after.get("done").squeeze(-1), after.get("terminated").squeeze(-1)
         groups = [after.get(name) for name in self._places]
-        flags = (
+        done, terminated = (
             torch.stack([g.get(key).flatten(2).all(-1) for g in groups]).all(0)
             for key in ("done", "terminated")
         )
-        done, terminated = flags
         return done, terminated
 
     def _finished(self, batch: TensorDict) -> list[EnvEpisode]:
@@ -264,7 +264,8 @@ class TorchRLCollector(EnvCollector):
             self._envs = None
 
     def _close(self, envs: Any) -> None:
-        close(self.env.name, envs)
+        if not envs.is_closed:
+            close(self.env.name, [envs])
         self._open.remove(envs)
 
     def abandon(self) -> None:

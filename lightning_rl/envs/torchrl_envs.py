@@ -1,14 +1,11 @@
 """Several torchrl environments: batched by themselves, one after the other, or in processes."""
 
-import logging
 from typing import Any
 
 from lightning_rl.envs.maker import TorchRLEnv
 from lightning_rl.envs.processes import without_main
 from lightning_rl.envs.watch import END_S
 from lightning_rl.errors import ConfigError
-
-_log = logging.getLogger(__name__)
 
 
 def is_native(env: Any) -> bool:
@@ -48,16 +45,6 @@ def _in_processes(count: int, make: Any) -> Any:
     with without_main():
         env.start()
     return env
-
-
-def close(name: str, env: Any) -> None:
-    """Close environments; warn about those that cannot be closed, which does no harm by then."""
-    try:
-        if not env.is_closed:
-            env.close()
-    except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {error}"
-        _log.warning("%s: close raised %s; the environment was not closed", name, what)
 
 
 def kill(env: Any) -> None:

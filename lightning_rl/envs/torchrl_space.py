@@ -81,7 +81,9 @@ def _agent(env: Any, name: str, prefix: Key) -> tuple[Space, Places]:
     own = next(iter(rewards), None)
     lead = 1 if prefix else 0
     first = next(iter(acts.values()))
-    agents = _leading(first, name) if prefix else 0
+    if prefix and not first.shape:
+        raise ConfigError(f"data.env: actions of group {name!r} have no dimension for its agents")
+    agents = int(first.shape[0]) if prefix else 0
     space = Space(
         {_name(key): _observed(spec, lead) for key, spec in seen.items()},
         {_name(key): _action(_name(key), spec, lead) for key, spec in acts.items()},
@@ -134,12 +136,6 @@ def _name(key: Key) -> str:
 def _observed(spec: Any, lead: int) -> Observed:
     kind = torch.uint8 if spec.dtype in (torch.uint8, torch.bool) else torch.float32
     return Observed(tuple(spec.shape[lead:]), kind)
-
-
-def _leading(spec: Any, name: str) -> int:
-    if not spec.shape:
-        raise ConfigError(f"data.env: actions of group {name!r} have no dimension for its agents")
-    return int(spec.shape[0])
 
 
 def _action(name: str, spec: Any, lead: int) -> ActionKind:

@@ -77,7 +77,10 @@ class Watch:
     def hanging(self) -> tuple[str, threading.Thread] | None:
         """Return what is being stepped right now, and in which thread."""
         thread = self._thread.thread
-        return None if thread is None else (f"{self.name}{self._which()}", thread)
+        if thread is None:
+            return None
+        where = self.collector.where()
+        return (f"{self.name} ({where})" if where else self.name), thread
 
     def close(self) -> None:
         """Close the environments; errors are logged and do not end the run."""
@@ -132,7 +135,3 @@ class Watch:
         thread = self._thread.thread
         line = "" if thread is None else f"it hangs at {where_thread_is(thread)}"
         return ", ".join(part for part in (self.collector.where(), line) if part)
-
-    def _which(self) -> str:
-        where = self.collector.where()
-        return f" ({where})" if where else ""

@@ -39,8 +39,6 @@ from lightning_rl.games.protocols.base import (
     REJECT as REJECT,
     VERIFIER as VERIFIER,
     Protocol as Protocol,
-)
-from lightning_rl.games.protocols.chance import (
     drawn as drawn,
 )
 from lightning_rl.games.protocols.conversation import (
@@ -98,6 +96,7 @@ from lightning_rl.games.staged.callbacks import (
 )
 from lightning_rl.games.staged.chat import (
     ChatAnswer as ChatAnswer,
+    ChatGroup as ChatGroup,
     ChatModel as ChatModel,
     EngineChat as EngineChat,
     OpenAIChat as OpenAIChat,
@@ -107,9 +106,6 @@ from lightning_rl.games.staged.expert_iteration import (
     RewardThreshold as RewardThreshold,
     RewardWeighted as RewardWeighted,
     Selection as Selection,
-)
-from lightning_rl.games.staged.group import (
-    ChatGroup as ChatGroup,
 )
 from lightning_rl.games.staged.interaction import (
     Interaction as Interaction,

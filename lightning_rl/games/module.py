@@ -20,8 +20,7 @@ from lightning_rl.envs.networks.actor_critic import ActorCritic, joint_entropy, 
 from lightning_rl.envs.rows import Rows, rows_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.games.algos.game import CrossFitted, Game, Levels, flat
-from lightning_rl.games.algos.moves import GameUpdate
-from lightning_rl.games.algos.steps import game_loss, said_before
+from lightning_rl.games.algos.moves import GameUpdate, game_loss, said_before
 from lightning_rl.games.algos.updates import SOS
 from lightning_rl.games.protocols.base import VERIFIER
 from lightning_rl.games.protocols.leaders import check_order, levels_of

@@ -22,7 +22,7 @@ from lightning_rl.rewards.calling import (
     score_range,
 )
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
-from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of, require_declared
+from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
 from lightning_rl.rollout import Message, Rollout, RolloutStatus, as_text, own
 from lightning_rl.run.loop.background import note_progress, run_async
 from lightning_rl.vision.decoded import DecodedPictures, seen_in
@@ -218,12 +218,17 @@ class Rewards:
                     _fail([rollout], f"reward {name}: {score.reason}", score.traceback)
                     continue
                 try:
-                    parts = parts_of(name, score)
-                    require_declared(parts[name], self._ranges[name])
+                    parts, bounds = parts_of(name, score), self._ranges[name]
+                    whole = parts[name]
+                    if whole is not None and not bounds[0] <= whole <= bounds[1]:
+                        told = f"returned {whole:g}, out of its score_range {bounds}"
+                        raise ValueError(f"{told}; correct either")
                     rollout.reward_parts |= parts
                 except ValueError as error:
                     _fail([rollout], f"reward {name}: {error}")
-            log.write_to(rollouts)
+            for column, values in log.extra.items():
+                for rollout, value in zip(rollouts, values, strict=True):
+                    rollout.extra[column] = value
             for metric, values in log.metrics.items():
                 metrics[metric] += values
         for rollout in filter(_is_ungraded, group):

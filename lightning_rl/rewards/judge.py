@@ -150,10 +150,7 @@ class LLMJudge(Remote):
         lowest: score that becomes 0.
         highest: score that becomes 1.
         name: name under which the reward is logged.
-        max_concurrency: maximum number of questions at the same time.
-        retries: attempts after the first, if the judge cannot be reached or fails.
-        timeout_s: seconds per attempt.
-        first_wait_s: maximum seconds before the first retry; doubled for each further one.
+        options: arguments of :class:`Remote` except ``function``.
 
     Raises:
         ConfigError: for values out of range, or a question that does not show the completion.
@@ -169,18 +166,9 @@ class LLMJudge(Remote):
         lowest: float = 0.0,
         highest: float = 10.0,
         name: str = "judge",
-        max_concurrency: int = 16,
-        retries: int = 3,
-        timeout_s: float = 60.0,
-        first_wait_s: float = 0.5,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            self._ask,  # type: ignore[arg-type]  # async, as Remote's functions are
-            max_concurrency,
-            retries,
-            timeout_s,
-            first_wait_s,
-        )
+        super().__init__(self._ask, **options)  # type: ignore[arg-type]  # async, as it requires
         try:
             self.pattern = re.compile(pattern)
             self.fields = {name for _, name, _, _ in Formatter().parse(question) if name}
@@ -215,7 +203,10 @@ class LLMJudge(Remote):
         if said is None:
             return [0.0]
         try:
-            shown = {"prompt": prompts[0], "completion": _ending_with(said, completions[0])}
+            shown: dict[str, Any] = {"prompt": prompts[0], "completion": said}
+            if not isinstance(completions[0], str):  # only the last message has a thought
+                *before, last = completions[0]
+                shown["completion"] = [*before, last | {"content": said}]
             shown |= {name: v[0] for name, v in columns.items() if name not in SHARED}
             return [self._score(await self.judge.ask(self._question(shown)))]
         except JudgeError as error:
@@ -243,13 +234,6 @@ class LLMJudge(Remote):
                 f"the judge's score {score:g} is not between {self.lowest:g} and {self.highest:g}"
             )
         return (score - self.lowest) / (self.highest - self.lowest)
-
-
-def _ending_with(said: str, completion: str | list[Message]) -> str | list[Message]:
-    """Return the completion, with its last message reduced to what follows the thought."""
-    if isinstance(completion, str):
-        return said
-    return [*completion[:-1], completion[-1] | {"content": said}]
 
 
 def _as_text(value: Any) -> str:

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.rollout import Rollout
-
 Plain = str | int | float | bool | list["Plain"] | dict[str, "Plain"] | None
 """Types that every record of a rollout can hold."""
 
@@ -93,12 +91,6 @@ class RewardLog:
         for part in parts:
             for name, values in part.metrics.items():
                 self.log_metric(name, mean(values))
-
-    def write_to(self, rollouts: Sequence[Rollout]) -> None:
-        """Write the columns into ``extra`` of the graded rollouts, in order."""
-        for column, values in self.extra.items():
-            for rollout, value in zip(rollouts, values, strict=True):
-                rollout.extra[column] = value
 
 
 def mean(values: Sequence[float]) -> float:

@@ -129,10 +129,7 @@ class ServedReward(Remote):
         tokenizer: directory or hub name of its tokenizer; None: ``model``.
         api_key_env: name of the environment variable that holds the key; None: no key.
         name: name under which the reward is logged.
-        max_concurrency: maximum number of requests at the same time.
-        retries: attempts after the first.
-        timeout_s: seconds per attempt.
-        first_wait_s: maximum seconds before the first retry; doubled for each further one.
+        options: arguments of :class:`Remote` except ``function``.
 
     Raises:
         ConfigError: for values out of range, an address that is not http(s), or a directory that
@@ -146,18 +143,9 @@ class ServedReward(Remote):
         tokenizer: str | None = None,
         api_key_env: str | None = None,
         name: str = "reward_model",
-        max_concurrency: int = 16,
-        retries: int = 3,
-        timeout_s: float = 60.0,
-        first_wait_s: float = 0.5,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            self._ask,  # type: ignore[arg-type]  # async, as Remote's functions are
-            max_concurrency,
-            retries,
-            timeout_s,
-            first_wait_s,
-        )
+        super().__init__(self._ask, **options)  # type: ignore[arg-type]  # async, as it requires
         require_local(tokenizer or model)
         self.model = model
         self.tokenizer = tokenizer or model

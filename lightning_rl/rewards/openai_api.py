@@ -129,7 +129,13 @@ class OpenAIAPI:
             problem = f"{url} answered {status}: {shown}"
             if status < 500 and status not in RETRY_STATUSES:
                 raise APIRefusal(problem, status)
-            raise _asking_to_wait(problem, asked_wait(retry_after))
+            wait_s = asked_wait(retry_after)
+            if wait_s > LONGEST_ASKED_S:
+                problem += (
+                    f"; it asks for a wait of {wait_s:.3g} s, longer than the maximum of "
+                    f"{LONGEST_ASKED_S:g} s: run again then"
+                )
+            raise ServerError(problem, wait_s)
         try:
             return parsed(kind, text)
         except SchemaError as error:
@@ -234,15 +240,6 @@ async def _asked(method: str, url: str, **options: Any) -> tuple[int, str | None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         why = one_line(error) or type(error).__name__
         raise ServerError(f"{url} gave no answer: {why}") from error
-
-
-def _asking_to_wait(problem: str, wait_s: float) -> ServerError:
-    if wait_s > LONGEST_ASKED_S:
-        problem += (
-            f"; it asks for a wait of {wait_s:.3g} s, longer than the maximum of "
-            f"{LONGEST_ASKED_S:g} s: run again then"
-        )
-    return ServerError(problem, wait_s)
 
 
 def asked_wait(retry_after: str | None) -> float:

@@ -42,16 +42,6 @@ def parts_of(name: str, score: Any) -> dict[str, Number]:
     return {name: whole} | {f"{name}/{part}": number for part, number in parts.items()}
 
 
-def require_declared(score: Number, bounds: tuple[float, float]) -> None:
-    """Require that a score is in the range that its function declares.
-
-    Raises:
-        ValueError: if it is not.
-    """
-    if score is not None and not bounds[0] <= score <= bounds[1]:
-        raise ValueError(f"returned {score:g}, out of its score_range {bounds}; correct either")
-
-
 def plain_score(score: Any) -> PlainScore:
     """Convert a score, which may be numpy's or torch's, to plain Python numbers.
 

@@ -45,19 +45,14 @@ def main(connection: Connection, home: str) -> None:
     ``home`` is an empty directory; it is removed at the end.
     """
     with contextlib.suppress(EOFError, ConnectionError):  # the other end is gone: nobody to tell
-        _serve(connection, home)
-
-
-def _serve(connection: Connection, home: str) -> None:
-    limits: Limits = pickle.loads(connection.recv_bytes())
-    server = Server(connection, limits, home)
-    with open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # where memory runs out, the kernel takes samples, not the trainer
-    try:
-        adopt_orphans()
-        server.serve()
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+        server = Server(connection, pickle.loads(connection.recv_bytes()), home)
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")  # where memory runs out, the kernel takes samples, not the trainer
+        try:
+            adopt_orphans()
+            server.serve()
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
 
 
 @dataclass
@@ -83,10 +78,9 @@ class Server:
             return
         self.connection.send_bytes(_json())
         at_first = _own_limits()
-        with contextlib.suppress(EOFError, ConnectionError):  # the other end is gone: the end
-            # A sample can lower them: then another worker grades the next.
-            while (request := self.connection.recv_bytes()) and _own_limits() == at_first:
-                self.connection.send_bytes(self._run(function, request))
+        # A sample can lower them: then another worker grades the next.
+        while (request := self.connection.recv_bytes()) and _own_limits() == at_first:
+            self.connection.send_bytes(self._run(function, request))
 
     def _run(self, function: Any, request: bytes) -> bytes:
         place = tempfile.mkdtemp(dir=self.home)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.teacher_logprobs import TeacherLogprobs
@@ -49,10 +49,7 @@ class ServedTeacher(Teacher, Remote):
             columns of the prompt in braces; None: no hint.
         api_key_env: name of the environment variable that holds the key; None: no key.
         name: name under which its score is logged.
-        max_concurrency: maximum number of requests at the same time.
-        retries: attempts after the first.
-        timeout_s: seconds per attempt.
-        first_wait_s: maximum seconds before the first retry; doubled for each further one.
+        options: arguments of :class:`Remote` except ``function``.
 
     Raises:
         ConfigError: for values out of range, an address that is not http(s), or a teacher with
@@ -68,20 +65,10 @@ class ServedTeacher(Teacher, Remote):
         hint: str | None = None,
         api_key_env: str | None = None,
         name: str = "teacher",
-        max_concurrency: int = 16,
-        retries: int = 3,
-        timeout_s: float = 60.0,
-        first_wait_s: float = 0.5,
+        **options: Any,
     ) -> None:
         Teacher.__init__(self, model, tokenizer or model, top_k, hint)
-        Remote.__init__(
-            self,
-            self._ask,  # type: ignore[arg-type]  # async, as Remote's functions are
-            max_concurrency,
-            retries,
-            timeout_s,
-            first_wait_s,
-        )
+        super(Teacher, self).__init__(self._ask, **options)  # type: ignore[arg-type]
         self.__name__ = name
         self._api = OpenAIAPI(base_url, api_key_env)
 

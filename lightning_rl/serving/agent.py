@@ -11,6 +11,7 @@ from lightning_rl.agents.base import Agent, end, require_seconds
 from lightning_rl.agents.endings import ENDING
 from lightning_rl.agents.rows import drop_unasked, mask_roles
 from lightning_rl.agents.templates import ToolParser
+from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
@@ -24,6 +25,7 @@ from lightning_rl.serving.session import Session
 _CLOSE_S = 5.0
 
 
+@configurable
 class SessionAgent(Agent):
     """Opens a session of an :class:`AgentServer` for each rollout, in which :meth:`play` runs.
 
@@ -43,10 +45,10 @@ class SessionAgent(Agent):
 
     def __init__(
         self,
-        roles: list[str] | None,
-        parser: ToolParser | None,
-        client_sampling: bool,
-        max_seconds: float | None,
+        roles: list[str] | None = None,
+        parser: ToolParser | None = None,
+        client_sampling: bool = True,
+        max_seconds: float | None = None,
         limits: RequestLimits | None = None,
     ) -> None:
         require_seconds(max_seconds)

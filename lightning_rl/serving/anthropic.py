@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_rl.rollout import Message
-from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted, usage_of
+from lightning_rl.serving.ask import Answer, Ask, Terms, usage_of
 from lightning_rl.serving.chats import ChatReader, RequestChat
 from lightning_rl.serving.door import Door, pieces
 from lightning_rl.serving.errors import RequestError
@@ -26,7 +26,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 class MessagesDoor(Door):
     """Serves ``/v1/messages``."""
 
-    def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
+    def read(self, body: Any, terms: Terms) -> Ask:
         fields = Fields(body)
         model = fields.need("model", str)
         role = terms.role_of(model)
@@ -41,12 +41,12 @@ class MessagesDoor(Door):
         sampling = asked_sampling(
             fields, terms, "max_tokens", "stop_sequences", structured_outputs=held
         )
-        ask = Ask(model, role, sampling, 1, chat, form, [], may_call, must_call, parallel)
-        return ask, Wanted(stream=fields.get("stream", bool) or False)
+        stream = fields.get("stream", bool) or False
+        return Ask(
+            model, role, sampling, 1, chat, form, [], may_call, must_call, parallel, stream=stream
+        )
 
-    def write(
-        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
-    ) -> Message:
+    def write(self, ask: Ask, answers: Sequence[Answer], number: str, now: int) -> Message:
         (answer,) = answers
         return _head(ask, number) | {
             "content": _blocks(answer),
@@ -55,9 +55,7 @@ class MessagesDoor(Door):
             "usage": _usage(answer),
         }
 
-    def stream(
-        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
-    ) -> Iterator[bytes]:
+    def stream(self, ask: Ask, answers: Sequence[Answer], number: str, now: int) -> Iterator[bytes]:
         (answer,) = answers
         begun = _head(ask, number) | {"usage": _usage(answer) | {"output_tokens": 0}}
         yield _event("message_start", message=begun)

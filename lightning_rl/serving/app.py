@@ -11,11 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.rollout import Message
 from lightning_rl.serving.anthropic import MessagesDoor
 from lightning_rl.serving.ask import Answer
 from lightning_rl.serving.door import Door
-from lightning_rl.serving.errors import RequestError, session_over, unknown_key
+from lightning_rl.serving.errors import RequestError, session_over
 from lightning_rl.serving.http import (
     Receive,
     Response,
@@ -81,9 +80,14 @@ class AgentApp:
             headers = dict(scope["headers"])
             guest, body = await self._admitted(headers, receive)
             if scope["path"] == "/v1/models":
-                reply = json_reply(_models(guest.session))
+                models = [
+                    {"id": name, "object": "model", "created": 0, "owned_by": "lightning_rl"}
+                    for name in guest.session.terms.models
+                ]
+                reply = json_reply({"object": "list", "data": models})
             elif scope["path"] not in self._doors or scope["method"] != "POST":
-                raise _unknown_url(scope)
+                asked = f"{scope['method']} {scope['path']:.200}"
+                raise RequestError(f"Invalid URL ({asked})", code="unknown_url", status=404)
             else:
                 reply = await self._answer(guest, door, scope["path"], headers, body, receive)
         except RequestError as error:
@@ -116,7 +120,11 @@ class AgentApp:
                 return self._guests[key]
             if key in self._ended:
                 raise session_over()
-        raise unknown_key()
+        raise RequestError(
+            "Incorrect API key provided; use the one that this program was started with",
+            code="invalid_api_key",
+            status=401,
+        )
 
     async def _answer(
         self,
@@ -128,7 +136,7 @@ class AgentApp:
         receive: Receive,
     ) -> Response:
         retries, session = guest.retries, guest.session
-        ask, wanted = await session.prepare(lambda: door.read(read_json(body), session.terms))
+        ask = await session.prepare(lambda: door.read(read_json(body), session.terms))
         key, retried = retries.name(path, body, headers)
         earlier = retries.earlier(key, retried)
         future = asyncio.get_running_loop().create_future() if earlier is None else earlier
@@ -151,10 +159,10 @@ class AgentApp:
         number, now = f"{session.episode.rollout.id}-{guest.answered}", int(time.time())
 
         def written() -> Response:
-            if wanted.stream:
-                events = b"".join(door.stream(ask, wanted, answers, number, now))
+            if ask.stream:
+                events = b"".join(door.stream(ask, answers, number, now))
                 return Response(events, kind=b"text/event-stream; charset=utf-8")
-            return json_reply(door.write(ask, wanted, answers, number, now))
+            return json_reply(door.write(ask, answers, number, now))
 
         return await session.beside(written)
 
@@ -174,17 +182,3 @@ async def _filling(
         raise
     future.set_result(answers)
     return answers
-
-
-def _unknown_url(scope: Mapping[str, Any]) -> RequestError:
-    asked = f"{scope['method']} {scope['path']:.200}"
-    return RequestError(f"Invalid URL ({asked})", code="unknown_url", status=404)
-
-
-def _models(session: Session) -> Message:
-    """Return the list of the session's models (roles)."""
-    models = [
-        {"id": name, "object": "model", "created": 0, "owned_by": "lightning_rl"}
-        for name in session.terms.models
-    ]
-    return {"object": "list", "data": models}

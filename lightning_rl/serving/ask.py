@@ -9,7 +9,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Call, Message, Placed, Row
 from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
 from lightning_rl.serving.chats import ChatReader, RequestChat
-from lightning_rl.serving.errors import RequestError, unknown_model, unsupported
+from lightning_rl.serving.errors import RequestError, unsupported
 from lightning_rl.serving.limits import RequestLimits
 
 DEFAULT_MODEL = "policy"
@@ -26,7 +26,6 @@ class Terms:
         client_sampling: whether requests may change sampling settings.
         models: the roles that clients may ask for, by model name.
         limits: limits of a request.
-        known: cache of sampling settings by their changes, because clients repeat them.
         chats: reads the session's chats.
     """
 
@@ -35,7 +34,6 @@ class Terms:
     client_sampling: bool
     models: dict[str, str]
     limits: RequestLimits
-    known: dict[str, Sampling] = field(default_factory=dict)
     chats: ChatReader = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +46,12 @@ class Terms:
             RequestError: if there is no role of that name.
         """
         if model not in self.models:
-            raise unknown_model(model, list(self.models))
+            raise RequestError(
+                f"The model `{model:.80}` does not exist; there are: {', '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
         return self.models[model]
 
     def form_of(
@@ -79,7 +82,8 @@ class Ask:
 
     ``prompts`` are token ids: given directly, or of ``chat`` in the format ``form``, with the
     pictures ``placed`` in it. ``must_call`` is empty, the name of the tool that must be called,
-    or ``*`` for any.
+    or ``*`` for any. ``stream``, ``usage``, ``logprobs`` and ``token_ids`` say how, and which
+    parts of its answers, a client wants.
     """
 
     model: str
@@ -93,6 +97,10 @@ class Ask:
     must_call: str = ""
     parallel: bool = True
     placed: list[Placed] = field(default_factory=list)
+    stream: bool = False
+    usage: bool = True
+    logprobs: bool = False
+    token_ids: bool = False
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -138,16 +146,6 @@ class Answer:
     def text(self) -> str:
         """The text outside the calls."""
         return str(self.message["content"])
-
-
-@dataclass(slots=True)
-class Wanted:
-    """The parts of an answer that a client wants, and their form."""
-
-    stream: bool = False
-    usage: bool = True
-    logprobs: bool = False
-    token_ids: bool = False
 
 
 def usage_of(answers: Sequence[Answer]) -> tuple[int, int]:

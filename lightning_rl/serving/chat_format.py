@@ -8,11 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.reading import CallReader
-from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate, tool_reply
+from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import call_message
-from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
-from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Picture, Placed
 from lightning_rl.run.files.strict_json import loads
 from lightning_rl.serving.messages import Said
@@ -46,7 +44,6 @@ class ChatFormat:
         key: str,
     ) -> None:
         self.tokenizer = template.tokenizer
-        self._ends = ends_of(self.tokenizer)
         self.tools = list(tools)
         self.key = key
         self.template = template
@@ -145,7 +142,7 @@ class ChatFormat:
     def _text(
         self, completion: Completion, stop: Sequence[str], skip_special_tokens: bool
     ) -> tuple[str, str | None]:
-        said = self._ends.cut(completion.token_ids)
+        said = self.template.ends.cut(completion.token_ids)
         return until_stop(
             str(self.tokenizer.decode(said, skip_special_tokens=skip_special_tokens)), stop
         )
@@ -154,17 +151,9 @@ class ChatFormat:
         self, content: str, calls: Sequence[ParsedCall], before: int, parallel: bool
     ) -> Message:
         messages = [call_message(call, number) for number, call in enumerate(calls, before)]
-        if len(messages) > 1 and not (parallel and self._takes(messages)):
+        if len(messages) > 1 and not (parallel and self.template.takes(messages)):
             del messages[1:]
         return {"role": "assistant", "content": content, "tool_calls": messages}
-
-    def _takes(self, calls: Sequence[Message]) -> bool:
-        """Tell whether the template can render these calls in one turn; some render only one."""
-        try:
-            self.template.suffix([], [tool_reply(call, "A result.") for call in calls], calls)
-        except ConfigError:
-            return False
-        return True
 
 
 def _pictures_of(chat: Sequence[Said]) -> tuple[Picture, ...]:

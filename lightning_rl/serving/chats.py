@@ -90,10 +90,15 @@ class ChatReader:
         )
         state, nodes = last.chat.place  # at once: another request's may be noted meanwhile
         chat = RequestChat(list(last.chat.said), (state, list(nodes)))
-        for place in range(len(last.given), len(given)):
-            for message in messages(place, given[place]):
-                chat.said.append(self._seen(with_name(message, chat.said)))
-        self._require_few_pictures(chat)
+        limits = self._limits
+        try:
+            for place in range(len(last.given), len(given)):
+                for message in messages(place, given[place]):
+                    named = with_name(message, chat.said)
+                    chat.said.append(seen(named, limits.pictures, limits.picture_access))
+            require_few(sum(len(item.pictures) for item in chat.said), limits.pictures)
+        except PictureError as error:
+            raise RequestError(str(error), param="messages", code="invalid_image") from error
         self._remember(last, given, chat)
         return chat
 
@@ -102,18 +107,6 @@ class ChatReader:
         if isinstance(prompt.prompt, str):
             return RequestChat()
         return self.read(with_sources(prompt.asked, prompt.pictures))
-
-    def _seen(self, message: Message) -> Said:
-        try:
-            return seen(message, self._limits.pictures, self._limits.picture_access)
-        except PictureError as error:
-            raise RequestError(str(error), param="messages", code="invalid_image") from error
-
-    def _require_few_pictures(self, chat: RequestChat) -> None:
-        try:
-            require_few(sum(len(item.pictures) for item in chat.said), self._limits.pictures)
-        except PictureError as error:
-            raise RequestError(str(error), param="messages", code="invalid_image") from error
 
     def _remember(self, last: _Known, given: list[Any], chat: RequestChat) -> None:
         new = deepcopy(given[len(last.given) :])  # a client may change its own

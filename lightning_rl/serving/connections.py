@@ -33,7 +33,7 @@ def with_deadlines(protocol: Any, seconds: float) -> Any:
                 self._expect()
             super().data_received(data)
             self._head = 0 if self._is_answering() else self._head + len(data)
-            if self._is_whole():
+            if self._is_answering() and not self.cycle.more_body:  # the request is whole
                 self._no_longer_expect()
             elif self._head > LARGEST_HEAD:
                 told = f"The headers have more than {LARGEST_HEAD} bytes; send fewer"
@@ -54,9 +54,6 @@ def with_deadlines(protocol: Any, seconds: float) -> Any:
         def _is_answering(self) -> bool:
             """Tell whether a request's body is being read, or its answer made."""
             return self.cycle is not None and not self.cycle.response_complete
-
-        def _is_whole(self) -> bool:
-            return self._is_answering() and not self.cycle.more_body
 
         def _give_up(self) -> None:
             told = f"No whole request came within {seconds:g} s (limits.max_wait_s)"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_rl.rollout import Message
-from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted, usage_of
-from lightning_rl.serving.errors import RequestError, too_many
+from lightning_rl.serving.ask import Answer, Ask, Terms, usage_of
+from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_value
 from lightning_rl.serving.limits import RequestLimits
 
@@ -16,7 +16,7 @@ class Door(ABC):
     """One kind of request: reads it, and writes its answers."""
 
     @abstractmethod
-    def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
+    def read(self, body: Any, terms: Terms) -> Ask:
         """Parse a request; called outside the event loop, because it may take long.
 
         Raises:
@@ -24,15 +24,11 @@ class Door(ABC):
         """
 
     @abstractmethod
-    def write(
-        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
-    ) -> Message:
+    def write(self, ask: Ask, answers: Sequence[Answer], number: str, now: int) -> Message:
         """Return the answers as one object; ``number`` is its id, ``now`` in seconds."""
 
     @abstractmethod
-    def stream(
-        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
-    ) -> Iterator[bytes]:
+    def stream(self, ask: Ask, answers: Sequence[Answer], number: str, now: int) -> Iterator[bytes]:
         """Yield the answers as server-sent events."""
 
     @abstractmethod
@@ -50,23 +46,17 @@ class OpenAIDoor(Door):
     part: str
     """The ``object`` field of a chunk of a stream."""
 
-    def write(
-        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
-    ) -> Message:
+    def write(self, ask: Ask, answers: Sequence[Answer], number: str, now: int) -> Message:
         return {
             "id": f"{self.prefix}-{number}",
             "object": self.whole,
             "created": now,
             "model": ask.model,
-            "choices": [
-                self.choice(index, ask, wanted, answer) for index, answer in enumerate(answers)
-            ],
+            "choices": [self.choice(index, ask, answer) for index, answer in enumerate(answers)],
             "usage": openai_usage(answers),
         }
 
-    def stream(
-        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
-    ) -> Iterator[bytes]:
+    def stream(self, ask: Ask, answers: Sequence[Answer], number: str, now: int) -> Iterator[bytes]:
         head = {
             "id": f"{self.prefix}-{number}",
             "object": self.part,
@@ -74,18 +64,18 @@ class OpenAIDoor(Door):
             "model": ask.model,
         }
         for index, answer in enumerate(answers):
-            for choice in self.chunks(index, ask, wanted, answer):
+            for choice in self.chunks(index, ask, answer):
                 yield _event({**head, "choices": [choice]})
-        if wanted.usage:
+        if ask.usage:
             yield _event({**head, "choices": [], "usage": openai_usage(answers)})
         yield b"data: [DONE]\n\n"
 
     @abstractmethod
-    def choice(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Message:
+    def choice(self, index: int, ask: Ask, answer: Answer) -> Message:
         """Return one answer as a choice."""
 
     @abstractmethod
-    def chunks(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Iterator[Message]:
+    def chunks(self, index: int, ask: Ask, answer: Answer) -> Iterator[Message]:
         """Yield one answer in parts."""
 
     def error(self, error: RequestError) -> Message:
@@ -100,15 +90,15 @@ class OpenAIDoor(Door):
         }
 
 
-def read_wanted(fields: Fields) -> Wanted:
+def read_wanted(fields: Fields) -> dict[str, bool]:
     """Read the wanted form of an answer; each door reads its own field for logprobs."""
     stream = fields.get("stream", bool) or False
     options = Fields(fields.get("stream_options", dict) or {}, "stream_options.")
-    return Wanted(
-        stream,
-        usage=not stream or bool(options.get("include_usage", bool)),
-        token_ids=fields.get("return_token_ids", bool) or False,
-    )
+    return {
+        "stream": stream,
+        "usage": not stream or bool(options.get("include_usage", bool)),
+        "token_ids": fields.get("return_token_ids", bool) or False,
+    }
 
 
 def read_count(fields: Fields, limits: RequestLimits, prompts: int = 1) -> int:
@@ -118,13 +108,19 @@ def read_count(fields: Fields, limits: RequestLimits, prompts: int = 1) -> int:
     if not 1 <= count <= limits.max_answers:
         raise wrong_value("n", count, f"1 to {limits.max_answers} (limits.max_answers)")
     if count * prompts > limits.max_answers:
-        raise too_many(count, prompts, limits.max_answers)
+        raise RequestError(
+            f"n={count} for {prompts} prompts asks for {count * prompts} completions; this server "
+            f"gives {limits.max_answers} at most. Send several requests, or raise "
+            "limits.max_answers",
+            param="n",
+            code="too_many",
+        )
     return count
 
 
-def pieces(text: str, size: int = 32) -> Iterator[str]:
-    """Yield a text in parts of ``size`` characters."""
-    return (text[start : start + size] for start in range(0, len(text), size))
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in parts of 32 characters."""
+    return (text[start : start + 32] for start in range(0, len(text), 32))
 
 
 def token_ids_of(answer: Answer) -> Message:

@@ -41,18 +41,16 @@ class Fields:
         if value is None:
             return None
         if kind is float and type(value) is int:
-            return self._float(name, value)  # type: ignore[return-value]
+            try:
+                return float(value)  # type: ignore[return-value]
+            except OverflowError as error:
+                told = "a number beyond float64"
+                raise wrong_value(self.path + name, told, "numbers") from error
         if type(value) is not kind:
             raise wrong_kind(self.path + name, value, kind)
         if kind is int and not -(2**63) <= value < 2**63:  # type: ignore[operator]
             raise wrong_value(self.path + name, value, "integers of 64 bits")
         return value
-
-    def _float(self, name: str, value: int) -> float:
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise wrong_value(self.path + name, "a number beyond float64", "numbers") from error
 
     def need(self, name: str, kind: type[T]) -> T:
         """Return the value of a required field."""

@@ -7,13 +7,11 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl.agents.base import within
-from lightning_rl.agents.templates import ToolParser
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Prompt, Rollout
 from lightning_rl.serving.agent import SessionAgent
 from lightning_rl.serving.ask import DEFAULT_MODEL, Answer
-from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import Ending
 from lightning_rl.serving.session import Session
 from lightning_rl.vision.messages import as_sent
@@ -106,34 +104,21 @@ class FunctionAgent(SessionAgent):
 
     Args:
         function: an async function of an importable module.
-        roles: names of further models (policies) that it may ask for, besides ``policy``.
-        parser: reads tool calls in the model family's format.
-        client_sampling: whether it may change sampling settings, such as the temperature.
-        max_seconds: maximum wall time of one rollout; None: no limit.
-        limits: limits of one request to the models; None: the defaults of :class:`RequestLimits`.
+        options: arguments of ``SessionAgent``.
 
     Raises:
         ConfigError: if the function is not ``async``, or for values out of range.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        roles: list[str] | None = None,
-        parser: ToolParser | None = None,
-        client_sampling: bool = True,
-        max_seconds: float | None = None,
-        limits: RequestLimits | None = None,
-    ) -> None:
-        super().__init__(roles, parser, client_sampling, max_seconds, limits)
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.function: Callable[[AgentClient, Prompt], Awaitable[Any]] = function
         call = function if inspect.isroutine(function) else type(function).__call__
         if not inspect.iscoroutinefunction(call):
-            name = getattr(function, "__qualname__", type(function).__qualname__)
             raise ConfigError(
-                f"function {name} is not async, so all rollouts would wait for it; make it "
+                f"{self.name} is not async, so all rollouts would wait for it; make it "
                 "`async def`, or run it as a separate program (ScriptAgent)"
             )
-        self.function: Callable[[AgentClient, Prompt], Awaitable[Any]] = function
 
     @property
     def name(self) -> str:
@@ -141,18 +126,13 @@ class FunctionAgent(SessionAgent):
         return f"function {getattr(self.function, '__qualname__', kind.__qualname__)}"
 
     async def play(self, rollout: Rollout, session: Session) -> Ending:
-        said: list[Any] = []
-
-        async def solve() -> str:
+        async def solve() -> Ending:
             client = AgentClient(session)
             try:
-                said.append(await self.function(client, rollout.prompt.copy()))
+                said = await self.function(client, rollout.prompt.copy())
             finally:
                 await client.close()
-            return "stop"
+            said = {} if said is None else said
+            return Ending("done", said=said if isinstance(said, Mapping) else {"reward": said})
 
-        await within(self.max_seconds, solve())
-        if not said:
-            return Ending("timeout")
-        result = {} if said[0] is None else said[0]
-        return Ending("done", said=result if isinstance(result, Mapping) else {"reward": result})
+        return await within(self.max_seconds, solve(), Ending("timeout"))

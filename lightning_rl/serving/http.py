@@ -7,13 +7,13 @@ from typing import Any
 
 from lightning_rl.run.files.strict_json import loads
 from lightning_rl.serving.door import Door
-from lightning_rl.serving.errors import RequestError, too_large
+from lightning_rl.serving.errors import RequestError
 
 Receive = Callable[[], Coroutine[Any, Any, MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 
-_RETRY = {False: (b"x-should-retry", b"false"), True: (b"x-should-retry", b"true")}
-"""Headers that tell OpenAI's and Anthropic's clients whether to retry."""
+_NO_RETRY = (b"x-should-retry", b"false")
+"""Tells OpenAI's and Anthropic's clients not to retry."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ def refusal(door: Door, error: RequestError) -> Response:
     It closes the connection of a client without a valid key, or whose body was not read completely.
     """
     reply = json_reply(door.error(error))
-    reply.status, reply.headers = error.status, (_RETRY[error.retry],)
+    reply.status, reply.headers = error.status, (_NO_RETRY,)
     if error.status in (401, 413):
         reply.headers += ((b"connection", b"close"),)
     return reply
@@ -83,7 +83,12 @@ async def read_body(receive: Receive, most: int) -> bytes:
             parts.append(part)
         more = message.get("more_body", False)
     if size > most:
-        raise too_large(size, most)
+        raise RequestError(
+            f"The request has {size} bytes; this server takes {most} at most. Send a shorter "
+            "history, or raise limits.max_bytes",
+            code="too_large",
+            status=413,
+        )
     return b"".join(parts)
 
 

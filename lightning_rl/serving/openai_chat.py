@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Message
-from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms, Wanted
+from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms
 from lightning_rl.serving.door import OpenAIDoor, pieces, read_count, read_wanted, token_ids_of
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_value
@@ -20,7 +20,7 @@ class ChatDoor(OpenAIDoor):
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
+    def read(self, body: Any, terms: Terms) -> Ask:
         fields = Fields(body)
         model = fields.get("model", str) or DEFAULT_MODEL
         role = terms.role_of(model)
@@ -34,34 +34,33 @@ class ChatDoor(OpenAIDoor):
         if must_call:
             held = form.forced(None if must_call == "*" else must_call)
         sampling = asked_sampling(fields, terms, limit, structured_outputs=held)
-        wanted = read_wanted(fields)
-        wanted.logprobs = fields.get("logprobs", bool) or False
+        wanted = read_wanted(fields) | {"logprobs": fields.get("logprobs", bool) or False}
         parallel = fields.get("parallel_tool_calls", bool) is not False
         count = read_count(fields, terms.limits)
         return Ask(
-            model, role, sampling, count, chat, form, [], may_call, must_call, parallel
-        ), wanted
+            model, role, sampling, count, chat, form, [], may_call, must_call, parallel, **wanted
+        )
 
-    def choice(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Message:
+    def choice(self, index: int, ask: Ask, answer: Answer) -> Message:
         message: Message = {"role": "assistant", "content": answer.text, "refusal": None}
         if calls := _calls(answer):
             message |= {"content": answer.text or None, "tool_calls": calls}
         return {
             "index": index,
             "message": message,
-            "logprobs": _logprobs(ask, answer) if wanted.logprobs else None,
+            "logprobs": _logprobs(ask, answer) if ask.logprobs else None,
             "finish_reason": _reason(ask, answer),
-            **(token_ids_of(answer) if wanted.token_ids else {}),
+            **(token_ids_of(answer) if ask.token_ids else {}),
         }
 
-    def chunks(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Iterator[Message]:
+    def chunks(self, index: int, ask: Ask, answer: Answer) -> Iterator[Message]:
         def chunk(delta: Message, logprobs: Any = None, reason: str | None = None) -> Message:
             return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
         calls = _calls(answer)
         yield chunk(
             {"role": "assistant", "content": None if calls and not answer.text else ""},
-            _logprobs(ask, answer) if wanted.logprobs else None,
+            _logprobs(ask, answer) if ask.logprobs else None,
         )
         for piece in pieces(answer.text):
             yield chunk({"content": piece})
@@ -71,7 +70,7 @@ class ChatDoor(OpenAIDoor):
             for piece in pieces(call["function"]["arguments"]):
                 told = {"index": number, "function": {"arguments": piece}}
                 yield chunk({"tool_calls": [told]})
-        ids = token_ids_of(answer) if wanted.token_ids else {}
+        ids = token_ids_of(answer) if ask.token_ids else {}
         yield chunk({}, reason=_reason(ask, answer)) | ids
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Message
-from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms, Wanted
+from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms
 from lightning_rl.serving.door import OpenAIDoor, pieces, read_count, read_wanted, token_ids_of
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 from lightning_rl.serving.limits import RequestLimits
@@ -23,7 +23,7 @@ class TextDoor(OpenAIDoor):
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
+    def read(self, body: Any, terms: Terms) -> Ask:
         fields = Fields(body)
         model = fields.get("model", str) or DEFAULT_MODEL
         role = terms.role_of(model)
@@ -36,9 +36,8 @@ class TextDoor(OpenAIDoor):
         fields.refuse("logprobs", own, 0)
         form = answer_form(fields)
         sampling = asked_sampling(fields, terms, "max_tokens", structured_outputs=form)
-        wanted = read_wanted(fields)
-        wanted.logprobs = fields.body.get("logprobs") is not None
-        return Ask(model, role, sampling, count, prompts=prompts), wanted
+        wanted = read_wanted(fields) | {"logprobs": fields.body.get("logprobs") is not None}
+        return Ask(model, role, sampling, count, prompts=prompts, **wanted)
 
     def _prompts(self, fields: Fields, limits: RequestLimits) -> tuple[list[list[int]], int]:
         """Read one or several prompts as token ids, and the number of answers to each."""
@@ -63,19 +62,19 @@ class TextDoor(OpenAIDoor):
             raise wrong_value("prompt", prompt, f"one token or more, with ids below {size}")
         return prompt
 
-    def choice(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Message:
+    def choice(self, index: int, ask: Ask, answer: Answer) -> Message:
         return {
             "index": index,
             "text": answer.text,
-            "logprobs": self._logprobs(answer) if wanted.logprobs else None,
+            "logprobs": self._logprobs(answer) if ask.logprobs else None,
             "finish_reason": answer.finish_reason,
-            **(token_ids_of(answer) if wanted.token_ids else {}),
+            **(token_ids_of(answer) if ask.token_ids else {}),
         }
 
-    def chunks(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Iterator[Message]:
+    def chunks(self, index: int, ask: Ask, answer: Answer) -> Iterator[Message]:
         for piece in pieces(answer.text):
             yield {"index": index, "text": piece, "logprobs": None, "finish_reason": None}
-        yield self.choice(index, ask, wanted, answer) | {"text": ""}
+        yield self.choice(index, ask, answer) | {"text": ""}
 
     def _logprobs(self, answer: Answer) -> Message:
         tokens = [str(self.tokenizer.decode([token])) for token in answer.completion.token_ids]

@@ -8,19 +8,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import within
-from lightning_rl.agents.templates import ToolParser
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Rollout
 from lightning_rl.serving.agent import SessionAgent
-from lightning_rl.serving.limits import RequestLimits
-from lightning_rl.serving.programs import Launcher, Program, ProgramRequest
+from lightning_rl.serving.programs import Launcher, ProgramRequest
 from lightning_rl.serving.results import Ending, last_result
 from lightning_rl.serving.session import Session
 from lightning_rl.serving.variables import NO_PROXY, passed_on, require_set
@@ -53,19 +52,16 @@ class ProgramAgent(SessionAgent):
         pass_env: names of variables to pass on from the trainer's environment; the program
             otherwise gets only ``KEPT_VARIABLES`` (``PATH``, ``HOME`` and such) and no keys.
         cwd: working directory; None: the trainer's.
-        roles: names of further models (policies) that it may ask for, besides ``policy``.
-        parser: reads tool calls in the model family's format.
-        client_sampling: whether it may change sampling settings, such as the temperature.
         max_seconds: maximum wall time of one program, in seconds; None: no limit.
         max_output_bytes: maximum bytes that it may print.
         max_memory_gb: GiB of address space that each of its processes may map; None: no limit.
         max_concurrency: programs that run at the same time; waiting for a place takes no time
             from ``max_seconds``.
         retries: how often to rerun a program that was killed by a signal.
-        limits: limits of one request to the models; None: the defaults of :class:`RequestLimits`.
         own_processes: whether it sees only its own processes, if the machine allows that (else
             there is a warning), so that it cannot read others' keys in ``/proc``. Set False if it
             needs ``sudo`` or the like, which does not work inside unless the trainer is root.
+        options: further arguments of ``SessionAgent``.
 
     Raises:
         ConfigError: for values out of range.
@@ -77,23 +73,20 @@ class ProgramAgent(SessionAgent):
         env: dict[str, str] | None = None,
         pass_env: list[str] | None = None,
         cwd: str | None = None,
-        roles: list[str] | None = None,
-        parser: ToolParser | None = None,
-        client_sampling: bool = True,
         max_seconds: float | None = 600.0,
         max_output_bytes: int = 2**20,
         max_memory_gb: float | None = None,
         max_concurrency: int = 64,
         retries: int = 1,
-        limits: RequestLimits | None = None,
         own_processes: bool = True,
+        **options: Any,
     ) -> None:
         require_at_least(1, max_output_bytes=max_output_bytes, max_concurrency=max_concurrency)
         require_at_least(0, retries=retries)
         require_at_least(0.01, max_memory_gb=max_memory_gb)
         if not command:
             raise ConfigError("command is empty; name the program to run for each rollout")
-        super().__init__(roles, parser, client_sampling, max_seconds, limits)
+        super().__init__(max_seconds=max_seconds, **options)
         self._title = command if isinstance(command, str) else " ".join(command)
         self.command = ["/bin/sh", "-c", command] if isinstance(command, str) else command
         self.env = env or {}
@@ -105,7 +98,8 @@ class ProgramAgent(SessionAgent):
         self.retries = retries
         self.own_processes = own_processes
         self._launcher: Launcher | None = None
-        self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        # A semaphore serves one event loop, and a script may use one after the other.
+        self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -137,7 +131,7 @@ class ProgramAgent(SessionAgent):
         stdin = json.dumps(task, default=str).encode() + b"\n"
         running = self._launcher.running(self._request(session), stdin, self.max_output_bytes)
         async with running as program:
-            ending = await self._end_of(program)
+            ending = await within(self.max_seconds, program.wait(), Ending("timeout"))
         return replace(ending, said=last_result(bytes(program.stdout)))
 
     def close(self) -> None:
@@ -149,37 +143,32 @@ class ProgramAgent(SessionAgent):
 
     # ---------------------------------------------------------------- inside
 
-    async def _end_of(self, program: Program) -> Ending:
-        ended: list[Ending] = []
-
-        async def wait() -> str:
-            ended.append(await program.wait())
-            return ended[0].kind
-
-        await within(self.max_seconds, wait())
-        return ended[0] if ended else Ending("timeout")
-
     def _request(self, session: Session) -> ProgramRequest:
         memory = self.max_memory_gb
         return ProgramRequest(
-            env=self._environment() | _endpoint(session),
+            env={
+                **self._environment(),
+                "OPENAI_BASE_URL": session.base_url,
+                "OPENAI_API_KEY": session.api_key,
+                "ANTHROPIC_BASE_URL": session.anthropic_url,
+                "ANTHROPIC_API_KEY": session.api_key,
+                **NO_PROXY,
+            },
             command=self.command,
             cwd=self.cwd or ".",
             memory_bytes=None if memory is None else int(memory * 2**30),
         )
+
+    def _places(self) -> asyncio.Semaphore:
+        """Return the running loop's semaphore, which limits concurrent programs."""
+        loop = asyncio.get_running_loop()
+        return self._gates.setdefault(loop, asyncio.Semaphore(self.max_concurrency))
 
     def _environment(self) -> dict[str, str]:
         return passed_on(self.pass_env) | self.env
 
     def _make_launcher(self) -> Launcher:
         return Launcher(own_processes=self.own_processes)
-
-    def _places(self) -> asyncio.Semaphore:
-        """Return the running loop's semaphore, which limits concurrent programs."""
-        loop = asyncio.get_running_loop()
-        if self._gate is None or self._gate[0] is not loop:
-            self._gate = loop, asyncio.Semaphore(self.max_concurrency)
-        return self._gate[1]
 
     def _check_places(self) -> None:
         if self.cwd is not None and not Path(self.cwd).is_dir():
@@ -225,8 +214,9 @@ class ScriptAgent(ProgramAgent):
         self.script = script
         self.arguments = arguments or []
         self.preload = preload or []
-        # A path is the trainer's directory's, whatever ``cwd`` is.
-        self.python = sys.executable if python is None else _absolute(python)
+        python = sys.executable if python is None else python
+        # A path is the trainer's directory's, whatever ``cwd`` is; a name is looked up in PATH.
+        self.python = os.path.abspath(python) if os.sep in python else python
         super().__init__([self.python, script, *self.arguments], **options)
 
     @property
@@ -247,19 +237,3 @@ class ScriptAgent(ProgramAgent):
 
     def _make_launcher(self) -> Launcher:
         return Launcher(self.preload, self.python, self._environment(), self.own_processes)
-
-
-def _absolute(program: str) -> str:
-    """Return a program's absolute path; leave a bare name, to be looked up in PATH."""
-    return os.path.abspath(program) if os.sep in program else program
-
-
-def _endpoint(session: Session) -> dict[str, str]:
-    """Return the environment variables through which clients find their models."""
-    return {
-        "OPENAI_BASE_URL": session.base_url,
-        "OPENAI_API_KEY": session.api_key,
-        "ANTHROPIC_BASE_URL": session.anthropic_url,
-        "ANTHROPIC_API_KEY": session.api_key,
-        **NO_PROXY,
-    }

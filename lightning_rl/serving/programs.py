@@ -232,12 +232,9 @@ class Program:
             pipe.close()
 
     def _ask_to_end(self) -> None:
-        if self._keeper is None:
-            return
-        try:
-            self._keeper.send(b".")
-        except OSError:  # it has gone already
-            return
+        if self._keeper is not None:
+            with suppress(OSError):  # it has gone already
+                self._keeper.send(b".")
 
     async def _receive(self) -> dict[str, Any] | None:
         """Return the keeper's next message; None if the keeper is gone."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from lightning_rl.serving.ask import Answer
-from lightning_rl.serving.errors import other_request
+from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.http import Receive, is_gone
 
 
@@ -47,7 +47,12 @@ class Retries:
         if not key:
             return asked, headers.get(b"x-stainless-retry-count", b"0") != b"0"
         if self._keyed.setdefault(_digest(key), asked) != asked:
-            raise other_request(key.decode("latin-1"))
+            raise RequestError(
+                f"Idempotency-Key {key.decode('latin-1')!r:.80} was sent with another request "
+                "before; send exactly the same body again, or use a new key",
+                param="Idempotency-Key",
+                code="idempotency_error",
+            )
         return b"key " + _digest(key), True
 
     def earlier(self, key: bytes, retried: bool) -> asyncio.Future[list[Answer]] | None:

@@ -63,7 +63,11 @@ class AgentServer:
     ) -> None:
         if not 0 <= port < 2**16:
             raise ConfigError(f"port={port} must be in [0, 65535] (0: any free one)")
-        _require_uvicorn()
+        if find_spec("uvicorn") is None:
+            raise ConfigError(
+                "AgentServer needs uvicorn, which comes with vLLM: or from "
+                "`pip install uvicorn httptools`"
+            )
         self.host = host
         self.port = port
         self.client_sampling = client_sampling
@@ -194,11 +198,3 @@ class AgentServer:
         await self._app.close()
         for connection in list(self._connections):
             connection.transport.close()
-
-
-def _require_uvicorn() -> None:
-    if find_spec("uvicorn") is None:
-        raise ConfigError(
-            "AgentServer needs uvicorn, which comes with vLLM: or from "
-            "`pip install uvicorn httptools`"
-        )

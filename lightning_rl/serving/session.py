@@ -18,17 +18,10 @@ from lightning_rl.errors import (
 from lightning_rl.rollout import Call, Message, Rollout
 from lightning_rl.run.loop.background import cancel_here
 from lightning_rl.run.loop.threads import CallingThreads
-from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted
-from lightning_rl.serving.chat_format import ChatFormat, Seen, until_stop
+from lightning_rl.serving.ask import Answer, Ask, Terms
+from lightning_rl.serving.chat_format import until_stop
 from lightning_rl.serving.chats import RequestChat
-from lightning_rl.serving.errors import (
-    RequestError,
-    aborted,
-    engine_failed,
-    session_over,
-    too_long,
-    too_slow,
-)
+from lightning_rl.serving.errors import RequestError, session_over
 from lightning_rl.serving.history import History
 from lightning_rl.serving.messages import said
 from lightning_rl.serving.openai_chat import ChatDoor
@@ -94,22 +87,26 @@ class Session:
             RequestError: if the endpoint would answer with an error.
         """
         body = {"messages": list(messages), **fields, "n": 1}
-        ask, _ = await self.prepare(lambda: ChatDoor().read(body, self.terms))
+        ask = await self.prepare(lambda: ChatDoor().read(body, self.terms))
         return (await self.answer(ask))[0]
 
-    async def prepare(self, read: Callable[[], tuple[Ask, Wanted]]) -> tuple[Ask, Wanted]:
+    async def prepare(self, read: Callable[[], Ask]) -> Ask:
         """Read a request and tokenize its prompts, in a thread (:meth:`beside`).
 
         Raises:
             RequestError: if the request is invalid, or reading takes too long.
         """
 
-        def work() -> tuple[Ask, Wanted]:
-            ask, wanted = read()
+        def work() -> Ask:
+            ask = read()
             if ask.form is not None:
-                token_ids, ask.placed = self._chat_prompt(ask, ask.form)
+                try:
+                    token_ids, ask.placed = self._history.prompt(ask.chat, ask.form)
+                except (ConfigError, PictureError) as error:
+                    told = str(error)
+                    raise RequestError(told, param="messages", code="invalid_value") from error
                 ask.prompts = [token_ids]
-            return ask, wanted
+            return ask
 
         return await self.beside(work)
 
@@ -130,7 +127,11 @@ class Session:
                     return result
             except TimeoutError as error:
                 if limit.expired():
-                    raise too_slow(seconds) from error
+                    raise RequestError(
+                        f"It took more than {seconds:g} s to read and tokenize the request; send "
+                        "less at once, or raise limits.max_seconds",
+                        code="too_slow",
+                    ) from error
                 raise
             except IndexError as error:
                 if self._closed:  # its rows may have been cut anew meanwhile
@@ -155,7 +156,9 @@ class Session:
                 raise session_over() from None
             raise
         finally:
-            self._leave(task)
+            self._answering.discard(task)
+            if self._closed and not self._answering:
+                self._idle.set()
 
     def undelivered(self, ask: Ask, answers: Sequence[Answer]) -> None:
         """Note answers that were not delivered: a repetition gets them, or they are dropped."""
@@ -180,14 +183,11 @@ class Session:
 
     # ---------------------------------------------------------------- inside
 
-    def _leave(self, task: asyncio.Task[Any]) -> None:
-        self._answering.discard(task)
-        if self._closed and not self._answering:
-            self._idle.set()
-
     async def _answer(self, ask: Ask) -> list[Answer]:
         before = self._history.note(ask.chat)
-        self._note_tools(ask.tools)
+        if ask.tools:
+            known = self.episode.rollout.extra.setdefault("tools", [])
+            known += [tool for tool in ask.tools if tool not in known]
         asked = [prompt for prompt in ask.prompts for _ in range(ask.count)]
         calls = [
             self.episode.call(self.engine, prompt, ask.sampling, ask.role, ask.placed)
@@ -196,8 +196,14 @@ class Session:
         try:
             made = [await calls[0]] if len(calls) == 1 else await self._all_of(calls)
         except ContextLengthError as error:
-            lengths = self.engine.max_length, max(map(len, asked))
-            raise too_long(*lengths, "prompt" if ask.form is None else "messages") from error
+            param = "prompt" if ask.form is None else "messages"
+            raise RequestError(
+                f"This model's maximum context length is {self.engine.max_length} tokens. However, "
+                f"your {param} resulted in {max(map(len, asked))} tokens. Please reduce the length "
+                f"of the {param}.",
+                param=param,
+                code="context_length_exceeded",
+            ) from error
         except EpisodeError as error:
             raise session_over() from error
         except Exception as error:
@@ -206,10 +212,12 @@ class Session:
             # For the run to handle; a program only gets the error.
             self.failure = self.failure or error
             self.failed.set()
-            raise engine_failed(error) from error
+            told = f"The engine failed: {error}"
+            raise RequestError(told, code="engine_error", status=500) from error
         if any(completion.finish_reason == "abort" for _, completion in made):
             self.aborted = True
-            raise aborted()
+            told = "The engine was interrupted"
+            raise RequestError(told, code="engine_interrupted", status=503)
         for call, _ in made:
             call.tool_choice = ask.tool_choice
         completions = [completion for _, completion in made]
@@ -236,18 +244,6 @@ class Session:
                 if not task.cancelled() and task.exception() is None:
                     self.episode.undelivered(task.result()[0])
             raise
-
-    def _note_tools(self, tools: Sequence[dict[str, Any]]) -> None:
-        if not tools:
-            return
-        known = self.episode.rollout.extra.setdefault("tools", [])
-        known += [tool for tool in tools if tool not in known]
-
-    def _chat_prompt(self, ask: Ask, form: ChatFormat) -> Seen:
-        try:
-            return self._history.prompt(ask.chat, form)
-        except (ConfigError, PictureError) as error:
-            raise RequestError(str(error), param="messages", code="invalid_value") from error
 
     def _turn(self, ask: Ask, completion: Completion, before: int) -> tuple[Message, str | None]:
         """Return the model's turn as a message, and the stop string that ended it, if any."""

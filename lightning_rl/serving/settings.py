@@ -49,26 +49,16 @@ def asked_sampling(
         changes["max_tokens"] = longest
         changes["min_tokens"] = min(run.min_tokens, longest)
     if strings := fields.texts(stop):
-        changes["stop"] = _ends(fields.path + stop, strings)
-    if not changes:
-        return run
-    key = repr(changes)
+        if len(strings) > _MOST_ENDS or not all(0 < len(one) <= _LONGEST_END for one in strings):
+            allowed = f"up to {_MOST_ENDS} strings of 1 to {_LONGEST_END} characters"
+            raise wrong_value(fields.path + stop, strings, allowed)
+        changes["stop"] = strings
     try:
-        if key not in terms.known:
-            terms.known[key] = replace(run, **changes)
-        return terms.known[key]
+        return replace(run, **changes) if changes else run
     except ConfigError as error:
         names = {"max_tokens": limit, "stop": stop}
         param = str(error).removeprefix("sampling.").partition("=")[0]
         raise RequestError(str(error), param=names.get(param, param)) from error
-
-
-def _ends(where: str, strings: list[str]) -> list[str]:
-    """Return the stop strings, after checking that they are valid and few enough."""
-    if len(strings) > _MOST_ENDS or not all(0 < len(string) <= _LONGEST_END for string in strings):
-        allowed = f"up to {_MOST_ENDS} strings of 1 to {_LONGEST_END} characters"
-        raise wrong_value(where, strings, allowed)
-    return strings
 
 
 def answer_form(fields: Fields) -> StructuredOutputs | None:

@@ -3,18 +3,17 @@
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.agents.templates import ToolParser
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Rollout
 from lightning_rl.serving.agent import SessionAgent
-from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import Ending
 from lightning_rl.serving.session import Session
 from lightning_rl.verifiers.hosting import Hosting
@@ -52,11 +51,9 @@ class VerifiersAgent(SessionAgent):
         pass_env: names of variables to pass on from the trainer's environment, such as a judge's
             key; of the others it gets only those that name paths.
         workers: processes that share the rollouts; one hosts hundreds at a time.
-        parser: parses the model family's tool calls.
-        client_sampling: True if the environment may change the sampling settings.
         max_seconds: maximum wall time of one rollout, in seconds; it then ends as ``max_seconds``,
             with reward 0. None: no limit.
-        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
+        session_options: further arguments of ``SessionAgent``.
 
     Raises:
         ConfigError: for values out of range, or an environment that cannot be hosted.
@@ -70,13 +67,11 @@ class VerifiersAgent(SessionAgent):
         env: dict[str, str] | None = None,
         pass_env: list[str] | None = None,
         workers: int = 1,
-        parser: ToolParser | None = None,
-        client_sampling: bool = True,
         max_seconds: float | None = 600.0,
-        limits: RequestLimits | None = None,
+        **session_options: Any,
     ) -> None:
         require_at_least(1, workers=workers)
-        super().__init__(None, parser, client_sampling, max_seconds, limits)
+        super().__init__(None, max_seconds=max_seconds, **session_options)
         self.hosting = Hosting(environment, python, options or {}, env or {}, tuple(pass_env or ()))
         self.workers = workers
 
@@ -89,25 +84,21 @@ class VerifiersAgent(SessionAgent):
         super().configure(tokenizer)
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
-        seats = await workers_of(self.hosting, self.workers).seats()
+        workers = workers_of(self.hosting, self.workers)
+        seats = await workers.seats()
         self.roles = seats if len(seats) > 1 else []
         ending = await self.attempt(rollout, engine, sampling)
-        if ending.kind == "killed":
-            ending = await self.attempt(rollout, engine, sampling, self._play_alone)
+        if ending.kind == "killed":  # perhaps by another episode: play where nothing else is played
+            alone = partial(self._play, workers.ask_alone)
+            ending = await self.attempt(rollout, engine, sampling, alone)
         self.conclude(rollout, ending)
         return rollout
 
     async def play(self, rollout: Rollout, session: Session) -> Ending:
-        return await self._ask(rollout, session, workers_of(self.hosting, self.workers).ask)
+        return await self._play(workers_of(self.hosting, self.workers).ask, rollout, session)
 
-    async def _play_alone(self, rollout: Rollout, session: Session) -> Ending:
-        """Play in a worker that plays nothing else, as another episode may have killed the last
-        one.
-        """
-        return await self._ask(rollout, session, workers_of(self.hosting, self.workers).ask_alone)
-
-    async def _ask(
-        self, rollout: Rollout, session: Session, ask: Callable[..., Awaitable[dict[str, Any]]]
+    async def _play(
+        self, ask: Callable[..., Awaitable[dict[str, Any]]], rollout: Rollout, session: Session
     ) -> Ending:
         task = rollout.prompt.columns.get("task")
         if task is None:

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
@@ -76,10 +76,6 @@ def shown(task: dict[str, Any]) -> str | list[Message]:
     chat = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
         return [*chat, {"role": "user", "content": prompt}]
-    return [*chat, *_messages(prompt)]
-
-
-def _messages(prompt: Sequence[Message]) -> list[Message]:
-    """Drop fields that are not set."""
+    # Without the fields that are not set.
     given = [{name: value for name, value in m.items() if value is not None} for m in prompt]
-    return [{"content": "", **message} for message in given]
+    return [*chat, *({"content": "", **message} for message in given)]

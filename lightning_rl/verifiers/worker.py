@@ -82,9 +82,11 @@ class Worker:
             raise
         if "refused" in said:
             await self.close()
+            why = str(said["refused"])
+            if "No module named 'verifiers'" in why or "PackageNotFoundError" in why:
+                why = f"verifiers is not installed there; {self.hosting.recipe()}"
             raise ConfigError(
-                f"environment {self.hosting.environment!r} under {self.hosting.program}: "
-                f"{_explained(str(said['refused']), self.hosting)}"
+                f"environment {self.hosting.environment!r} under {self.hosting.program}: {why}"
             )
         self.seats = said["seats"]
         self._reading = asyncio.create_task(self._read(process.stdout))
@@ -205,9 +207,3 @@ def _object(line: bytes) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise ValueError(f"{line!r:.200} is not a JSON object")
     return said
-
-
-def _explained(reason: str, hosting: Hosting) -> str:
-    if "No module named 'verifiers'" in reason or "PackageNotFoundError" in reason:
-        return f"verifiers is not installed there; {hosting.recipe()}"
-    return reason

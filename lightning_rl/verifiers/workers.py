@@ -14,12 +14,12 @@ class Workers:
 
     Args:
         hosting: the environment that they host.
-        count: processes that share the rollouts.
     """
 
-    def __init__(self, hosting: Hosting, count: int = 1) -> None:
+    count = 1
+
+    def __init__(self, hosting: Hosting) -> None:
         self.hosting = hosting
-        self.count = count
         self._workers: list[Worker] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()

@@ -1,7 +1,7 @@
 """Pictures of a packed batch: which pictures each row has, and which one each token sees."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from tensordict import NonTensorData, TensorDict
@@ -23,7 +23,7 @@ class PictureTable:
     The first is the empty one, for rows without pictures.
     """
 
-    sequences: list[tuple[Placed, ...]] = field(default_factory=lambda: [()])
+    sequences: list[tuple[Placed, ...]]
 
     def __deepcopy__(self, memo: object) -> "PictureTable":
         return self  # nothing changes it
@@ -33,16 +33,9 @@ def picture_columns(rows: Sequence[Row]) -> tuple[list[int], PictureTable] | Non
     """Return each row's index in the table, and the table; None if no row has a picture."""
     if not any(row.pictures for row in rows):
         return None
-    table = PictureTable()
     places: dict[tuple[Placed, ...], int] = {(): 0}
-    numbers = []
-    for row in rows:
-        key = tuple(row.placed)
-        if key not in places:
-            places[key] = len(places)
-            table.sequences.append(key)
-        numbers.append(places[key])
-    return numbers, table
+    numbers = [places.setdefault(tuple(row.placed), len(places)) for row in rows]
+    return numbers, PictureTable(list(places))
 
 
 def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:

@@ -69,7 +69,9 @@ def seeing_inputs(
     family, index = tower.family, position_ids.cpu()
     rows = zip(seen, index, strict=True)
     with torch.device("cpu"):
-        positions = torch.stack([_positions(family, text, at) for text, at in rows], 1)
+        positions = torch.stack(
+            [text.positions(at) if text else at.expand(family.axes, -1) for text, at in rows], 1
+        )
         picture, part, shown = _shown(seen, index)
     inputs = picture_inputs(family, tower.features, lm, input_ids, picture, part, shown.__getitem__)
     return {
@@ -77,11 +79,6 @@ def seeing_inputs(
         **inputs,
         "position_ids": as_position_ids(positions.to(input_ids.device)),
     }
-
-
-def _positions(family: Family, seen: SeenText | None, index: Tensor) -> Tensor:
-    """Return positions (axes, T) of a row's tokens at indices (T,)."""
-    return index.expand(family.axes, -1) if seen is None else seen.positions(index)
 
 
 def _shown(seen: Sequence[SeenText | None], index: Tensor) -> tuple[Tensor, Tensor, list[Prepared]]:

@@ -57,10 +57,6 @@ class PictureAccess:
     private_hosts: bool = True
     hosts: Sequence[str] = ()
 
-    def reaches_all(self, host: str) -> bool:
-        """Tell whether a host may be used wherever its name leads."""
-        return self.private_hosts or host in self.hosts
-
 
 OWN = PictureAccess()
 """Access of sources in the user's own data: unrestricted."""

@@ -53,13 +53,7 @@ def pictures_of(
             return {"type": "text", "text": part.get("text")}
         return part
 
-    changed = [
-        {**message, "content": [read(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
-    return changed, pictures
+    return _changed(messages, read), pictures
 
 
 def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Message]:
@@ -86,18 +80,9 @@ def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Me
             '{"type": "image"}; give one picture for each place'
         )
     left = iter(sources)
-    return [
-        {
-            **message,
-            "content": [
-                {"type": "image", "image": next(left)} if _is_place(part) else part
-                for part in message["content"]
-            ],
-        }
-        if _parts(message)
-        else message
-        for message in messages
-    ]
+    return _changed(
+        messages, lambda part: {"type": "image", "image": next(left)} if _is_place(part) else part
+    )
 
 
 def urls_in(messages: Sequence[Message]) -> Iterator[str]:
@@ -112,20 +97,12 @@ def as_sent(prompt: Prompt) -> list[Message]:
     if isinstance(prompt.prompt, str):
         return [{"role": "user", "content": prompt.prompt}]
     left = iter(prompt.pictures)
-    return [
-        {
-            **message,
-            "content": [
-                {"type": "image_url", "image_url": {"url": data_url(next(left))}}
-                if is_picture(part)
-                else part
-                for part in message["content"]
-            ],
-        }
-        if _parts(message)
-        else message
-        for message in prompt.asked
-    ]
+
+    def sent(part: Any) -> Any:
+        shown = is_picture(part)
+        return {"type": "image_url", "image_url": {"url": data_url(next(left))}} if shown else part
+
+    return _changed(prompt.asked, sent)
 
 
 def has_pictures(messages: Sequence[Message]) -> bool:
@@ -149,6 +126,16 @@ def require_few(count: int, limits: PictureLimits) -> None:
             f"{count} pictures are more than max_per_prompt={limits.max_per_prompt}; leave some "
             "out, or raise it"
         )
+
+
+def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """Return the chat with every content part changed; ``messages`` itself is not."""
+    return [
+        {**message, "content": [change(part) for part in parts]}
+        if (parts := _parts(message))
+        else message
+        for message in messages
+    ]
 
 
 def _parts(message: Message) -> list[Any]:

@@ -41,16 +41,18 @@ class Qwen25VL(Family):
         )
 
     def features(self, lm: PreTrainedModel, pictures: Sequence[Prepared]) -> Features:
-        found = self._seen(lm, pictures)
-        return Features(torch.cat(list(found.pooler_output)))
-
-    def _seen(self, lm: PreTrainedModel, pictures: Sequence[Prepared]) -> Any:
         device = lm.device
-        return lm.base_model.get_image_features(
+        found = lm.base_model.get_image_features(
             torch.cat([one.pixels for one in pictures]).to(device, non_blocking=True),
             torch.tensor([one.grid for one in pictures], device=device),
             return_dict=True,
         )
+        deeper = tuple(
+            # Of each picture apart, or before transformers 5.19 of all in one.
+            layer if isinstance(layer, Tensor) else torch.cat(list(layer))
+            for layer in getattr(found, "deepstack_features", None) or ()  # Qwen3-VL's alone
+        )
+        return Features(torch.cat(list(found.pooler_output)), deeper)
 
     @classmethod
     def tower(cls, lm: PreTrainedModel) -> nn.Module:
@@ -77,15 +79,6 @@ class Qwen3VL(Qwen25VL):
     @classmethod
     def reads(cls, config: PretrainedConfig) -> bool:
         return config.model_type == "qwen3_vl"
-
-    def features(self, lm: PreTrainedModel, pictures: Sequence[Prepared]) -> Features:
-        found = self._seen(lm, pictures)
-        deeper = tuple(
-            # Of each picture apart, or before transformers 5.19 of all in one.
-            layer if isinstance(layer, Tensor) else torch.cat(list(layer))
-            for layer in found.deepstack_features
-        )
-        return Features(torch.cat(list(found.pooler_output)), deeper)
 
     @classmethod
     def projector(cls, lm: PreTrainedModel) -> list[nn.Module]:

@@ -6,9 +6,8 @@ from typing import Any
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.games import Nip
 from lightning_rl.games.protocols.text_scenario import Instructions, TextScenario
-from lightning_rl.games.staged.chat import OpenAIChat
+from lightning_rl.games.staged.chat import ChatGroup, OpenAIChat
 from lightning_rl.games.staged.expert_iteration import ExpertIteration
-from lightning_rl.games.staged.group import ChatGroup
 from lightning_rl.games.staged.openai_jobs import OpenAIFineTuning
 from lightning_rl.games.staged.trainer import StagedTrainer
 

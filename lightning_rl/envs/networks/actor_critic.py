@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from lightning_rl.envs.networks.memory import RecurrentBody
 from lightning_rl.envs.networks.policy_heads import PolicyHead, default_head
 from lightning_rl.envs.networks.space import Space, mask_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 
 @configurable
@@ -34,8 +34,7 @@ class ActorCritic(EnvAgent):
         body_lr: factor on the optimizer's learning rate for ``body``.
         actor_lr: the same for the policy heads.
         critic_lr: the same for modules that only values use.
-        schedule: decides in which iterations it learns.
-        pretrained: a checkpoint of a ``SoloModule``, whose body initialises this one.
+        options: ``schedule`` and ``pretrained``, see :class:`EnvAgent`.
 
     Raises:
         ConfigError: for values out of range, or a recurrent body that is not shared.
@@ -50,11 +49,10 @@ class ActorCritic(EnvAgent):
         body_lr: float = 1.0,
         actor_lr: float = 1.0,
         critic_lr: float = 1.0,
-        schedule: UpdateSchedule = EveryIteration(),
-        pretrained: str | None = None,
+        **options: Any,
     ) -> None:
         factors = {"body_lr": body_lr, "actor_lr": actor_lr, "critic_lr": critic_lr}
-        super().__init__(schedule, pretrained, factors)
+        super().__init__(factors=factors, **options)
         self.body = body if body is not None else MLPBody()
         if share_body and critic_body is not None:
             raise ConfigError(

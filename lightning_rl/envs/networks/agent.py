@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.networks.bodies import Body
 from lightning_rl.envs.networks.distributions import ActionDistribution
 from lightning_rl.envs.networks.memory import RecurrentBody
@@ -19,6 +20,7 @@ from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 Observations = Mapping[str, Tensor]
 
 
+@configurable
 class EnvAgent(nn.Module, ABC):
     """One agent, or a group of similar agents that share it.
 

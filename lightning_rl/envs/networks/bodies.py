@@ -148,10 +148,7 @@ class CNNBody(Body):
         return self.hidden
 
     def _picture(self, space: Space) -> tuple[str, tuple[int, ...]]:
-        if self.observation is not None:
-            found = space.observed([self.observation], "CNNBody")
-        else:
-            found = space.observed(None, "CNNBody")
+        found = space.observed(None if self.observation is None else [self.observation], "CNNBody")
         pictures = {name: o.shape for name, o in found.items() if len(o.shape) == 3}
         if len(pictures) != 1:
             shapes = ", ".join(f"{name} {o.shape}" for name, o in found.items())

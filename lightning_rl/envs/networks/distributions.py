@@ -93,10 +93,14 @@ class Categorical(ActionDistribution):
         return self.logprobs.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
 
     def entropy(self) -> Tensor:
-        return _entropy(self.logprobs)
+        # An action that is masked out has a logprob of -inf, and 0 x -inf is no number.
+        logprobs = self.logprobs
+        return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
     def kl(self, new: "Categorical") -> Tensor:
-        return _discrete_kl(self.logprobs, new.logprobs)
+        old, now = self.logprobs, new.logprobs
+        least = torch.finfo(old.dtype).min
+        return (old.exp() * (old.clamp(min=least) - now.clamp(min=least))).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -230,13 +234,3 @@ class TanhGaussian(ActionDistribution):
 
     def kl(self, new: "TanhGaussian") -> Tensor:
         return self._base().kl(new._base())
-
-
-def _entropy(logprobs: Tensor) -> Tensor:
-    # An action that is masked out has a logprob of -inf, and 0 x -inf is no number.
-    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
-
-
-def _discrete_kl(old: Tensor, new: Tensor) -> Tensor:
-    least = torch.finfo(old.dtype).min
-    return (old.exp() * (old.clamp(min=least) - new.clamp(min=least))).sum(-1)

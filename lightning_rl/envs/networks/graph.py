@@ -77,7 +77,8 @@ class GraphBody(Body):
         self.context = context or []
 
     def build(self, space: Space) -> int:
-        found = space.observed([*self.names.values(), *self._further()], "GraphBody")
+        marks = [] if self.marks is None else [self.marks]
+        found = space.observed([*self.names.values(), *self.context, *marks], "GraphBody")
         shapes = {role: found[name].shape for role, name in self.names.items()}
         count = shapes["exists"][0] if shapes["exists"] else 0
         shapes |= {} if self.marks is None else {self.marks: found[self.marks].shape}
@@ -103,9 +104,6 @@ class GraphBody(Body):
         )
         self.whole = nn.Sequential(linear(2 * width + told, width), ACTIVATIONS[self.activation]())
         return width * (1 + count) if self.node_features else width
-
-    def _further(self) -> list[str]:
-        return [*self.context, *([] if self.marks is None else [self.marks])]
 
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
         adjacency = observations[self.names["adjacency"]]

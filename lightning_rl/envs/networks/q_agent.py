@@ -21,7 +21,6 @@ from lightning_rl.envs.networks.exploring import (
 from lightning_rl.envs.networks.layers import output
 from lightning_rl.envs.networks.space import Discrete, Space, allowed_only, mask_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 
 class QHead(nn.Module):
@@ -62,8 +61,7 @@ class QAgent(ExploringAgent):
             loss_function: smooth_l1}``.
         body_lr: factor on the optimizer's learning rate for ``body``.
         critic_lr: the same for ``head``.
-        schedule: decides in which iterations it learns.
-        pretrained: a checkpoint of a ``SoloModule``, whose body initialises this one.
+        options: ``schedule`` and ``pretrained``, see :class:`EnvAgent`.
 
     Raises:
         ConfigError: for values out of range, or a body with a memory; when built, for actions that
@@ -78,10 +76,9 @@ class QAgent(ExploringAgent):
         loss: dict[str, Any] | None = None,
         body_lr: float = 1.0,
         critic_lr: float = 1.0,
-        schedule: UpdateSchedule = EveryIteration(),
-        pretrained: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(schedule, pretrained, {"body_lr": body_lr, "critic_lr": critic_lr})
+        super().__init__(factors={"body_lr": body_lr, "critic_lr": critic_lr}, **options)
         require_no_memory(body=body)
         self.body = body if body is not None else MLPBody([128, 128], "relu")
         self.head = head if head is not None else QHead()

@@ -22,7 +22,6 @@ from lightning_rl.envs.networks.layers import mlp, output, require_activation
 from lightning_rl.envs.networks.policy_heads import TanhGaussianHead
 from lightning_rl.envs.networks.space import Continuous, Space
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 
 
 @configurable
@@ -88,8 +87,7 @@ class SACAgent(ExploringAgent):
         body_lr: factor on the optimizer's learning rate for ``body``.
         actor_lr: the same for ``policy``.
         critic_lr: the same for the critics.
-        schedule: decides in which iterations it learns.
-        pretrained: a checkpoint of a ``SoloModule``, whose body initialises this one.
+        options: ``schedule`` and ``pretrained``, see :class:`EnvAgent`.
 
     Raises:
         ConfigError: for values out of range, or a body with a memory; when built, for actions that
@@ -105,11 +103,10 @@ class SACAgent(ExploringAgent):
         body_lr: float = 1.0,
         actor_lr: float = 1.0,
         critic_lr: float = 1.0,
-        schedule: UpdateSchedule = EveryIteration(),
-        pretrained: str | None = None,
+        **options: Any,
     ) -> None:
         factors = {"body_lr": body_lr, "actor_lr": actor_lr, "critic_lr": critic_lr}
-        super().__init__(schedule, pretrained, factors)
+        super().__init__(factors=factors, **options)
         require_no_memory(body=body)
         self.body = body if body is not None else MLPBody([256, 256], "relu")
         self.policy = policy if policy is not None else TanhGaussianHead()

@@ -54,7 +54,7 @@ class ScoreGame(GamePoint):
 
     So only losses are differentiated twice, as functions of as many numbers as there are actions;
     players only give gradients of weighted sums, and slopes along a direction. With losses from
-    :func:`~lightning_rl.games.algos.steps.game_loss` these are the estimates of Loaded DiCE
+    :func:`~lightning_rl.games.algos.moves.game_loss` these are the estimates of Loaded DiCE
     (Farquhar et al. 2019), in which d^2 L / dl_j dl_i J_i v is an action's advantage times the
     change along v of the joint log probability of all that the other player did before.
 

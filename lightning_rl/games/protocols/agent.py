@@ -69,16 +69,15 @@ class ProtocolAgent(SessionAgent):
         seed = seed_of(rollout.group_id.encode())
         states = [Conversation.begin(self.protocol, self.scenario, columns, seed)]
 
-        async def talk() -> str:
+        async def talk() -> None:
             while asked := states[-1].asks():
                 answers = await asyncio.gather(
                     *(session.chat(chat, model=agent) for agent, chat in asked.items())
                 )
                 texts = [answer.text for answer in answers]
                 states.append(states[-1].after(dict(zip(asked, texts, strict=True))))
-            return "stop"
 
-        await within(self.max_seconds, talk())
+        await within(self.max_seconds, talk(), None)
         state = states[-1]
         untrained = {*self.roles} - {*self.trained}
         kind, said = ("done", result(state)) if state.done else ("timeout", {})

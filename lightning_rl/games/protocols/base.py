@@ -8,8 +8,8 @@ from operator import and_, or_
 import torch
 from torch import Tensor
 
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.games.protocols.chance import drawn
 
 REJECT = 0
 """The decision to reject."""
@@ -26,6 +26,7 @@ Decisions = Mapping[str, Rounds]
 """Decisions by agent: 0 rejects, 1 accepts, 2 goes on."""
 
 
+@configurable
 class Protocol(ABC):
     """Determines who speaks when, when a decision counts, and what it pays.
 
@@ -38,7 +39,7 @@ class Protocol(ABC):
         min_message_rounds: the first round, counted from 1, in which a decision counts.
         turn_reward: the reward of a decider for a turn without a decision.
         shared_reward: provers get the deciders' reward: the mean, if there are several.
-        random_stances: for half of the seeds all provers argue for the opposite.
+        random_stances: for half of the seeds all provers argue for the opposite, and are paid so.
 
     Raises:
         ConfigError: if there is less than one round, if the minimum exceeds the maximum, or if a
@@ -241,3 +242,29 @@ def _all_decided(decided: Mapping[str, Tensor]) -> Tensor:
     """Return whether all deciders have decided, (*B,); False if nobody decides."""
     told = [decision != GO_ON for decision in decided.values()]
     return reduce(and_, told) if told else torch.tensor(False)
+
+
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def drawn(seed: Tensor | int, count: int) -> Tensor:
+    """Return the number in [0, ``count``) that a seed (*B,) maps to; it is uniform over seeds.
+
+    It is the first number of SplitMix64 (Steele et al. 2014), without its highest bit, modulo
+    ``count``.
+    """
+    mixed = torch.as_tensor(seed) + _signed(_GOLDEN)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_FIRST)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_SECOND)
+    mixed = mixed ^ _shifted(mixed, 31)
+    return (mixed & (2**63 - 1)) % count
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the same bits."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _shifted(number: Tensor, bits: int) -> Tensor:
+    """Shift right, filling with zeros from the left."""
+    return (number >> bits) & (2 ** (64 - bits) - 1)

@@ -1,5 +1,7 @@
 """Nip, Adp and SoloVerifier: protocols with one prover, or none."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,7 @@ class Nip(Protocol):
         max_message_rounds: number of rounds, in each of which one of the two speaks.
         min_message_rounds: the first round, counted from 1, in which a decision counts.
         verifier_first: the verifier speaks in round 0, not the prover.
-        turn_reward: the verifier's reward for a turn without a decision.
-        shared_reward: the prover gets the verifier's reward.
-        random_stances: for half of the seeds the prover argues for rejecting, and is
-            paid for that.
+        options: further arguments of :class:`Protocol`.
 
     Raises:
         ConfigError: if the verifier has no round to decide in.
@@ -34,14 +33,10 @@ class Nip(Protocol):
         max_message_rounds: int = 8,
         min_message_rounds: int = 1,
         verifier_first: bool = False,
-        turn_reward: float = 0.0,
-        shared_reward: bool = False,
-        random_stances: bool = False,
+        **options: Any,
     ) -> None:
         self.verifier_first = verifier_first
-        super().__init__(
-            max_message_rounds, min_message_rounds, turn_reward, shared_reward, random_stances
-        )
+        super().__init__(max_message_rounds, min_message_rounds, **options)
 
     def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
         first = (agent == VERIFIER) == self.verifier_first
@@ -53,16 +48,11 @@ class Adp(Nip):
     """The prover speaks once, then the verifier decides (Anil et al. 2021, prover-verifier games).
 
     Args:
-        turn_reward: the verifier's reward for a turn without a decision.
-        shared_reward: the prover gets the verifier's reward.
-        random_stances: for half of the seeds the prover argues for rejecting, and is
-            paid for that.
+        options: arguments of :class:`Protocol` except the numbers of rounds.
     """
 
-    def __init__(
-        self, turn_reward: float = 0.0, shared_reward: bool = False, random_stances: bool = False
-    ) -> None:
-        super().__init__(2, 1, False, turn_reward, shared_reward, random_stances)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(2, 1, False, **options)
 
 
 class SoloVerifier(Protocol):

@@ -57,9 +57,7 @@ class TextScenario(Scenario):
         guess: the prompt for a decider that must decide.
         message: how others read a message; ``{speaker}``, ``{channel}`` and ``{text}`` are filled
             in.
-        retries: how often an agent is asked again if its answer cannot be read.
-        forced_guess: ask a decider that made no decision in its last turn for just that.
-        shuffle_channels: agents read the channels of a round in an order drawn by the seed.
+        options: arguments of :class:`Scenario`.
 
     Raises:
         ConfigError: if there are no prompts, if the two words are equal, or if a number is
@@ -74,11 +72,9 @@ class TextScenario(Scenario):
         reject: str = "reject",
         guess: str = "Decide now. Answer with one word: {accept} or {reject}.",
         message: str = "{speaker}: {text}",
-        retries: int = 0,
-        forced_guess: bool = True,
-        shuffle_channels: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(retries, forced_guess, shuffle_channels)
+        super().__init__(**options)
         if not prompts:
             raise ConfigError("prompts={} is empty; give each agent its Instructions")
         if accept.casefold() == reject.casefold():

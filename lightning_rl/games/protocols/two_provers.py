@@ -1,13 +1,13 @@
 """Debate, MerlinArthur and Mnip: protocols with two provers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.games.protocols.base import VERIFIER, Protocol, Rounds
-from lightning_rl.games.protocols.chance import drawn
+from lightning_rl.games.protocols.base import VERIFIER, Protocol, Rounds, drawn
 
 FIRST, SECOND = "prover0", "prover1"
 _OWN_CHANNEL = {FIRST: "prover0_channel", SECOND: "prover1_channel"}
@@ -26,10 +26,7 @@ class Debate(Protocol):
         min_message_rounds: the first round, counted from 1, in which a decision counts.
         sequential: the first prover, the second and the verifier speak one after another; else both
             provers speak at once, without having read each other's message of the round.
-        turn_reward: the verifier's reward for a turn without a decision.
-        shared_reward: provers get the verifier's reward.
-        random_stances: for half of the seeds the first argues for accepting, and the
-            second for rejecting.
+        options: further arguments of :class:`Protocol`.
 
     Raises:
         ConfigError: if the verifier has no round to decide in.
@@ -45,14 +42,10 @@ class Debate(Protocol):
         max_message_rounds: int = 6,
         min_message_rounds: int = 1,
         sequential: bool = False,
-        turn_reward: float = 0.0,
-        shared_reward: bool = False,
-        random_stances: bool = False,
+        **options: Any,
     ) -> None:
         self.sequential = sequential
-        super().__init__(
-            max_message_rounds, min_message_rounds, turn_reward, shared_reward, random_stances
-        )
+        super().__init__(max_message_rounds, min_message_rounds, **options)
 
     def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
         order = (
@@ -63,21 +56,11 @@ class Debate(Protocol):
         return (torch.as_tensor(round) % len(order) == place) & own
 
 
-@configurable
 class Mnip(Debate):
     """Two provers, neither of whom reads the other ("mnip" of Hammond and Adam-Day 2025).
 
     Both are paid when the verifier accepts; what protects it is that they cannot coordinate their
-    messages. The verifier reads and writes both channels.
-
-    Args:
-        max_message_rounds: number of rounds, counting the turns of all agents.
-        min_message_rounds: the first round, counted from 1, in which a decision counts.
-        sequential: the first prover, the second and the verifier speak one after another; else both
-            provers at once.
-        turn_reward: the verifier's reward for a turn without a decision.
-        shared_reward: provers get the verifier's reward.
-        random_stances: for half of the seeds both argue for rejecting, and are paid for that.
+    messages. The verifier reads and writes both channels. Its arguments are those of ``Debate``.
 
     Raises:
         ConfigError: if the verifier has no round to decide in.
@@ -96,20 +79,15 @@ class MerlinArthur(Protocol):
     Merlin-Arthur Classifiers".
 
     Args:
-        turn_reward: the verifier's reward for a turn without a decision.
-        shared_reward: provers get the verifier's reward.
-        random_stances: for half of the seeds the first argues for accepting, and the
-            second for rejecting.
+        options: arguments of :class:`Protocol` except the numbers of rounds.
     """
 
     agent_names = (FIRST, SECOND, VERIFIER)
     agent_channel_visibility = tuple((name, "main") for name in (FIRST, SECOND, VERIFIER))
     rejecting: Sequence[str] = (FIRST,)
 
-    def __init__(
-        self, turn_reward: float = 0.0, shared_reward: bool = False, random_stances: bool = False
-    ) -> None:
-        super().__init__(2, 1, turn_reward, shared_reward, random_stances)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(2, 1, **options)
 
     def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
         now = torch.as_tensor(round)

@@ -53,10 +53,9 @@ class ZeroKnowledge(Protocol):
         self.deciders = (*protocol.deciders, ADVERSARY)
         copies = tuple(_COPY + channel for channel in protocol.message_channel_names)
         self.message_channel_names = (*protocol.message_channel_names, *copies)
-        self.agent_channel_visibility = (
-            *protocol.agent_channel_visibility,
-            *((_played_by(name), _COPY + c) for name, c in protocol.agent_channel_visibility),
-        )
+        seen = protocol.agent_channel_visibility
+        apart = ((ADVERSARY if name == VERIFIER else name, _COPY + c) for name, c in seen)
+        self.agent_channel_visibility = (*seen, *apart)
         if tuple(protocol.deciders) != (VERIFIER,):
             raise ConfigError(
                 f"ZeroKnowledge(protocol={type(protocol).__name__}) is decided by "
@@ -144,8 +143,3 @@ def likeness(logits: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """Return the sum of the cosines between pairs of logits (*B, n), (*B,)."""
     pairs = zip(logits, others, strict=True)
     return torch.stack([cosine_similarity(a, b, dim=-1) for a, b in pairs]).sum(0)
-
-
-def _played_by(agent: str) -> str:
-    """Return who plays an agent's part on the copied channels."""
-    return ADVERSARY if agent == VERIFIER else agent

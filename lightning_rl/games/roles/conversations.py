@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_rl.data.batch import token_rows
 from lightning_rl.errors import DataError
-from lightning_rl.games.algos.moves import GameUpdate
-from lightning_rl.games.algos.steps import game_loss, said_before
+from lightning_rl.games.algos.moves import GameUpdate, game_loss, said_before
 
 
 def written(minibatch: TensorDict, logprobs: Tensor) -> TensorDict:
@@ -47,7 +46,7 @@ def conversation_losses(
     tokens is :meth:`~lightning_rl.games.GameUpdate.step_loss` with their advantages, times
     ``loss_weights``. That of another player's tokens uses player i's advantage in that rollout and
     its mean weight there, since i's reward results from everything that was said, each token
-    counting equally. :func:`~lightning_rl.games.algos.steps.game_loss` makes each step depend on
+    counting equally. :func:`~lightning_rl.games.algos.moves.game_loss` makes each step depend on
     what was said before. Everything is computed in float64, because thousands of log probabilities
     are summed.
     """

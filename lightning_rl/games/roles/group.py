@@ -18,7 +18,6 @@ from lightning_rl.learn.trainer_backend import TrainerBackend
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 from lightning_rl.models.lora import as_lora
 from lightning_rl.models.pretrained import model_of
-from lightning_rl.models.quantization import Quantization
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.files.metrics import named
 from lightning_rl.run.processes.dist import all_max, sum_over_ranks, world_size
@@ -71,22 +70,11 @@ class SharedModelGroup(PolicyModule):
     # ---------------------------------------------------------------- what it shares
 
     @property
-    def shares_base(self) -> bool:
-        """True if its base weights never change, so that others can share them."""
-        return self.lora is not None and not self.lora.trains_base
-
-    def starts_as(self, other: "SharedModelGroup") -> bool:
-        """Return whether both start from the same weights."""
-        own, others = (
-            (group.model, group.random_init, group.loading, group.quantization)
-            for group in (self, other)
-        )
-        return own == others
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """The quantization of its base weights; None if they are not quantized."""
-        return None if self.lora is None else self.lora.quantization
+    def shared_base(self) -> tuple[Any, ...] | None:
+        """How to load its base weights, if they never change; None: others cannot share them."""
+        if self.lora is None or self.lora.trains_base:
+            return None
+        return self.model, self.random_init, self.loading, self.lora.quantization
 
     def start_from(self, lm: PreTrainedModel) -> None:
         """Use a causal LM that was loaded already; call it before ``configure_model``."""

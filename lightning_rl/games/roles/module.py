@@ -99,15 +99,13 @@ class RolesModule(RolloutModule, LanguageModule):
 
     def configure_model(self) -> None:
         """Load all policies, once; policies that start from the same weights share one load."""
-        read: list[tuple[SharedModelGroup, PreTrainedModel]] = []
+        read: list[tuple[tuple[Any, ...], PreTrainedModel]] = []
         for group in self.policies.values():
-            if group.policy is None and group.shares_base:
-                base = next((lm for other, lm in read if group.starts_as(other)), None)
+            if group.policy is None and (wanted := group.shared_base) is not None:
+                base = next((lm for loaded, lm in read if loaded == wanted), None)
                 if base is None:
-                    base = load_lm(
-                        group.model, group.random_init, group.loading, group.quantization
-                    )
-                    read.append((group, base))
+                    base = load_lm(*wanted)
+                    read.append((wanted, base))
                 group.start_from(of_same_weights(base))
             group.configure_model()
 

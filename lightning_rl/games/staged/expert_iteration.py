@@ -98,11 +98,12 @@ class ExpertIteration(StagedAlgorithm):
         seed: int,
     ) -> Demonstrations:
         interactions = [leaf for tree in trees for leaf in tree]
+        deciders = interactions[0].conversation.protocol.deciders if interactions else ()
         examples: list[Example] = []
         for agent in agents:
             rng = random.Random(seed_of(f"{seed}/{agent}".encode()))
             own = interactions
-            if agent in _deciders(interactions):
+            if agent in deciders:
                 share = self.truth_share.at(iteration)
                 drawn = [rng.random() < share for _ in interactions]
                 pairs = list(zip(interactions, drawn, strict=True))
@@ -121,10 +122,6 @@ def turns_of(interaction: Interaction, agent: str) -> Iterator[Example]:
         could_be_read = turn.said or turn.decision in (REJECT, ACCEPT)
         if turn.agent == agent and could_be_read:
             yield Example(turn.messages, turn.answer)
-
-
-def _deciders(interactions: Sequence[Interaction]) -> Sequence[str]:
-    return interactions[0].conversation.protocol.deciders if interactions else ()
 
 
 def true_decision(interaction: Interaction, agent: str) -> Iterator[Example]:

@@ -24,7 +24,7 @@ from lightning_rl.games.protocols.base import Protocol
 from lightning_rl.games.protocols.scenario import Scenario
 from lightning_rl.games.staged.algorithm import StagedAlgorithm
 from lightning_rl.games.staged.callbacks import StagedCallback, StagedLoggers
-from lightning_rl.games.staged.group import ChatGroup, require_groups
+from lightning_rl.games.staged.chat import ChatGroup, require_groups
 from lightning_rl.games.staged.keeper import JobKeeper, ended_by
 from lightning_rl.games.staged.report import StagedReport, retest_directory, verdict_metrics
 from lightning_rl.games.staged.sampler import InteractionSampler, Tree, remove_rollouts

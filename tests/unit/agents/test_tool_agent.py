@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.agents.base import Agent, continuation_seed, is_over
-from lightning_rl.agents.reading import CallReader
 from lightning_rl.agents.templates import HermesParser, ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.collect.pipeline import run_agent
@@ -207,7 +206,7 @@ class Hangs(ToolParser):
 
 
 def test_a_turn_that_a_parser_reads_too_slowly_is_one_without_a_call(monkeypatch):
-    monkeypatch.setattr(CallReader.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr("lightning_rl.agents.reading.READ_S", 0.2)
     agent = ToolAgent([add], Hangs())
     agent.configure(TOKENIZER)
     said = f"slowly {call(a=1, b=1)}"

@@ -8,8 +8,8 @@ from torch.distributions import Bernoulli
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.games import LOLA, POLA, PSOS, PSPG, SOS, SPG, CrossFitted, Game, GameUpdate
+from lightning_rl.games.algos.moves import game_loss
 from lightning_rl.games.algos.scores import GamePlayer, ScoreGame
-from lightning_rl.games.algos.steps import game_loss
 
 UPDATES = [SPG(), PSPG(), LOLA(), POLA(), SOS(), PSOS()]
 LOGITS = torch.tensor([0.4, -0.7, 0.2], dtype=torch.double)

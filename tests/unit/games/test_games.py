@@ -9,7 +9,7 @@ from lightning_rl import PPOClip
 from lightning_rl.errors import ConfigError
 from lightning_rl.games import LOLA, POLA, PSOS, PSPG, SOS, SPG, Simultaneous
 from lightning_rl.games.algos.game import Game, flat, nystrom_solve
-from lightning_rl.games.algos.steps import game_loss, said_before
+from lightning_rl.games.algos.moves import game_loss, said_before
 from lightning_rl.games.algos.updates import sos_weight
 
 UPDATES = [Simultaneous(), SPG(), PSPG(), LOLA(), POLA(), SOS(), PSOS()]

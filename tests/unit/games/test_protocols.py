@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.games.protocols.base import ACCEPT, GO_ON, REJECT, Protocol
-from lightning_rl.games.protocols.chance import drawn
+from lightning_rl.games.protocols.base import ACCEPT, GO_ON, REJECT, Protocol, drawn
 from lightning_rl.games.protocols.conversation import Conversation
 from lightning_rl.games.protocols.single_prover import Adp, Nip, SoloVerifier
 from lightning_rl.games.protocols.text_scenario import TextScenario
