@@ -18,9 +18,9 @@ from transformers import AutoConfig, PreTrainedModel
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine, fail
-from lightning_rl.engines.hf.adapted_decoding import AdaptedDecoder, Adapters, RoutedDecoder
+from lightning_rl.engines.hf.adapted_layers import Adapters
 from lightning_rl.engines.hf.columns import require_cache
-from lightning_rl.engines.hf.decoding import Decoder
+from lightning_rl.engines.hf.decoding import Decoder, RoutedDecoder
 from lightning_rl.engines.hf.requests import DecodeRequest
 from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import LoRAEngine, require_adapters
@@ -259,7 +259,7 @@ class TransformersEngine(LoRAEngine):
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
         if self._routing is not None:
             return RoutedDecoder(lm, self._ends, self._adapters, self._routing)
-        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, self._tower)
+        return Decoder(lm, self._ends, self._kept, self._tower, self._adapters)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """Sample one token for each request, new ones included; return those that ended."""
