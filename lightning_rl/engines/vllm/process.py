@@ -21,7 +21,6 @@ from lightning_rl.engines.start_hints import with_hint
 from lightning_rl.engines.vllm.classes import transformers_unchanged
 from lightning_rl.engines.vllm.cpu import (
     keep_global_randomness,
-    leave_memory_nodes_unsaid,
     pack_pushed_experts,
     skip_rank_compilation,
     use_cpu_kernels,
@@ -155,7 +154,6 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
             skip_rank_compilation()
             keep_global_randomness()
             pack_pushed_experts()
-            leave_memory_nodes_unsaid()
         if device:
             os.environ["VLLM_CACHE_ROOT"] = _cache_of(device, envs.VLLM_CACHE_ROOT)
         # By the context vLLM chooses how many tokens a step takes, where that is not set.
