@@ -68,11 +68,6 @@ class AdapterEngine(LoRAEngine):
         if self.policies:
             self.version = iteration
 
-    def follow_dtype(self, dtype: str) -> None:
-        super().follow_dtype(dtype)
-        for view in self.policies.values():
-            view.dtype = self.dtype
-
     def start(self, model_dir: Path) -> None:
         """Start; reject policies with other weights, which have a directory of their name."""
         if own := [name for name in self.policies if (model_dir / name).is_dir()]:
@@ -135,6 +130,11 @@ class AdapterEngine(LoRAEngine):
         return adapters, base
 
 
+def _of_whole(name: str) -> Any:
+    """Return an attribute, or a method, that is that of a view's whole engine."""
+    return property(lambda view: getattr(view.whole, name))
+
+
 class PolicyView(Engine):
     """One policy of an :class:`AdapterEngine`, with its own requests and weights.
 
@@ -146,8 +146,14 @@ class PolicyView(Engine):
     def __init__(self, whole: AdapterEngine, name: str) -> None:
         self.whole: Any = whole
         self.name = name
-        self.dtype = whole.dtype
         self._in_flight = 0
+
+    dtype, precision, running, max_length, paused = map(
+        _of_whole, ("dtype", "precision", "running", "max_length", "paused")
+    )
+    follow_head, follow_routing, start, pause, resume, sleep, close = map(
+        _of_whole, ("follow_head", "follow_routing", "start", "pause", "resume", "sleep", "close")
+    )
 
     @property
     def takes_adapters(self) -> bool:
@@ -157,34 +163,9 @@ class PolicyView(Engine):
     def lacks_base(self) -> bool:
         return not self.whole.has_base
 
-    def follow_head(self, fp32: bool) -> None:
-        self.whole.follow_head(fp32)
-
-    def follow_routing(self, wanted: bool) -> None:
-        self.whole.follow_routing(wanted)
-
-    @property
-    def precision(self) -> str:
-        return self.whole.precision
-
-    @property
-    def running(self) -> bool:
-        return self.whole.running
-
-    @property
-    def max_length(self) -> int:
-        return self.whole.max_length
-
     @property
     def in_flight(self) -> int:
         return self._in_flight
-
-    @property
-    def paused(self) -> bool:
-        return self.whole.paused
-
-    def start(self, model_dir: Path) -> None:
-        self.whole.start(model_dir)
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         return await self.look((), token_ids, sampling, seed)
@@ -215,15 +196,3 @@ class PolicyView(Engine):
             )
             for held in whole
         ]
-
-    async def pause(self) -> None:
-        await self.whole.pause()
-
-    async def resume(self) -> None:
-        await self.whole.resume()
-
-    def sleep(self) -> None:
-        self.whole.sleep()
-
-    def close(self) -> None:
-        self.whole.close()
