@@ -10,7 +10,7 @@ import numpy as np
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lightning_rl.data.chats import as_chat
+from lightning_rl.data.chats import as_chat, is_chat
 from lightning_rl.data.implied import ImpliedPrompts
 from lightning_rl.data.tables import Table
 from lightning_rl.errors import ConfigError, DataError
@@ -145,7 +145,7 @@ class Shaping:
         prompt = row[self.prompt_column]
         if isinstance(prompt, str) and prompt:
             return
-        if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+        if is_chat(prompt) and all("content" in message for message in prompt):
             return
         raise DataError(
             f"{where()}: {self.prompt_column!r} must be a non-empty string or a list of "
@@ -264,10 +264,6 @@ def _sound(template: str) -> str:
             "one as {{ question }}"
         )
     return template
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and "role" in message and "content" in message
 
 
 def _lone_surrogate(value: Any) -> str | None:
