@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import require_dtype
 from lightning_rl.engines.lora import LoRAEngine
 from lightning_rl.engines.vllm.lora import RANKS, lora_options
 from lightning_rl.engines.vllm.start import graphs, lasting
@@ -45,7 +44,6 @@ class EngineSettings:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        require_dtype(self.dtype)
         for name in ("max_model_len", "kv_cache_gb", "gpu_memory_utilization", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and value <= 0:
