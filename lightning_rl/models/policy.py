@@ -36,7 +36,7 @@ from lightning_rl.models.parallel.sequence import PackRanks, Scores as Scores
 from lightning_rl.models.parallel.sharding import full_tensor, shape_of
 from lightning_rl.models.parallel.tensor import TensorRanks, split
 from lightning_rl.models.parallel.vocabulary import WHOLE, SplitVocabulary, Vocabulary
-from lightning_rl.models.passes import PACKED, BodyPass, require_packed
+from lightning_rl.models.passes import PACKED, BodyPass
 from lightning_rl.models.preparation import (
     compile_each_layer,
     compiles_by_default,
@@ -221,9 +221,12 @@ class Policy(nn.Module):
         return self(pack).logprobs
 
     def _require_packed(self, setting: str, value: int, instead: int) -> None:
-        require_packed(self.lm, self.body_pass, setting, value, instead)
-        if (critic := self._critic) is not None:
-            require_packed(critic, self.critic_pass, setting, value, instead)
+        for lm, body_pass in ((self.lm, self.body_pass), (self._critic, self.critic_pass)):
+            if lm is not None and not body_pass.packed:
+                raise ConfigError(
+                    f"{setting}={value}: {type(lm).__name__} cannot be computed in packs, and "
+                    f"this is not supported without them; set {setting}: {instead}"
+                )
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
