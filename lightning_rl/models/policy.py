@@ -43,7 +43,7 @@ from lightning_rl.models.preparation import (
     disable_dropout,
 )
 from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
-from lightning_rl.models.recompute import Recompute, as_recompute
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import penalties_of, settings_in_use
 from lightning_rl.models.soundness import require_embedded
@@ -123,7 +123,8 @@ class Policy(nn.Module):
         # transformers recomputes activations in training mode only, and without dropout the mode
         # decides nothing else.
         self.lm.train()
-        self.recompute = as_recompute(gradient_checkpointing)
+        again = gradient_checkpointing
+        self.recompute = (Recompute() if again else None) if isinstance(again, bool) else again
         if self.recompute is not None:
             self.recompute.apply(self.lm)
         self.value_head = value_head

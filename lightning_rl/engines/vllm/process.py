@@ -74,22 +74,6 @@ def use_batch_invariance() -> None:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
-def require_gradients(device: int) -> None:
-    """Reject batch invariance where it would break the trainer's gradients in the same process.
-
-    Raises:
-        ConfigError: on GPUs of compute capability 8.x, where vLLM replaces torch's ``aten::linear``
-            for the whole process by its own, which has no gradient.
-    """
-    major, minor = torch.cuda.get_device_capability(device)
-    if major == 8:
-        raise ConfigError(
-            f"batch_invariant=true on a GPU of compute capability {major}.{minor} removes the "
-            "gradient of all linear layers in vLLM's process; use VLLMServer with "
-            "batch_invariant=true"
-        )
-
-
 Restore = Callable[[], object]
 
 
