@@ -34,8 +34,10 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
     """
     require_local(model)
     folder = Path(model, loading.model_kwargs.get("subfolder", ""))
-    require_sound(str(folder), weights=not random_init)
-    if not folder.is_dir() or random_init:
+    if not folder.is_dir():  # a hub name is checked when it is loaded
+        return
+    require_sound(folder, weights=not random_init)
+    if random_init:
         return
     with torch.device("meta"):
         lm = load_lm(model, random_init, loading)

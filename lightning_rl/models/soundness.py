@@ -24,21 +24,14 @@ _SHOWN = 3
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def require_sound(model: str, weights: bool = True) -> None:
-    """Check the files of a model directory; a hub name is checked when it is loaded.
+def require_sound(directory: Path, weights: bool) -> None:
+    """Check the files of a model directory, with its ``weights`` if it does not start from others.
 
     Reading the weights also brings them into the page cache, for loading.
-
-    Args:
-        model: directory or hub name.
-        weights: whether to check weights; False for a model that starts from random ones.
 
     Raises:
         ConfigError: if a file is missing or damaged; names it, and what is wrong with it.
     """
-    directory = Path(model)
-    if not directory.is_dir():
-        return
     _require_config(directory)
     if not any(path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)):
         raise ConfigError(

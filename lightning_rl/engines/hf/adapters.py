@@ -8,7 +8,6 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.adapters import AdapterEngine, PolicyView
 from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.errors import EngineError
 from lightning_rl.rollout import Placed
 
 
@@ -32,13 +31,7 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
     def load_adapters(
         self, view: PolicyView, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        if self._lm is None:
-            raise EngineError("TransformersAdapters is not running; call start() first")
-        with self._exclusive:
-            view.version = -1
-            self._forget_texts()
-            self._take_adapters(self._lm, view, weights)
-            view.version = version
+        self._load(view, weights, version)
 
     def adapter_digests(self, view: PolicyView, names: Sequence[str]) -> dict[str, str]:
         return self._digests_of(self._adapters.held(view), names)

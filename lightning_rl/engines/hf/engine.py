@@ -290,16 +290,20 @@ class TransformersEngine(LoRAEngine):
                 await asyncio.wait_for(self._arrived.wait(), deadline - clock())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._load(self, weights, version)
+
+    def _load(self, writer: Engine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Like :meth:`load_weights`, for ``writer``."""
         if self._lm is None:
-            raise EngineError("TransformersEngine is not running; call start() first")
+            raise EngineError(f"{type(self).__name__} is not running; call start() first")
         with self._exclusive:
-            self.version = -1
+            writer.version = -1
             self._forget_texts()
-            if self.takes_adapters:
-                self._take_adapters(self._lm, self, weights)
+            if writer.takes_adapters:
+                self._take_adapters(self._lm, writer, weights)
             else:
                 self._take(self._lm, weights)
-            self.version = version
+            writer.version = version
 
     def _take_adapters(
         self, lm: PreTrainedModel, writer: Engine, weights: Iterable[tuple[str, Tensor]]
