@@ -45,7 +45,7 @@ def pack_rollouts(
     sampling = [row.sampling or rollout.sampling for rollout, row in sources]
     tokens = {
         **_token_columns(rows),
-        **call_columns(rollouts),
+        **call_columns(rollouts, sum(lengths)),
         **({} if experts is None else {"routed_experts": experts}),
         **_condition_columns(rows, sampling),
         **teacher_logprobs.columns([row.teacher_logprobs for row in rows], prompts, lengths),
