@@ -47,39 +47,20 @@ from lightning_rl.vision.batch import NAME as PICTURES, as_column
 class PackedBatch(TensorDict):
     """Packed rollouts: ``tokens`` [N] of all of them, and ``rollouts`` [R], without a batch size.
 
-    It has no ``next`` and no slices, since its parts have different lengths; when torchrl's buffers
-    and losses ask for them, the error says what to call instead.
+    It has no length and no slices, since its parts have different lengths; when torchrl's buffers
+    ask for them, the error says what to call instead.
 
     Raises:
-        ConfigError: for ``len``, for an index, and for a key that torchrl's batches have.
+        ConfigError: for ``len``, and for an index.
     """
 
     def __len__(self) -> int:
         raise _no_view("a length")
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, str | tuple):
-            _require_own(index)
-        elif index is not Ellipsis:
+        if not (isinstance(index, str | tuple) or index is Ellipsis):
             raise _no_view(f"[{index!r:.40}]")
         return super().__getitem__(index)
-
-    def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a value, as a TensorDict does."""
-        _require_own(key)
-        return super().get(key, *args, **kwargs)
-
-
-_TORCHRLS = {
-    "action", "action_log_prob", "advantage", "done", "next", "observation", "reward",
-    "sample_log_prob", "state_value", "terminated", "value_target",
-}  # fmt: skip
-
-
-def _require_own(key: Any) -> None:
-    first = key[0] if isinstance(key, tuple) and key else key
-    if isinstance(first, str) and first in _TORCHRLS:
-        raise _no_view(repr(first))
 
 
 def _no_view(what: str) -> ConfigError:

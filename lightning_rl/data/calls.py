@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from lightning_rl.errors import DataError
-from lightning_rl.rollout import Call, Rollout, Row
+from lightning_rl.rollout import Call, Rollout
 
 
-def call_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+def call_columns(rollouts: Sequence[Rollout], total: int) -> dict[str, Tensor]:
     """Return ``call``, ``call_reward`` and ``state`` (T,), if any rollout recorded its calls.
+
+    ``total`` is T, the number of tokens of all rows with tokens after their prompts.
 
     A rollout without recorded calls has those that its loss mask shows. The reward of a call
     without trained tokens is omitted: like any reward that no call got, it falls on the last call.
@@ -22,52 +24,38 @@ def call_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     """
     if not any(rollout.calls for rollout in rollouts):
         return {}
-    marks = _Marks()
+    numbers, rewards, states = [-1] * total, [0.0] * total, [-1] * total
+    known: dict[tuple[str, str], int] = {}  # states by group and name
+    begin = 0
     for rollout in rollouts:
         by_row: defaultdict[int, list[tuple[int, Call]]] = defaultdict(list)
         for number, call in enumerate(rollout.model_calls()):
             by_row[call.row].append((number, call))
         for place, row in enumerate(rollout.own_rows()):
-            if row.token_ids:
-                marks.add(rollout, row, by_row[place])
+            if not row.token_ids:
+                continue
+            begin += len(row.prompt_ids)
+            for number, call in by_row[place]:
+                stop = min(call.stop, len(row.token_ids))
+                written = [begin + t for t in range(call.start, stop) if row.loss_mask[t]]
+                state = -1
+                if call.state is not None:
+                    state = known.setdefault((rollout.group_id, call.state), len(known))
+                for token in written:
+                    if numbers[token] >= 0:
+                        _refuse(rollout, token - begin, "two of them")
+                    numbers[token], states[token] = number, state
+                if written:
+                    rewards[written[-1]] = call.reward or 0.0
+            for token, mine in enumerate(row.loss_mask):
+                if mine and numbers[begin + token] < 0:
+                    _refuse(rollout, token, "none of them")
+            begin += len(row.token_ids)
     return {
-        "call": torch.tensor(marks.call, dtype=torch.long, device="cpu"),
-        "call_reward": torch.tensor(marks.reward, dtype=torch.float32, device="cpu"),
-        "state": torch.tensor(marks.state, dtype=torch.long, device="cpu"),
+        "call": torch.tensor(numbers, dtype=torch.long, device="cpu"),
+        "call_reward": torch.tensor(rewards, dtype=torch.float32, device="cpu"),
+        "state": torch.tensor(states, dtype=torch.long, device="cpu"),
     }
-
-
-class _Marks:
-    """Builds the three columns, row by row."""
-
-    def __init__(self) -> None:
-        self.call: list[int] = []
-        self.reward: list[float] = []
-        self.state: list[int] = []
-        self._states: dict[tuple[str, str], int] = {}  # by group and name
-
-    def add(self, rollout: Rollout, row: Row, calls: Sequence[tuple[int, Call]]) -> None:
-        begin, end = len(self.call) + len(row.prompt_ids), len(row.token_ids)
-        total = begin + end
-        self.call += [-1] * (total - len(self.call))
-        self.reward += [0.0] * (total - len(self.reward))
-        self.state += [-1] * (total - len(self.state))
-        for number, call in calls:
-            written = [
-                begin + t for t in range(call.start, min(call.stop, end)) if row.loss_mask[t]
-            ]
-            state = -1
-            if call.state is not None:
-                state = self._states.setdefault((rollout.group_id, call.state), len(self._states))
-            for token in written:
-                if self.call[token] >= 0:
-                    _refuse(rollout, token - begin, "two of them")
-                self.call[token], self.state[token] = number, state
-            if written:
-                self.reward[written[-1]] = call.reward or 0.0
-        for place, mine in enumerate(row.loss_mask):
-            if mine and self.call[begin + place] < 0:
-                _refuse(rollout, place, "none of them")
 
 
 def _refuse(rollout: Rollout, place: int, where: str) -> None:

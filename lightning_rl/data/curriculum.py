@@ -14,45 +14,12 @@ from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.rollout import Prompt, Rollout, primitives
 
 
-class WeightedRows:
-    """Rows drawn in proportion to weights; a change and a draw take O(log rows) steps.
-
-    Weights are kept in a binary tree of sums, each that of its two children, whatever the order of
-    changes.
-    """
-
-    def __init__(self, weights: np.ndarray) -> None:
-        self._leaves = 1 << max(len(weights) - 1, 0).bit_length()
-        self._sums = np.zeros(2 * self._leaves)
-        self._sums[self._leaves : self._leaves + len(weights)] = weights
-        end = self._leaves
-        while end > 1:
-            below = self._sums[end : 2 * end]
-            self._sums[end // 2 : end] = below[::2] + below[1::2]
-            end //= 2
-
-    @property
-    def total(self) -> float:
-        """The sum of all weights; 0 if no row can be drawn."""
-        return float(self._sums[1])
-
-    def __setitem__(self, row: int, weight: float) -> None:
-        node = self._leaves + row
-        self._sums[node] = weight
-        while node > 1:
-            node //= 2
-            self._sums[node] = self._sums[2 * node] + self._sums[2 * node + 1]
-
-    def at(self, share: float) -> int:
-        """Return the row where the cumulative weight passes this share, in [0, 1), of the total."""
-        rest, node = share * self.total, 1
-        while node < self._leaves:
-            node *= 2
-            # By rounding the rest may reach a sum behind which nothing can be drawn.
-            if rest >= self._sums[node] and self._sums[node + 1] > 0:
-                rest -= self._sums[node]
-                node += 1
-        return node - self._leaves
+def row_at(weights: np.ndarray, share: float) -> int:
+    """Return the row where the cumulative weight passes this share, in [0, 1), of the total."""
+    rows = np.flatnonzero(weights)
+    cumulative = weights[rows].cumsum()
+    place = int(cumulative.searchsorted(share * cumulative[-1], side="right"))
+    return int(rows[min(place, len(rows) - 1)])  # by rounding a share may reach the total
 
 
 @configurable(prompts=prompts_of)
@@ -103,7 +70,6 @@ class PassRateCurriculum(PromptDataset):
         self._draws = 0
         self._waiting: set[int] = set()
         self._index: dict[str, int] = {}
-        self._free: WeightedRows | None = None  # those that may be drawn now; None: not made yet
 
     def __repr__(self) -> str:
         return f"PassRateCurriculum({self.prompts!r})"
@@ -141,17 +107,12 @@ class PassRateCurriculum(PromptDataset):
                 share = sum(reward >= self.success_reward for reward in rewards) / len(rewards)
                 old = self.pass_rates[index]
                 self.pass_rates[index] = self.memory * old + (1 - self.memory) * share
-            if self._free is not None and index not in self._dropped_rows:
-                self._free[index] = self._worth(self.pass_rates[index])
 
     def weights(self) -> np.ndarray:
         """Return the probability that each row is drawn next, up to a factor, shape (rows,)."""
-        weights: np.ndarray = self._worth(self.pass_rates)
+        weights: np.ndarray = self.floor + 4 * self.pass_rates * (1 - self.pass_rates)
         weights[list(self._dropped_rows)] = 0.0
         return weights
-
-    def _worth(self, pass_rate: Any) -> Any:
-        return self.floor + 4 * pass_rate * (1 - pass_rate)
 
     def state_dict(self) -> dict[str, Any]:
         learned = np.flatnonzero(self.pass_rates != 0.5)
@@ -164,7 +125,7 @@ class PassRateCurriculum(PromptDataset):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._draws, self._waiting, self._free = state["draws"], set(state["waiting"]), None
+        self._draws, self._waiting = state["draws"], set(state["waiting"])
         self.pass_rates = np.full(len(self), 0.5)
         self.pass_rates[state["learned"]] = state["pass_rates"]
 
@@ -172,20 +133,16 @@ class PassRateCurriculum(PromptDataset):
         return ()  # which come depends on how those before are graded
 
     def _next_index(self) -> int:
-        if self._free is None:
-            free = self.weights()
-            free[list(self._waiting)] = 0.0
-            self._free = WeightedRows(free)
-        if not self._free.total:  # all are under way: begin anew
+        free = self.weights()
+        if not np.delete(free, list(self._waiting)).any():  # all are under way: begin anew
             self._waiting.clear()
-            self._free = WeightedRows(self.weights())
-            if not self._free.total:
-                raise self._none_fits()
+        free[list(self._waiting)] = 0.0
+        if not free.any():
+            raise self._none_fits()
         # Stateless, so that a resumed run draws the same.
         random = np.random.default_rng([self.seed, self._draws])
         self._draws += 1
-        index = self._free.at(random.random())
-        self._free[index] = 0.0
+        index = row_at(free, random.random())
         self._waiting.add(index)
         return index
 

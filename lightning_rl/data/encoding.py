@@ -159,18 +159,13 @@ class PromptEncoder:
             )
 
     def _options(self, columns: Mapping[str, Any], where: Callable[[], str]) -> dict[str, Any]:
-        """Return what a row tells the chat template, checked."""
+        """Return what a row tells the chat template, and name what it tells in vain."""
         if self.tokenizer.chat_template is None:
             raise DataError(f"{where()}: the prompt is a chat, but {NO_TEMPLATE}")
         try:
             options = row_options(columns)
         except ValueError as error:
             raise DataError(f"{where()}: {error}") from error
-        self._check_options(options, where)
-        return options
-
-    def _check_options(self, options: Mapping[str, Any], where: Callable[[], str]) -> None:
-        """Name what a row tells the chat template in vain."""
         variables = getattr(self.tokenizer.apply_chat_template, "keywords", {})
         template = str(variables.get("chat_template", self.tokenizer.chat_template))
         for name in options:
@@ -178,7 +173,7 @@ class PromptEncoder:
                 column = name if name == "tools" else f"chat_template_kwargs.{name}"
                 self._tell(name, f"{where()}: the chat template never reads {column}")
         if "tools" not in options or "tools" not in self.chat_options:
-            return
+            return options
         offered, named = tool_names(self.chat_options["tools"]), tool_names(options["tools"])
         if unknown := [name for name in named if name not in offered]:
             raise DataError(
@@ -192,6 +187,7 @@ class PromptEncoder:
                 f"{where()}: column 'tools' names {', '.join(named)}, but the agent offers all of "
                 f"its tools to every row: {', '.join(offered)}",
             )
+        return options
 
     def _tell(self, what: str, text: str) -> None:
         if what not in self._told:

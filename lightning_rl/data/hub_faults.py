@@ -3,9 +3,8 @@
 import re
 import time
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 from lightning_rl.errors import DataError, first_line
 
@@ -98,15 +97,15 @@ def explained(
             "token of that account"
         )
     if "Revision" in text and "doesn't exist" in text:
-        return DataError(f"{path!r} has no revision={revision!r}; {_known_refs(path)}")
+        return DataError(
+            f"{path!r} has no revision={revision!r}; name a branch, tag or commit that it has"
+        )
     if "doesn't exist on the Hub" in text:
         return DataError(
             f"{path!r} is neither a dataset of the hub ({constants.ENDPOINT}) nor a folder or "
-            f"file here ({Path.cwd()}); {_nearest(path)}if it is private, set HF_TOKEN"
+            f"file here ({Path.cwd()}); correct the name or, if it is private, set HF_TOKEN"
         )
-    if found := re.search(r"BuilderConfig .* not found\. Available: (\[.*\])", text):
-        return DataError(f"{path}: name={name!r} is not one of {found[1]}; set name")
-    if found := re.search(r"available configs: (\[.*\])", text):
+    if found := re.search(r"(?:not found\. Available|available configs): (\[.*\])", text):
         return DataError(f"{path}: name={name!r} is not one of {found[1]}; set name")
     if found := re.search(r"Bad split: .*\. Available splits: (\[.*\])", text):
         return DataError(f"{path}: split={split!r} is not one of {found[1]}; set split")
@@ -155,36 +154,3 @@ def _has_token() -> bool:
     from huggingface_hub import get_token
 
     return get_token() is not None
-
-
-def _nearest(path: str) -> str:
-    """Suggest names on the hub that resemble this one; empty if there are none."""
-    names = _asked(lambda api: [one.id for one in api.list_datasets(search=_stem(path), limit=50)])
-    near = get_close_matches(path, names or [], n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-
-
-def _stem(path: str) -> str:
-    """Return the text to search for, which the hub looks for anywhere in a name."""
-    last = path.rpartition("/")[2]
-    return last[: max(3, 2 * len(last) // 3)]
-
-
-def _known_refs(path: str) -> str:
-    def names(api: Any) -> list[str]:
-        refs = api.list_repo_refs(path, repo_type="dataset")
-        return [ref.name for ref in (*refs.branches, *refs.tags)]
-
-    known = _asked(names)
-    return f"there are {', '.join(known)}" if known else "name a branch, tag or commit that it has"
-
-
-def _asked(question: Callable[[Any], T]) -> T | None:
-    """Return the hub's answer to a question that only improves a message; None if it fails."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return question(HfApi())
-    except (HfHubHTTPError, OSError, ValueError):
-        return None

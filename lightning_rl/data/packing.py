@@ -40,13 +40,15 @@ def pack_rollouts(
     _require_scorable(rollouts)
     sources = packed_rows(rollouts)
     rows = [row for _, row in sources]
+    lengths, prompts = [row.length for row in rows], [len(row.prompt_ids) for row in rows]
+    experts = routing.column([row.routed_experts for row in rows], lengths)
     sampling = [row.sampling or rollout.sampling for rollout, row in sources]
     tokens = {
         **_token_columns(rows),
-        **call_columns(rollouts),
-        **_expert_columns(rows),
+        **call_columns(rollouts, sum(lengths)),
+        **({} if experts is None else {"routed_experts": experts}),
         **_condition_columns(rows, sampling),
-        **_teacher_columns(rows),
+        **teacher_logprobs.columns([row.teacher_logprobs for row in rows], prompts, lengths),
     }
     of_rows = {
         **_number_columns(sources, among, roles),
@@ -110,18 +112,6 @@ def _token_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
         "rollout_logprobs": _column(logprobs, np.float32),
         "versions": _column(versions, np.int64),
     }
-
-
-def _expert_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
-    experts = routing.column([row.routed_experts for row in rows], [row.length for row in rows])
-    return {} if experts is None else {"routed_experts": experts}
-
-
-def _teacher_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
-    prompts = [len(row.prompt_ids) for row in rows]
-    return teacher_logprobs.columns(
-        [row.teacher_logprobs for row in rows], prompts, [row.length for row in rows]
-    )
 
 
 def _condition_columns(

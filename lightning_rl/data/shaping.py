@@ -10,7 +10,7 @@ import numpy as np
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lightning_rl.data.chats import as_chat
+from lightning_rl.data.chats import as_chat, is_chat
 from lightning_rl.data.implied import ImpliedPrompts
 from lightning_rl.data.tables import Table
 from lightning_rl.errors import ConfigError, DataError
@@ -136,7 +136,7 @@ class Shaping:
             raise DataError(
                 f"{where()}: no column {self.id_column!r} among {sorted(row)}; set id_column"
             )
-        for column, value in () if _is_text(row) else row.items():
+        for column, value in row.items():
             if (half := _lone_surrogate(value)) is not None:
                 raise DataError(
                     f"{where()}: column {column!r} holds {half!r}, half of a character (a lone "
@@ -145,7 +145,7 @@ class Shaping:
         prompt = row[self.prompt_column]
         if isinstance(prompt, str) and prompt:
             return
-        if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+        if is_chat(prompt) and all("content" in message for message in prompt):
             return
         raise DataError(
             f"{where()}: {self.prompt_column!r} must be a non-empty string or a list of "
@@ -266,30 +266,12 @@ def _sound(template: str) -> str:
     return template
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and "role" in message and "content" in message
-
-
-def _is_text(row: Mapping[Any, Any]) -> bool:
-    """Return True if a row surely holds no lone surrogate; fast for rows of JSON values."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, TypeError, ValueError):
-        return False
-    return True
-
-
 def _lone_surrogate(value: Any) -> str | None:
-    """Return the first lone surrogate in the strings of a value, at any depth; None if there is
-    none.
-    """
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            return value[error.start]
-    elif isinstance(value, Mapping):
-        return _lone_surrogate([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        return next((half for item in value if (half := _lone_surrogate(item)) is not None), None)
+    """Return the first lone surrogate in a value's strings; None if there is none."""
+    try:
+        json.dumps(value, ensure_ascii=False, skipkeys=True, default=lambda _: None).encode()
+    except UnicodeEncodeError as error:
+        return str(error.object[error.start])
+    except ValueError:  # no JSON, as it holds itself, or an integer of thousands of digits
+        return None
     return None

@@ -51,10 +51,20 @@ def pictures_beside(path: str) -> tuple[Path | None, PictureAccess]:
     return place if place.is_dir() else place.parent, OWN
 
 
+@configurable
 class TablePrompts(PromptDataset):
-    """Rows that stay on disk; subclasses implement ``table``."""
+    """Rows that stay on disk; subclasses implement ``table``.
 
-    path: str
+    Args:
+        path: the file or the folder.
+    """
+
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
 
     def pictures_from(self) -> tuple[Path | None, PictureAccess]:
         return pictures_beside(self.path)
@@ -78,13 +88,6 @@ class JSONLPrompts(TablePrompts):
         path: the file.
     """
 
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.path = path
-
-    def __repr__(self) -> str:
-        return f"JSONLPrompts({self.path!r})"
-
     def table(self) -> Table:
         _existing_file(self.path, "prompt file")
         return JSONLTable(self.path)
@@ -97,13 +100,6 @@ class ParquetPrompts(TablePrompts):
     Args:
         path: the file or the folder.
     """
-
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.path = path
-
-    def __repr__(self) -> str:
-        return f"ParquetPrompts({self.path!r})"
 
     def table(self) -> Table:
         found = _existing(self.path, "prompt file")
@@ -138,8 +134,7 @@ class HFDatasetPrompts(TablePrompts):
         revision: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self.path = path
+        super().__init__(path, **options)
         self.name = name
         self.split = split
         self.revision = revision

@@ -3,11 +3,12 @@
 import codecs
 import json
 import os
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import numpy as np
@@ -25,25 +26,28 @@ _ROWS = 100
 """Number of rows with pictures that are read at a time."""
 
 
-class Table(Protocol):
+class Table(ABC):
     """Rows by number, as they are in the data."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any: ...
 
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
 
-    def where(self, index: int, /) -> str:
+    @abstractmethod
+    def where(self, index: int) -> str:
         """Return the location of a row, for an error message."""
-        ...
 
     def cache(self) -> "Cache | None":
         """Return the cache of results about the rows; None if there is none."""
-        ...
+        return None
 
 
-class ListTable:
+class ListTable(Table):
     """Rows in memory, each with its location; reading one returns a copy."""
 
     def __init__(self, rows: Iterable[tuple[str, Any]]) -> None:
@@ -55,17 +59,11 @@ class ListTable:
     def __getitem__(self, index: int) -> Any:
         return own(self._rows[index][1])
 
-    def __iter__(self) -> Iterator[Any]:
-        return (own(row) for _, row in self._rows)
-
     def where(self, index: int) -> str:
         return self._rows[index][0]
 
-    def cache(self) -> "Cache | None":
-        return None
 
-
-class JSONLTable:
+class JSONLTable(Table):
     """The lines of a file, one JSON object each, read on access.
 
     Only the offsets of lines are in memory. A file that changed since it was opened is refused.
@@ -103,9 +101,6 @@ class JSONLTable:
         # Not by a seek: processes that were forked share the file's place.
         return self._parsed(index, os.pread(self._file, stop - start, start))
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
     def where(self, index: int) -> str:
         stop = self._starts[index]
         parts = (
@@ -135,7 +130,7 @@ class JSONLTable:
             ) from error
 
 
-class DatasetTable:
+class DatasetTable(Table):
     """A 🤗 ``Dataset``, whose Arrow files are memory-mapped; pictures are not decoded."""
 
     def __init__(self, dataset: Any, name: str) -> None:

@@ -203,12 +203,10 @@ def _with_text(view: TensorDict, rollouts: Sequence[Rollout]) -> TensorDict:
     for name, values in (texts | nested).items():
         view[name] = NonTensorStack(*values, batch_size=[count])
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
+    scores = {name: [r.reward_parts.get(name) for r in rollouts] for name in names}
     parts = {
-        name: torch.tensor([_number(r.reward_parts.get(name)) for r in rollouts]) for name in names
+        name: torch.tensor([math.nan if score is None else score for score in column])
+        for name, column in scores.items()
     }
     view["reward_parts"] = TensorDict(parts, batch_size=[count]).to(view.device)
     return view
-
-
-def _number(score: float | None) -> float:
-    return math.nan if score is None else score

@@ -26,7 +26,7 @@ class AdapterEngine(LoRAEngine):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
-        self.policies: dict[str, Engine] = {}
+        self.policies: dict[str, PolicyView] = {}
         """The view of each policy, by name, if there are several."""
         self._roles: Mapping[str, str] = {}
 
@@ -45,7 +45,7 @@ class AdapterEngine(LoRAEngine):
                 "base, which cannot be merged with several LoRAs; leave it out, or use "
                 "PolicyEngines"
             )
-        self.policies = {name: _View(self, name) for name in names} if len(names) > 1 else {}
+        self.policies = {name: PolicyView(self, name) for name in names} if len(names) > 1 else {}
         self._roles = dict(roles)
         self.lora_rank = None  # what one policy trained
 
@@ -68,18 +68,20 @@ class AdapterEngine(LoRAEngine):
         if self.policies:
             self.version = iteration
 
-    def follow_dtype(self, dtype: str) -> None:
-        super().follow_dtype(dtype)
-        for view in self.policies.values():
-            view.dtype = self.dtype
-
-    def require_one_base(self, model_dir: Path) -> None:
-        """Reject policies that start from other weights, which have a directory of their name."""
+    def start(self, model_dir: Path) -> None:
+        """Start; reject policies with other weights, which have a directory of their name."""
         if own := [name for name in self.policies if (model_dir / name).is_dir()]:
             raise ConfigError(
                 f"{type(self).__name__} holds one base, but policy {own[0]!r} starts from its own "
                 "model; leave out that model, or use PolicyEngines"
             )
+        super().start(model_dir)  # type: ignore[safe-super]
+
+    def close(self) -> None:
+        super().close()  # type: ignore[safe-super]
+        self.has_base = False
+        for view in self.policies.values():
+            view.version = -1
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         """Generate with the policy that plays the unnamed role."""
@@ -96,42 +98,14 @@ class AdapterEngine(LoRAEngine):
         super().load_weights(weights, version)  # type: ignore[safe-super]
 
     @abstractmethod
-    async def generate_as(
-        self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
-    ) -> Completion:
-        """Like :meth:`generate`, by the policy of this name."""
-
-    async def look_as(
-        self,
-        policy: str,
-        pictures: Sequence[Placed],
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-    ) -> Completion:
-        """Like :meth:`look`, by the policy of this name; by default none reads pictures."""
-        return await Engine.look(self, pictures, token_ids, sampling, seed)
-
-    @abstractmethod
     def load_adapters(
-        self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int
+        self, view: "PolicyView", weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
         """Load a policy's weights: its adapters, then their base unless it is already loaded."""
 
     @abstractmethod
-    def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
+    def adapter_digests(self, view: "PolicyView", names: Sequence[str]) -> dict[str, str]:
         """Return digests of the factors that a policy computes with, under these names."""
-
-    def holdings_of(self, policy: str, names: Sequence[str]) -> list[Holdings]:
-        """Return the holdings of a policy: its adapters, and its part of the base."""
-        factors = self.adapter_digests(policy, [name for name in names if is_adapter(name)])
-        whole = self.holdings([name for name in names if not is_adapter(name)])
-        return [
-            replace(
-                held, holder=f"{held.holder} for {policy!r}", digests={**held.digests, **factors}
-            )
-            for held in whole
-        ]
 
     def divided(
         self, weights: Iterable[tuple[str, Tensor]]
@@ -155,14 +129,13 @@ class AdapterEngine(LoRAEngine):
             )
         return adapters, base
 
-    def forget_policies(self) -> None:
-        """Forget the base and the adapters of all policies."""
-        self.has_base = False
-        for view in self.policies.values():
-            view.version = -1
+
+def _of_whole(name: str) -> Any:
+    """Return an attribute, or a method, that is that of a view's whole engine."""
+    return property(lambda view: getattr(view.whole, name))
 
 
-class _View(Engine):
+class PolicyView(Engine):
     """One policy of an :class:`AdapterEngine`, with its own requests and weights.
 
     Args:
@@ -171,9 +144,16 @@ class _View(Engine):
     """
 
     def __init__(self, whole: AdapterEngine, name: str) -> None:
-        self.whole, self.name = whole, name
-        self.dtype = whole.dtype
+        self.whole: Any = whole
+        self.name = name
         self._in_flight = 0
+
+    dtype, precision, running, max_length, paused = map(
+        _of_whole, ("dtype", "precision", "running", "max_length", "paused")
+    )
+    follow_head, follow_routing, start, pause, resume, sleep, close = map(
+        _of_whole, ("follow_head", "follow_routing", "start", "pause", "resume", "sleep", "close")
+    )
 
     @property
     def takes_adapters(self) -> bool:
@@ -183,65 +163,36 @@ class _View(Engine):
     def lacks_base(self) -> bool:
         return not self.whole.has_base
 
-    def follow_head(self, fp32: bool) -> None:
-        self.whole.follow_head(fp32)
-
-    def follow_routing(self, wanted: bool) -> None:
-        self.whole.follow_routing(wanted)
-
-    @property
-    def precision(self) -> str:
-        return self.whole.precision
-
-    @property
-    def running(self) -> bool:
-        return self.whole.running
-
-    @property
-    def max_length(self) -> int:
-        return self.whole.max_length
-
     @property
     def in_flight(self) -> int:
         return self._in_flight
 
-    @property
-    def paused(self) -> bool:
-        return self.whole.paused
-
-    def start(self, model_dir: Path) -> None:
-        self.whole.start(model_dir)
-
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        self._in_flight += 1
-        try:
-            return await self.whole.generate_as(self.name, token_ids, sampling, seed)
-        finally:
-            self._in_flight -= 1
+        return await self.look((), token_ids, sampling, seed)
 
     async def look(
         self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
+        if pictures:
+            self.whole.require_sight()
+        shown = [pictures] if pictures else []
         self._in_flight += 1
         try:
-            return await self.whole.look_as(self.name, pictures, token_ids, sampling, seed)
+            return await self.whole._write(self, token_ids, sampling, seed, *shown)
         finally:
             self._in_flight -= 1
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.whole.load_adapters(self.name, weights, version)
+        self.whole.load_adapters(self, weights, version)
 
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
-        return self.whole.holdings_of(self.name, names)
-
-    async def pause(self) -> None:
-        await self.whole.pause()
-
-    async def resume(self) -> None:
-        await self.whole.resume()
-
-    def sleep(self) -> None:
-        self.whole.sleep()
-
-    def close(self) -> None:
-        self.whole.close()
+        factors = self.whole.adapter_digests(self, [name for name in names if is_adapter(name)])
+        whole = self.whole.holdings([name for name in names if not is_adapter(name)])
+        return [
+            replace(
+                held,
+                holder=f"{held.holder} for {self.name!r}",
+                digests={**held.digests, **factors},
+            )
+            for held in whole
+        ]

@@ -44,16 +44,6 @@ class ReplicaStatus:
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def require_dtype(dtype: str) -> None:
-    """Refuse a dtype that no engine computes in.
-
-    Raises:
-        ConfigError: names the supported dtypes.
-    """
-    if dtype not in DTYPES:
-        raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
-
-
 def logprob_tolerance(*precisions: str) -> float:
     """Return the largest expected gap, in nats, of logprobs computed in these precisions."""
     if any(precision not in DTYPES for precision in precisions):
@@ -106,7 +96,8 @@ class Engine(ABC):
     def choose_dtype(self, dtype: str | None) -> None:
         """Set the constructor's dtype; raise a ConfigError if no engine supports it."""
         self.chosen_dtype, self.dtype = dtype, dtype or "float32"
-        require_dtype(self.dtype)
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
 
     def follow_dtype(self, dtype: str) -> None:
         """Use the trainer's dtype, unless one was chosen, or the engine runs already."""

@@ -68,14 +68,22 @@ class Push:
         """
         came = set(self.kept)
         for name, weight in self._weights:  # it is gathered here
-            if shapes is not None:
-                _require_shape(name, weight, shapes, engine)
+            if shapes is not None and weight.shape != shapes.get(name):
+                shape = shapes.get(name)
+                found = " has none of that name" if shape is None else f"'s is {tuple(shape)}"
+                raise IncompleteWeightsError(
+                    f"the push contains {name!r} of shape {tuple(weight.shape)}, but {engine}"
+                    f"{found}; is its model the trainer's?"
+                )
             if self.ledger is not None:
                 self.ledger.note(name, weight)
             came.add(name)
             yield name, weight
-        if shapes is not None:
-            _require_all(came, shapes, engine)
+        if shapes is not None and (missing := sorted(shapes.keys() - came)):
+            raise IncompleteWeightsError(
+                f"the push lacks {len(missing)} of {engine}'s weights, first {missing[0]!r}; is "
+                "its model the trainer's?"
+            )
 
 
 def require_same_weights(
@@ -86,26 +94,5 @@ def require_same_weights(
     Raises:
         IncompleteWeightsError: if a weight is unknown, of another shape, or missing; names it.
     """
-    for name, weight in pushed.items():
-        _require_shape(name, weight, expected, engine)
-    _require_all(pushed, expected, engine)
-
-
-def _require_shape(
-    name: str, weight: Tensor, expected: Mapping[str, torch.Size], engine: str
-) -> None:
-    if name not in expected or weight.shape != expected[name]:
-        known = name in expected
-        found = f"'s is {tuple(expected[name])}" if known else " has none of that name"
-        raise IncompleteWeightsError(
-            f"the push contains {name!r} of shape {tuple(weight.shape)}, but {engine}{found}; "
-            "is its model the trainer's?"
-        )
-
-
-def _require_all(came: Collection[str], expected: Mapping[str, torch.Size], engine: str) -> None:
-    if missing := sorted(expected.keys() - came):
-        raise IncompleteWeightsError(
-            f"the push lacks {len(missing)} of {engine}'s weights, first {missing[0]!r}; is its "
-            "model the trainer's?"
-        )
+    for _ in Push(pushed.items()).checked(expected, engine):
+        pass

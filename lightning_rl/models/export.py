@@ -17,7 +17,7 @@ from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.lora import ADAPTER, LoRA
 from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.pretrained import Loading, base_of, load_config
-from lightning_rl.models.soundness import held_dtypes
+from lightning_rl.models.soundness import held
 from lightning_rl.models.tokenizer import save_tokenizer
 from lightning_rl.run.host_memory import in_host_memory
 from lightning_rl.run.processes.dist import rank
@@ -60,10 +60,11 @@ class StoredDtypes:
         config = load_config(model, loading)
         usual = config.dtype or config.get_text_config().dtype
         folder = Path(model, loading.model_kwargs.get("subfolder", ""))
-        held = held_dtypes(folder) if weights else {}
-        if usual is None and held:
-            usual = Counter(held.values()).most_common(1)[0][0]
-        return cls(usual, {name: dtype for name, dtype in held.items() if dtype != usual})
+        found = held(folder) if weights else ()
+        dtypes = {name: dtype for name, _, dtype in found if dtype is not None}
+        if usual is None and dtypes:
+            usual = Counter(dtypes.values()).most_common(1)[0][0]
+        return cls(usual, {name: dtype for name, dtype in dtypes.items() if dtype != usual})
 
     def cast(self, name: str, weight: Tensor) -> Tensor:
         """Return the weight on the host, in the files' dtype if that has fewer bits."""

@@ -18,7 +18,7 @@ from lightning_rl.models.pretrained import (
 )
 from lightning_rl.models.soundness import (
     compare,
-    held_shapes,
+    held,
     require_complete,
     require_embedded,
     require_sound,
@@ -34,17 +34,19 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
     """
     require_local(model)
     folder = Path(model, loading.model_kwargs.get("subfolder", ""))
-    require_sound(str(folder), weights=not random_init)
-    if not folder.is_dir() or random_init:
+    if not folder.is_dir():  # a hub name is checked when it is loaded
+        return
+    require_sound(folder, weights=not random_init)
+    if random_init:
         return
     with torch.device("meta"):
         lm = load_lm(model, random_init, loading)
-    held = held_shapes(folder)
-    if not held and not any(file.suffix in (".bin", ".gguf") for file in folder.iterdir()):
+    shapes = {name: shape for name, shape, _ in held(folder)}
+    if not shapes and not any(file.suffix in (".bin", ".gguf") for file in folder.iterdir()):
         raise ConfigError(not_found(model, "causal LM", OSError("it has no model.safetensors")))
     # Where transformers renames or fuses weights as it reads them, only loading tells.
-    if held and not get_model_conversion_mapping(lm, add_legacy=False):
-        require_complete(str(folder), compare(lm, held))
+    if shapes and not get_model_conversion_mapping(lm, add_legacy=False):
+        require_complete(str(folder), compare(lm, shapes))
     require_embedded(
         model, load_tokenizer(model, loading), lm.get_input_embeddings().weight.shape[0]
     )

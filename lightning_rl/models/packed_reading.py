@@ -10,7 +10,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lightning_rl.models.quantization import Quantization
-from lightning_rl.models.quantized_layers import QuantizedLinear, linear_layers, put_quantized
+from lightning_rl.models.quantized_layers import QuantizedLinear, linear_layers
 from lightning_rl.models.soundness import is_usable
 
 _NAME = "lightning_rl"
@@ -96,7 +96,7 @@ class _Pack(ConversionOps):
             weight = weight.to(self.form.device)
             packed = QuantizedLinear(linear, self.form.quantization, weight)
             packed._is_hf_initialized = True  # type: ignore[assignment]
-            put_quantized(model, layer, packed)
+            model.set_submodule(layer, packed)
             if missing_keys is not None:
                 missing_keys.discard(name)
         return left

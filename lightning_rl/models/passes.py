@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl.data.splitting import PADDED, SHARED, Filling
-from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.lines import Lines
 from lightning_rl.models.attention.packed import ATTENTION, PackLayout
 from lightning_rl.models.attention.rows import ROWS
@@ -87,21 +86,6 @@ class UnpackedPass(BodyPass):
             input_ids=layout.input_ids[lines.source], use_cache=False
         ).last_hidden_state
         return states.flatten(0, 1)[lines.place]
-
-
-def require_packed(
-    lm: PreTrainedModel, body_pass: BodyPass, setting: str, value: int, instead: int
-) -> None:
-    """Refuse a setting that works only with packs.
-
-    Raises:
-        ConfigError: if the model is computed unpacked; names the setting, and what to set instead.
-    """
-    if not body_pass.packed:
-        raise ConfigError(
-            f"{setting}={value}: {type(lm).__name__} cannot be computed in packs, and "
-            f"this is not supported without them; set {setting}: {instead}"
-        )
 
 
 PACKED = PackedPass()

@@ -36,14 +36,14 @@ from lightning_rl.models.parallel.sequence import PackRanks, Scores as Scores
 from lightning_rl.models.parallel.sharding import full_tensor, shape_of
 from lightning_rl.models.parallel.tensor import TensorRanks, split
 from lightning_rl.models.parallel.vocabulary import WHOLE, SplitVocabulary, Vocabulary
-from lightning_rl.models.passes import PACKED, BodyPass, require_packed
+from lightning_rl.models.passes import PACKED, BodyPass
 from lightning_rl.models.preparation import (
     compile_each_layer,
     compiles_by_default,
     disable_dropout,
 )
 from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
-from lightning_rl.models.recompute import Recompute, as_recompute
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import penalties_of, settings_in_use
 from lightning_rl.models.soundness import require_embedded
@@ -123,7 +123,8 @@ class Policy(nn.Module):
         # transformers recomputes activations in training mode only, and without dropout the mode
         # decides nothing else.
         self.lm.train()
-        self.recompute = as_recompute(gradient_checkpointing)
+        again = gradient_checkpointing
+        self.recompute = (Recompute() if again else None) if isinstance(again, bool) else again
         if self.recompute is not None:
             self.recompute.apply(self.lm)
         self.value_head = value_head
@@ -221,9 +222,12 @@ class Policy(nn.Module):
         return self(pack).logprobs
 
     def _require_packed(self, setting: str, value: int, instead: int) -> None:
-        require_packed(self.lm, self.body_pass, setting, value, instead)
-        if (critic := self._critic) is not None:
-            require_packed(critic, self.critic_pass, setting, value, instead)
+        for lm, body_pass in ((self.lm, self.body_pass), (self._critic, self.critic_pass)):
+            if lm is not None and not body_pass.packed:
+                raise ConfigError(
+                    f"{setting}={value}: {type(lm).__name__} cannot be computed in packs, and "
+                    f"this is not supported without them; set {setting}: {instead}"
+                )
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).

@@ -254,17 +254,15 @@ def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
 def _read_lm(
     model: str, loading: Loading, quantization: Quantization | None, attention_name: str | None
 ) -> PreTrainedModel:
-    packed = None
+    packed, config = None, load_config(model, loading)
     if quantization is not None:
-        if getattr(load_config(model, loading), "quantization_config", None):
+        if getattr(config, "quantization_config", None):
             raise ConfigError(
                 f"model={model!r} is quantised already, and lora.quantization would round it a "
                 "second time; use the model that it was made from"
             )
         packed = PackedReading(quantization, torch.get_default_device())
-    # transformers needs accelerate to load to another device than the CPU.
-    config = load_config(model, loading)
-    with torch.device("cpu"):
+    with torch.device("cpu"):  # transformers needs accelerate to load to another
         # Master weights in float32; Trainer(precision=...) decides what computes.
         lm, info = lm_class(config).from_pretrained(
             model,

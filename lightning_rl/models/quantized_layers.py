@@ -110,8 +110,8 @@ def quantize(lm: PreTrainedModel, quantization: Quantization) -> None:
         )
     for name, module in found.items():
         if not isinstance(module, QuantizedLinear):
-            layer = QuantizedLinear(module.to(torch.get_default_device()), quantization)
-            put_quantized(lm, name, layer)
+            linear = module.to(torch.get_default_device())
+            lm.set_submodule(name, QuantizedLinear(linear, quantization))
 
 
 def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -122,12 +122,6 @@ def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Linear]:
         for name, module in lm.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-
-
-def put_quantized(lm: nn.Module, name: str, layer: QuantizedLinear) -> None:
-    """Replace the layer of that name."""
-    owner, _, leaf = name.rpartition(".")
-    setattr(lm.get_submodule(owner), leaf, layer)
 
 
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:

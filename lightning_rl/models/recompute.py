@@ -85,11 +85,6 @@ class Recompute:
         return HostInputs(plain) if self.inputs == "host" else plain
 
 
-def as_recompute(given: bool | Recompute) -> Recompute | None:
-    """Convert True to ``Recompute()`` and False to None."""
-    return (Recompute() if given else None) if isinstance(given, bool) else given
-
-
 def layers_of(module: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return all layers that can be recomputed."""
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]

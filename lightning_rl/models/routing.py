@@ -47,22 +47,12 @@ def joined(parts: Sequence[Heard], counts: bool) -> Heard:
     """Return the statistics of several passes' tokens together; without ``counts``, of none."""
     some = [heard for heard in parts if len(heard.experts)] if counts else []
     if not some:
-        first = parts[0]
-        return Heard(
-            torch.zeros_like(first.probs), torch.zeros_like(first.load),
-            torch.zeros_like(first.entropy), torch.zeros_like(first.otherwise), first.experts[:0],
-        )  # fmt: skip
+        *statistics, experts = parts[0]
+        return Heard(*map(torch.zeros_like, statistics), experts[:0])
     sizes = torch.tensor([len(heard.experts) for heard in some], device=some[0].load.device)
     shares = (sizes / sizes.sum()).to(some[0].load.dtype)
-
-    def mean(values: Sequence[Tensor]) -> Tensor:
-        return torch.tensordot(shares, torch.stack(list(values)), 1)
-
-    return Heard(
-        mean([heard.probs for heard in some]), mean([heard.load for heard in some]),
-        mean([heard.entropy for heard in some]), mean([heard.otherwise for heard in some]),
-        torch.cat([heard.experts for heard in some]),
-    )  # fmt: skip
+    *columns, chosen = zip(*some, strict=True)
+    return Heard(*(torch.tensordot(shares, torch.stack(c), 1) for c in columns), torch.cat(chosen))
 
 
 class Routing:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,14 @@ _SHOWN = 3
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def require_sound(model: str, weights: bool = True) -> None:
-    """Check the files of a model directory; a hub name is checked when it is loaded.
+def require_sound(directory: Path, weights: bool) -> None:
+    """Check the files of a model directory, with its ``weights`` if it does not start from others.
 
     Reading the weights also brings them into the page cache, for loading.
-
-    Args:
-        model: directory or hub name.
-        weights: whether to check weights; False for a model that starts from random ones.
 
     Raises:
         ConfigError: if a file is missing or damaged; names it, and what is wrong with it.
     """
-    directory = Path(model)
-    if not directory.is_dir():
-        return
     _require_config(directory)
     if not any(path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)):
         raise ConfigError(
@@ -76,40 +69,31 @@ def require_complete(model: str, info: dict[str, Any]) -> None:
         )
 
 
-def held_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights in a directory's safetensors files, from their headers."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def held(directory: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype | None]]:
+    """Yield name, shape and dtype of the weights in a directory's safetensors files.
+
+    They are read from the headers. The dtype is None if torch cannot compute with it.
+    """
     for path in sorted(directory.glob(_WEIGHTS)):
         with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    return shapes
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                part = file.get_slice(name)
+                yield name, tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
 
 
-def held_dtypes(directory: Path) -> dict[str, torch.dtype]:
-    """Return the dtypes of the same weights, if torch can compute with them; {} for a hub name."""
-    dtypes: dict[str, torch.dtype] = {}
-    for path in sorted(directory.glob(_WEIGHTS)):
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            named = {name: _DTYPES.get(file.get_slice(name).get_dtype()) for name in names}
-        dtypes |= {name: dtype for name, dtype in named.items() if dtype is not None}
-    return dtypes
-
-
-def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def compare(lm: PreTrainedModel, found: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Compare names and shapes in files with the model's, for :func:`require_complete`.
 
     If files also have other names, such as those of a base model or a second format, only loading
     shows what is missing.
     """
     expected = {name: tuple(weight.shape) for name, weight in lm.state_dict().items()}
-    other = held.keys() - expected.keys()
+    other = found.keys() - expected.keys()
     tied = getattr(lm, "all_tied_weights_keys", {})
-    missing = expected.keys() - held.keys() - tied.keys()
-    both = expected.keys() & held.keys()
+    missing = expected.keys() - found.keys() - tied.keys()
+    both = expected.keys() & found.keys()
     return {
-        "mismatched_keys": [(n, held[n], expected[n]) for n in both if held[n] != expected[n]],
+        "mismatched_keys": [(n, found[n], expected[n]) for n in both if found[n] != expected[n]],
         "missing_keys": [] if other else missing,
         "unexpected_keys": [],
     }

@@ -1,7 +1,7 @@
 """Tokenizers: how one is loaded, and which variables its chat template gets."""
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,24 +154,20 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
         reader.family.processor.save_pretrained(directory)
 
 
-class RunDay(Mapping[str, str]):
+class RunDay:
     """The day that chat templates tell (``strftime_now``): the one on which a run began.
 
-    It is today, or the recorded date when a run is resumed or rerun. Its items are the values of
-    the directives of ``strftime``, such as ``%d``.
+    It is today, or the recorded date when a run is resumed or rerun.
     """
 
     def __init__(self) -> None:
         self.date = datetime.date.today().isoformat()
 
-    def __getitem__(self, directive: str) -> str:
-        return datetime.date.fromisoformat(self.date).strftime(directive)
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"%{dash}{letter}" for dash in ("", "-") for letter in _DIRECTIVES)
-
-    def __len__(self) -> int:
-        return 2 * len(_DIRECTIVES)
+    def told(self) -> dict[str, str]:
+        """Return the values of the directives of ``strftime``, such as ``%d``."""
+        date = datetime.date.fromisoformat(self.date)
+        directives = (f"%{dash}{letter}" for dash in ("", "-") for letter in _DIRECTIVES)
+        return {directive: date.strftime(directive) for directive in directives}
 
     def __repr__(self) -> str:
         return f"RunDay({self.date})"
@@ -200,11 +196,13 @@ def _render_on(
     tools: Any = None,
     documents: Any = None,
     chat_template: str | None = None,
+    *,
+    run_day: RunDay,
     **options: Any,
 ) -> Any:
     """Render a chat, like ``apply_chat_template``, on the day that ``run_day`` tells."""
     template = _TELLS_DAY + tokenizer.get_chat_template(chat_template, tools)
-    return render(conversation, tools, documents, template, **options)
+    return render(conversation, tools, documents, template, run_day=run_day.told(), **options)
 
 
 def with_chat_variables(

@@ -1,7 +1,5 @@
 """What replaces vLLM's own layers on CPUs computes the same, or is left out."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,24 +110,3 @@ def test_other_types_than_the_weights_stay_vllms():
     expected = layer(rows)
     assert replaced(layer)
     torch.testing.assert_close(layer(rows), expected, rtol=0, atol=0)
-
-
-BINDS = """
-import os, torch
-from vllm.platforms import current_platform
-from lightning_rl.engines.vllm.cpu import leave_memory_nodes_unsaid
-current_platform.import_kernels()
-torch.ops._C.init_cpu_memory_env([0])
-os.write(2, b"--\\n")
-leave_memory_nodes_unsaid()
-bind = torch.ops._C.init_cpu_memory_env
-bind([0])
-os.write(2, b"after\\n")
-"""
-
-
-def test_that_vllm_takes_the_memory_beside_the_cpu_is_not_said():
-    done = subprocess.run([sys.executable, "-c", BINDS], capture_output=True, text=True, check=True)
-    before, _, after = done.stderr.partition("--\n")
-    assert "Using MEMBIND policy" in before
-    assert after == "after\n"

@@ -1,15 +1,13 @@
 """TransformersAdapters: transformers with one base and a LoRA for each of several policies."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.adapters import AdapterEngine
+from lightning_rl.engines.adapters import AdapterEngine, PolicyView
 from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.errors import EngineError
 from lightning_rl.rollout import Placed
 
 
@@ -22,29 +20,6 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
     :class:`TransformersEngine`, whose settings it has.
     """
 
-    def start(self, model_dir: Path) -> None:
-        self.require_one_base(model_dir)
-        super().start(model_dir)
-
-    def close(self) -> None:
-        super().close()
-        self.forget_policies()
-
-    async def generate_as(
-        self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
-    ) -> Completion:
-        return await self._write(self.policies[policy], token_ids, sampling, seed)
-
-    async def look_as(
-        self,
-        policy: str,
-        pictures: Sequence[Placed],
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-    ) -> Completion:
-        return await self._write(self.policies[policy], token_ids, sampling, seed, pictures)
-
     async def look(
         self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
@@ -54,16 +29,9 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
         return await super().look(pictures, token_ids, sampling, seed)
 
     def load_adapters(
-        self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int
+        self, view: PolicyView, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        if self._lm is None:
-            raise EngineError("TransformersAdapters is not running; call start() first")
-        view = self.policies[policy]
-        with self._exclusive:
-            view.version = -1
-            self._forget_texts()
-            self._take_adapters(self._lm, view, weights)
-            view.version = version
+        self._load(view, weights, version)
 
-    def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
-        return self._digests_of(self._adapters.held(self.policies[policy]), names)
+    def adapter_digests(self, view: PolicyView, names: Sequence[str]) -> dict[str, str]:
+        return self._digests_of(self._adapters.held(view), names)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from lightning_rl.engines.hf.adapted_layers import Adapters
 from lightning_rl.engines.hf.columns import as_argument, attends, begun_cache, empty_cache
 from lightning_rl.engines.hf.drawing import draw
 from lightning_rl.engines.hf.requests import DecodeRequest
 from lightning_rl.engines.kept_texts import KeptText, KeptTexts
 from lightning_rl.models.attention.rows import ROWS
+from lightning_rl.models.routing import Routing
 from lightning_rl.vision.decoding import SeenOnce, seeing_inputs
 from lightning_rl.vision.reader import attention
 
@@ -34,6 +36,7 @@ class Decoder:
         ends: tokens that end a row.
         kept: keeps the cache of finished rows, for those that continue them; None: nothing is kept.
         tower: encodes pictures; None: the model reads none.
+        adapters: adapters of each row's writer; None: all rows are computed without any.
     """
 
     def __init__(
@@ -42,9 +45,11 @@ class Decoder:
         ends: Sequence[int],
         kept: KeptTexts | None = None,
         tower: SeenOnce | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.lm = lm
         self.kept = kept
+        self.adapters = adapters
         self.tower = tower
         # Else it computes what SDPA cannot, or attends in a way of its own.
         if lm.config._attn_implementation == "sdpa" and lm._can_set_attn_implementation():
@@ -133,6 +138,8 @@ class Decoder:
         The keys and values of its tokens are added to the cache. ``position_ids`` (N, T) among the
         inputs are the tokens' indices in the rows' texts.
         """
+        if self.adapters is not None:
+            self.adapters.begin(row.writer for row in rows)
         if any(row.pictures for row in rows):
             assert self.tower is not None
             body = self.tower.family.language_model(self.lm)
@@ -229,3 +236,41 @@ class Decoder:
         kept = torch.tensor(places, device=self.lm.device)
         for layer in self._cache.layers:
             layer.keep(kept, first)
+
+
+class RoutedDecoder(Decoder):
+    """Records the experts of each token with its request.
+
+    Tokens that are recomputed after a change of weights keep the experts of the first time, with
+    which their logprobs were computed.
+    """
+
+    def __init__(
+        self, lm: PreTrainedModel, ends: Sequence[int], adapters: Adapters, routing: Routing
+    ) -> None:
+        super().__init__(lm, ends, adapters=adapters)  # of kept texts the experts are not known
+        self._routing = routing
+
+    def compute(self, rows: Sequence[DecodeRequest], cache: Cache, **inputs: Any) -> Tensor:
+        self._routing.begin()
+        logits = super().compute(rows, cache, **inputs)
+        lines, columns = inputs["input_ids"].shape
+        experts = self._routing.chosen().cpu().unflatten(0, (lines, columns))
+        for row, line in zip(rows, experts, strict=True):
+            if row.reason is None:
+                # The last column is the text's last token so far.
+                _extend(row, line, len(row.prompt) + len(row.tokens))
+        return logits
+
+    def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:
+        super()._read(chosen)
+        for (first, *others), _ in chosen:  # of equal texts one was read
+            for other in others:
+                _extend(other, torch.cat(first.routed), len(first.prompt) + len(first.tokens))
+
+
+def _extend(row: DecodeRequest, experts: Tensor, end: int) -> None:
+    """Add the new part of experts (C, L, K), which end at token ``end``."""
+    known = sum(map(len, row.routed))
+    if known < end:
+        row.routed.append(experts[len(experts) - (end - known) :])

@@ -18,9 +18,9 @@ from transformers import AutoConfig, PreTrainedModel
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.ends import ends_of
 from lightning_rl.engines.base import Engine, fail
-from lightning_rl.engines.hf.adapted_decoding import AdaptedDecoder, Adapters, RoutedDecoder
+from lightning_rl.engines.hf.adapted_layers import Adapters
 from lightning_rl.engines.hf.columns import require_cache
-from lightning_rl.engines.hf.decoding import Decoder
+from lightning_rl.engines.hf.decoding import Decoder, RoutedDecoder
 from lightning_rl.engines.hf.requests import DecodeRequest
 from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import LoRAEngine, require_adapters
@@ -259,7 +259,7 @@ class TransformersEngine(LoRAEngine):
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
         if self._routing is not None:
             return RoutedDecoder(lm, self._ends, self._adapters, self._routing)
-        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, self._tower)
+        return Decoder(lm, self._ends, self._kept, self._tower, self._adapters)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """Sample one token for each request, new ones included; return those that ended."""
@@ -290,16 +290,20 @@ class TransformersEngine(LoRAEngine):
                 await asyncio.wait_for(self._arrived.wait(), deadline - clock())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._load(self, weights, version)
+
+    def _load(self, writer: Engine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Like :meth:`load_weights`, for ``writer``."""
         if self._lm is None:
-            raise EngineError("TransformersEngine is not running; call start() first")
+            raise EngineError(f"{type(self).__name__} is not running; call start() first")
         with self._exclusive:
-            self.version = -1
+            writer.version = -1
             self._forget_texts()
-            if self.takes_adapters:
-                self._take_adapters(self._lm, self, weights)
+            if writer.takes_adapters:
+                self._take_adapters(self._lm, writer, weights)
             else:
                 self._take(self._lm, weights)
-            self.version = version
+            writer.version = version
 
     def _take_adapters(
         self, lm: PreTrainedModel, writer: Engine, weights: Iterable[tuple[str, Tensor]]

@@ -18,6 +18,7 @@ from lightning_rl.engines.replicas.replica import (
     HEALTH_TIMEOUT_S,
     Replica,
     ReplicaLost,
+    Timeouts,
     worker_error,
 )
 from lightning_rl.engines.replicas.server_access import CLAIM, RUN_HEADER, TAKEN
@@ -61,9 +62,7 @@ class HTTPReplica(Replica):
         apart: whether it keeps a LoRA unmerged.
         shortest: the minimum ``max_model_len`` that it must have.
         ends: tokens that end a turn, which its own model's files may lack.
-        start_timeout_s: time limit until it answers; a large model takes long.
-        request_timeout_s: time limit of one completion.
-        call_timeout_s: time limit of any other call.
+        timeouts: its time limits.
         lease_s: how long this run keeps the server without a request to it.
         connections: completions that are asked for at the same time; further ones wait.
     """
@@ -74,9 +73,7 @@ class HTTPReplica(Replica):
         key: str,
         launch: Callable[[], ListeningServer] | None,
         apart: bool,
-        start_timeout_s: float,
-        request_timeout_s: float,
-        call_timeout_s: float,
+        timeouts: Timeouts,
         shortest: int = 0,
         lease_s: float = 20.0,
         ends: Sequence[int] = (),
@@ -91,9 +88,7 @@ class HTTPReplica(Replica):
             self._headers["Authorization"] = f"Bearer {key}"
         self._launch = launch
         self._apart = apart
-        self._start_timeout_s = start_timeout_s
-        self._request_timeout_s = request_timeout_s
-        self._call_timeout_s = call_timeout_s
+        self._timeouts = timeouts
         self._shortest = shortest
         self._lease_s = lease_s
         self._ends = list(ends)
@@ -133,7 +128,7 @@ class HTTPReplica(Replica):
         loop = asyncio.get_running_loop()
         begin, notice, why = loop.time(), _FIRST_NOTICE_S, "it has not been asked yet"
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(self._timeouts.start):
                 while (found := await self._health_problem()) is not None:
                     why = found
                     if self._process is not None and not self._process.running:
@@ -144,13 +139,13 @@ class HTTPReplica(Replica):
                         _log.warning(
                             "no answer from %s for %.0f s (%s); is the server up, and the URL "
                             "right? Retrying until start_timeout_s=%g",
-                            self.name, waited, why, self._start_timeout_s,
+                            self.name, waited, why, self._timeouts.start,
                         )  # fmt: skip
                     await asyncio.sleep(0.25)
         except TimeoutError as error:
             said = why if self._process is None else f"it printed: {self._process.tail()}"
             raise ReplicaError(
-                f"{self.name} did not answer within start_timeout_s={self._start_timeout_s:g}; "
+                f"{self.name} did not answer within start_timeout_s={self._timeouts.start:g}; "
                 f"{said}"
             ) from error
 
@@ -262,7 +257,7 @@ class HTTPReplica(Replica):
             "priority": sampling.priority,
             "sampling_params": sampling.of_vllm(seed) | {"stop_token_ids": self._ends},
         }
-        path, seconds = "/inference/v1/generate", self._request_timeout_s
+        path, seconds = "/inference/v1/generate", self._timeouts.request
         try:
             answer = await self._call("POST", path, body, seconds, self._asking)
         except _KeptWasClosed:  # on a new connection the same seed gives the same completion
@@ -306,7 +301,7 @@ class HTTPReplica(Replica):
         session = kept or self._session
         if session is None:
             raise ReplicaLost(f"{self.name} is closed")
-        seconds = self._call_timeout_s if timeout_s is None else timeout_s
+        seconds = self._timeouts.call if timeout_s is None else timeout_s
         waits = WaitsForFile()
 
         async def asked() -> Any:

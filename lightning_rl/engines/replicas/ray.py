@@ -131,7 +131,7 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             return actor_class.remote(settings, self.tensor_parallel_size, self.environment)
 
         title = f"replica {index} of RayEngine"
-        return RayReplica(title, make_actor, files, self.tensor_parallel_size, *self._timeouts)
+        return RayReplica(title, make_actor, files, self.tensor_parallel_size, self._timeouts)
 
     def close(self) -> None:
         super().close()
@@ -198,11 +198,11 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
         self._group = ray.util.placement_group(
             [bundle] * self.replica_count, strategy=self.placement
         )
-        if not self._group.wait(self._timeouts[0]):
+        if not self._group.wait(self._timeouts.start):
             found = {kind: n for kind, n in has.items() if ":" not in kind}
             raise ReplicaError(
                 f"Ray did not reserve {self.replica_count} times {bundle} ({self.placement}) "
-                f"within start_timeout_s={self._timeouts[0]:g}; the whole cluster has {found}. "
+                f"within start_timeout_s={self._timeouts.start:g}; the whole cluster has {found}. "
                 "Request fewer replicas, or another bundle or placement"
             )
         return bundle

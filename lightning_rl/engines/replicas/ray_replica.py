@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from inspect import iscoroutinefunction
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +13,7 @@ from lightning_rl.engines.replicas.replica import (
     HEALTH_TIMEOUT_S,
     Replica,
     ReplicaLost,
+    Timeouts,
     worker_error,
 )
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -109,33 +111,13 @@ class RayActor:
         """Return True: this process is alive."""
         return True
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        """Generate a completion, like :meth:`Engine.generate`."""
-        return await _in_background(self._engine.generate(token_ids, sampling, seed))
-
-    async def pause(self) -> None:
-        """Pause generation, like :meth:`Engine.pause`."""
-        await _in_background(self._engine.pause())
-
-    async def resume(self) -> None:
-        """Resume generation, like :meth:`Engine.resume`."""
-        await _in_background(self._engine.resume())
-
-    async def transfer(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """Do one step of a push."""
-        await asyncio.to_thread(self._engine.transfer, step, arguments)
-
-    async def set_version(self, version: int) -> int:
-        """End a push; return the version that the engine now holds."""
-        return await asyncio.to_thread(self._engine.set_version, version)
-
-    async def held_weights(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return what each worker holds under these names."""
-        return await asyncio.to_thread(self._engine.held_weights, names)
-
-
-async def _in_background(coroutine: Any) -> Any:
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, runtime.loop))
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call the engine's method of that name, in the background loop or a thread."""
+        act = getattr(self._engine, method)
+        if not iscoroutinefunction(act):
+            return await asyncio.to_thread(act, *arguments)
+        task = asyncio.run_coroutine_threadsafe(act(*arguments), runtime.loop)
+        return await asyncio.wrap_future(task)
 
 
 class RayReplica(Replica):
@@ -146,9 +128,7 @@ class RayReplica(Replica):
         make_actor: returns a handle of a new actor.
         model_files: the model's configuration and tokenizer.
         workers: the actor's processes that receive weights.
-        start_timeout_s: time limit until it answers; a large model takes long.
-        request_timeout_s: time limit of one completion.
-        call_timeout_s: time limit of any other call.
+        timeouts: its time limits.
     """
 
     can_restart = True
@@ -159,9 +139,7 @@ class RayReplica(Replica):
         make_actor: Callable[[], Any],
         model_files: Mapping[str, bytes],
         workers: int,
-        start_timeout_s: float,
-        request_timeout_s: float,
-        call_timeout_s: float,
+        timeouts: Timeouts,
     ) -> None:
         super().__init__(title, "")
         self.workers = workers
@@ -169,9 +147,7 @@ class RayReplica(Replica):
         self._title = title
         self._make_actor = make_actor
         self._model_files = dict(model_files)
-        self._start_timeout_s = start_timeout_s
-        self._request_timeout_s = request_timeout_s
-        self._call_timeout_s = call_timeout_s
+        self._timeouts = timeouts
         self._actor: Any = None
 
     # ---------------------------------------------------------------- life
@@ -182,10 +158,10 @@ class RayReplica(Replica):
         self._actor = await asyncio.to_thread(self._make_actor)
         self.name = f"{self._title} (actor {self._actor._actor_id.hex()[:12]})"
         try:
-            about = await self._call("start", self._start_timeout_s, self._model_files)
+            about = await self._call("start", self._timeouts.start, self._model_files)
         except SyncTimeoutError as error:
             raise ReplicaError(
-                f"{self.name} did not start within start_timeout_s={self._start_timeout_s:g}; does "
+                f"{self.name} did not start within start_timeout_s={self._timeouts.start:g}; does "
                 "the cluster have the devices that it needs (`ray status`)?"
             ) from error
         address = about["address"]
@@ -216,15 +192,15 @@ class RayReplica(Replica):
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         completion: Completion = await self._call(
-            "generate", self._request_timeout_s, list(token_ids), sampling, seed
+            "generate", self._timeouts.request, list(token_ids), sampling, seed
         )
         return completion
 
     async def pause(self) -> None:
-        await self._call("pause", self._call_timeout_s)
+        await self._call("pause", self._timeouts.call)
 
     async def resume(self) -> None:
-        await self._call("resume", self._call_timeout_s)
+        await self._call("resume", self._timeouts.call)
 
     # ---------------------------------------------------------------- weights
 
@@ -237,7 +213,7 @@ class RayReplica(Replica):
         self._require_version(said, version)
 
     async def holdings(self, names: Sequence[str]) -> list[Holdings]:
-        return self._holdings(await self._call("held_weights", self._call_timeout_s, list(names)))
+        return self._holdings(await self._call("held_weights", self._timeouts.call, list(names)))
 
     async def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
         if self._actor is None:
@@ -248,7 +224,10 @@ class RayReplica(Replica):
         answer = None
         try:
             # Never waits; Ray makes what cannot be sent an error of the answer.
-            answer = getattr(self._actor, method).remote(*arguments)
+            if hasattr(RayActor, method):
+                answer = getattr(self._actor, method).remote(*arguments)
+            else:
+                answer = self._actor.call.remote(method, *arguments)
             async with asyncio.timeout(timeout_s):
                 return await answer
         except RayTaskError as error:

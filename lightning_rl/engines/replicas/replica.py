@@ -4,7 +4,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_rl.engines.push import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -22,6 +22,14 @@ _log = logging.getLogger(__name__)
 _TAIL = "', please check"
 HEALTH_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Timeouts(NamedTuple):
+    """Time limits in seconds: until a replica answers, of a completion, and of any other call."""
+
+    start: float
+    request: float
+    call: float
 
 
 class ReplicaLost(ReplicaError):

@@ -14,7 +14,7 @@ from lightning_rl.config import names
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, ReplicaStatus, RunState
 from lightning_rl.engines.push import Holdings
-from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicas.replica import Replica, ReplicaLost, Timeouts
 from lightning_rl.engines.replicas.supervision import Supervision
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm.forms import weight_shapes
@@ -72,7 +72,7 @@ class ReplicatedEngine(Engine):
         )
         self.recovery_timeout_s = recovery_timeout_s
         self.health_every_s = health_every_s
-        self._timeouts = (start_timeout_s, request_timeout_s, call_timeout_s)
+        self._timeouts = Timeouts(start_timeout_s, request_timeout_s, call_timeout_s)
         self.shapes: dict[str, torch.Size] = {}
         self.refill: Callable[[Replica], None] | None = None
         """Set by a transport that can give a restarted replica the weights of the last push."""

@@ -164,13 +164,14 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         return found
 
     def _replica_at(self, url: str) -> HTTPReplica:
-        own = self._key(), None, self.takes_adapters, *self._timeouts
-        lease_s = _LEASE * self.health_every_s
         return HTTPReplica(
             url,
-            *own,
+            self._key(),
+            None,
+            self.takes_adapters,
+            self._timeouts,
             shortest=self._max_length,
-            lease_s=lease_s,
+            lease_s=_LEASE * self.health_every_s,
             ends=self._ends,
             connections=self._connections(),
         )
@@ -186,9 +187,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         if self.transfer_backend == "ipc":
             # Handles of GPU memory come pickled, from who has the key.
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-
-        launch, apart = partial(ListeningServer, command, environment), self.takes_adapters
-        own = key, launch, apart, *self._timeouts
+        launch = partial(ListeningServer, command, environment)
+        own = key, launch, self.takes_adapters, self._timeouts
         return HTTPReplica("http://127.0.0.1", *own, connections=self._connections())
 
     def _connections(self) -> int:

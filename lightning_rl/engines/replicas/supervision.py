@@ -122,7 +122,6 @@ class Supervision:
         )  # fmt: skip
 
 
-_log = logging.getLogger(__name__)
 _TOLD_AGAIN = {10**n for n in range(1, 10)}
 """Counts of equal failures at which the count is logged."""
 

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.adapters import AdapterEngine
+from lightning_rl.engines.adapters import AdapterEngine, PolicyView
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.lora import require_adapters
-from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm.held import held_adapter
 from lightning_rl.engines.vllm.local import VLLMLocal
 from lightning_rl.engines.vllm.lora import (
@@ -63,20 +62,13 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
     def start(self, model_dir: Path) -> None:
         if self.running:
             return
-        self.require_one_base(model_dir)
         super().start(model_dir)
         if self.policies:
             self._llm.collective_rpc(use_cpu_adapters)
 
     def close(self) -> None:
         super().close()
-        self.forget_policies()
         self._served.clear()
-
-    async def generate_as(
-        self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
-    ) -> Completion:
-        return await self._write(self.policies[policy], token_ids, sampling, seed)
 
     def _adapter_of(self, writer: Engine) -> Any:
         return self._served.get(writer)
@@ -84,13 +76,12 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
     # ---------------------------------------------------------------- weights
 
     def load_adapters(
-        self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int
+        self, view: PolicyView, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
         if self._llm is None:
             raise EngineError("VLLMAdapters is not running; call start() first")
         from vllm.lora.request import LoRARequest
 
-        view = self.policies[policy]
         with self._exclusive, self._on_device():
             self._wake("weights")
             self._begin_update(view)
@@ -100,17 +91,17 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             if base is not None:
                 self._reload(base)
                 self.has_base = True
-            number = 1 + list(self.policies).index(policy)
+            number = 1 + list(self.policies).index(view.name)
             self._llm.collective_rpc(set_adapter, args=(number, adapters))
             # Cached prefixes are known by the adapter's name: under another, old ones are not met.
             self._pushes += 1
-            name = f"{policy}, push {self._pushes}"
+            name = f"{view.name}, push {self._pushes}"
             self._served[view] = LoRARequest(name, number, "in memory")
             _begin_again(self._llm, self._served[view])
             view.version = version
 
-    def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
-        adapter = self._served.get(self.policies[policy])
+    def adapter_digests(self, view: PolicyView, names: Sequence[str]) -> dict[str, str]:
+        adapter = self._served.get(view)
         number = 0 if adapter is None else adapter.lora_int_id
         return dict(self._ask_worker(held_adapter, number, names))
 

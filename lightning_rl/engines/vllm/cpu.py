@@ -1,8 +1,5 @@
 """Patches for vLLM on CPUs: faster kernels, and random numbers from a generator of its own."""
 
-import os
-import tempfile
-from collections.abc import Sequence
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -16,28 +13,6 @@ def skip_rank_compilation() -> None:
     import vllm.v1.sample.sampler as sampler
 
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
-
-
-@cache
-def leave_memory_nodes_unsaid() -> None:
-    """Suppress a warning of vLLM's C++ about memory nodes, which it prints at every start."""
-    ops: Any = torch.ops._C
-    bind = ops.init_cpu_memory_env
-
-    def bind_unsaid(nodes: Sequence[int]) -> None:
-        shown = os.dup(2)
-        with tempfile.TemporaryFile() as written:
-            os.dup2(written.fileno(), 2)
-            try:
-                bind(nodes)
-            finally:
-                os.dup2(shown, 2)
-                os.close(shown)
-                written.seek(0)
-                lines = [line for line in written if b"Using MEMBIND policy" not in line]
-                os.write(2, b"".join(lines))
-
-    ops.init_cpu_memory_env = bind_unsaid
 
 
 @cache

@@ -31,16 +31,11 @@ from lightning_rl.engines.vllm.process import (
     collect_garbage,
     divert_crash_dump,
     last_line,
-    require_gradients,
     shut_down,
     started,
     use_batch_invariance,
 )
-from lightning_rl.engines.vllm.settings import (
-    VLLMEngine,
-    require_gpu_to_sleep,
-    require_one_device,
-)
+from lightning_rl.engines.vllm.settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
 from lightning_rl.run.processes.cores import compute
 
@@ -89,8 +84,14 @@ class VLLMLocal(VLLMEngine):
             )
         super().__init__(dtype=dtype, gpu_memory_utilization=gpu_memory_utilization, **shared)
         settings = self._settings
-        if self._shares_process:
-            require_one_device(settings.options)
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            # Ranks' engines would have to compute the same requests, but each has its own.
+            if self._shares_process and settings.options.get(name, 1) != 1:
+                raise ConfigError(
+                    f"engine options {name}={settings.options[name]}: VLLMLocal uses only the "
+                    "device of its training process; use VLLMServer or RayEngine with "
+                    "tensor_parallel_size"
+                )
         if sleep_level not in (None, 1, 2):
             raise ConfigError(f"engine sleep_level={sleep_level} must be 1, 2 or null")
         if sleep_level is not None:
@@ -125,10 +126,20 @@ class VLLMLocal(VLLMEngine):
         if self._llm is not None:
             return
         self._device = self._own_device()
-        require_gpu_to_sleep(self.sleep_level, self._device)
+        if self._device is None and self.sleep_level is not None:
+            raise ConfigError(
+                f"engine sleep_level={self.sleep_level} is not supported on CPUs, where vLLM "
+                "cannot free memory; leave it out"
+            )
         settings = self.settings
         if self._device is not None and settings.batch_invariant and self._shares_process:
-            require_gradients(self._device)
+            major, minor = torch.cuda.get_device_capability(self._device)
+            if major == 8:  # for the whole process vLLM replaces aten::linear, without a gradient
+                raise ConfigError(
+                    f"batch_invariant=true on a GPU of compute capability {major}.{minor} removes "
+                    "the gradient of all linear layers in vLLM's process; use VLLMServer with "
+                    "batch_invariant=true"
+                )
         arguments = settings.arguments(model_dir, self.trust_remote_code, self._device)
         self._llm = started(arguments, settings.environment(), self._device)
         self._crash_file = divert_crash_dump()

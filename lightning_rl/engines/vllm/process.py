@@ -21,7 +21,6 @@ from lightning_rl.engines.start_hints import with_hint
 from lightning_rl.engines.vllm.classes import transformers_unchanged
 from lightning_rl.engines.vllm.cpu import (
     keep_global_randomness,
-    leave_memory_nodes_unsaid,
     pack_pushed_experts,
     skip_rank_compilation,
     use_cpu_kernels,
@@ -73,22 +72,6 @@ def use_batch_invariance() -> None:
             "in the process, or start it with VLLM_BATCH_INVARIANT=1"
         )
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
-
-
-def require_gradients(device: int) -> None:
-    """Reject batch invariance where it would break the trainer's gradients in the same process.
-
-    Raises:
-        ConfigError: on GPUs of compute capability 8.x, where vLLM replaces torch's ``aten::linear``
-            for the whole process by its own, which has no gradient.
-    """
-    major, minor = torch.cuda.get_device_capability(device)
-    if major == 8:
-        raise ConfigError(
-            f"batch_invariant=true on a GPU of compute capability {major}.{minor} removes the "
-            "gradient of all linear layers in vLLM's process; use VLLMServer with "
-            "batch_invariant=true"
-        )
 
 
 Restore = Callable[[], object]
@@ -155,7 +138,6 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
             skip_rank_compilation()
             keep_global_randomness()
             pack_pushed_experts()
-            leave_memory_nodes_unsaid()
         if device:
             os.environ["VLLM_CACHE_ROOT"] = _cache_of(device, envs.VLLM_CACHE_ROOT)
         # By the context vLLM chooses how many tokens a step takes, where that is not set.

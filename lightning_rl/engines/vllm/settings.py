@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import require_dtype
 from lightning_rl.engines.lora import LoRAEngine
 from lightning_rl.engines.vllm.lora import RANKS, lora_options
 from lightning_rl.engines.vllm.start import graphs, lasting
@@ -45,7 +44,6 @@ class EngineSettings:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        require_dtype(self.dtype)
         for name in ("max_model_len", "kv_cache_gb", "gpu_memory_utilization", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -283,34 +281,4 @@ def _warn_of_bfloat16() -> None:
             "the trainer computes in float32, but the engine on GPUs in bfloat16 (it has no flash "
             "attention in float32), so their logprobs differ by some hundredths of a nat; set "
             "trainer.precision: bf16-mixed to round alike, or engine.dtype: float32 to be exact"
-        )
-
-
-def require_one_device(options: Mapping[str, Any]) -> None:
-    """Reject a model that is sharded over devices in an engine of a training process.
-
-    The ranks' engines would have to compute the same requests in the same steps, but each rank has
-    its own requests.
-
-    Raises:
-        ConfigError: naming the engines that support it.
-    """
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if options.get(name, 1) != 1:
-            raise ConfigError(
-                f"engine options {name}={options[name]}: VLLMLocal uses only the device of its "
-                "training process; use VLLMServer or RayEngine with tensor_parallel_size"
-            )
-
-
-def require_gpu_to_sleep(sleep_level: int | None, device: int | None) -> None:
-    """Reject a ``sleep_level`` without a GPU.
-
-    Raises:
-        ConfigError: saying why.
-    """
-    if device is None and sleep_level is not None:
-        raise ConfigError(
-            f"engine sleep_level={sleep_level} is not supported on CPUs, where vLLM cannot free "
-            "memory; leave it out"
         )

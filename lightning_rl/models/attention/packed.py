@@ -178,14 +178,14 @@ def build_layout(pack: TensorDict) -> PackLayout:
     )
 
 
-def of_all_tokens(pack: TensorDict, values: Tensor, missing: int = -1) -> Tensor:
+def of_all_tokens(pack: TensorDict, values: Tensor) -> Tensor:
     """Spread ``values`` (S, ...) of the forward pass's tokens over the pack's T tokens.
 
     Rollouts that share a prompt share its values; the last token of each, which is in no forward
-    pass, gets ``missing``.
+    pass, gets -1.
     """
     layout, rollouts = build_layout(pack), host_of(pack)["rollouts"]
-    spread = values.new_full((pack["tokens"].batch_size[0], *values.shape[1:]), missing)
+    spread = values.new_full((pack["tokens"].batch_size[0], *values.shape[1:]), -1)
     spread[layout.tokens] = values
     length, prompt_length = rollouts["length"], rollouts["prompt_length"]
     start = length.cumsum(0) - length

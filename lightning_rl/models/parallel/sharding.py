@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,6 @@ def read_by_rank_zero() -> Iterator[None]:
         yield
 
 
-class Shardable(Protocol):
-    """A module that ranks can share."""
-
-    def split(self, ranks: TensorRanks) -> None:
-        """Keep only this rank's part of the matrices, as DTensors."""
-
-
 def shard(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -89,7 +82,7 @@ def shard(
     tensors = {name: tensor.detach() for name, tensor in named}
     _keep_shapes(module)
     if tensor.size() > 1:
-        cast(Shardable, module).split(TensorRanks(tensor))
+        cast(Any, module).split(TensorRanks(tensor))
     if experts is not None:
         same = experts["expert_shards"]
         for stack in spread(module, TensorRanks(experts["expert"])):

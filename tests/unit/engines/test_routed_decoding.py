@@ -8,7 +8,7 @@ import torch
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.routing import of_text
 from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal, VLLMServer
-from lightning_rl.engines.hf.adapted_decoding import RoutedDecoder
+from lightning_rl.engines.hf.decoding import RoutedDecoder
 from lightning_rl.engines.hf.requests import DecodeRequest
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy

@@ -11,7 +11,7 @@ import uvicorn
 
 from lightning_rl.engines.replicas import http as http_replica
 from lightning_rl.engines.replicas.http import HTTPReplica, ServerTaken
-from lightning_rl.engines.replicas.replica import ReplicaLost
+from lightning_rl.engines.replicas.replica import ReplicaLost, Timeouts
 from lightning_rl.engines.replicas.server_access import CLAIM, ServerAccess
 from lightning_rl.errors import EngineError
 from lightning_rl.run.loop.background import run_async
@@ -65,7 +65,7 @@ def run(url):
     made = []
 
     def make(key=KEY, lease_s=20.0, at=url):
-        made.append(HTTPReplica(at, key, None, False, 10, 10, 10, lease_s=lease_s))
+        made.append(HTTPReplica(at, key, None, False, Timeouts(10, 10, 10), lease_s=lease_s))
         return made[-1]
 
     yield make

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import ClientConnectorError
 
 from lightning_rl.engines.replicas.http import HTTPReplica, NoFileError
+from lightning_rl.engines.replicas.replica import Timeouts
 from lightning_rl.engines.replicas.server import VLLMServer
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.rewards.openai_api import OpenAIAPI
@@ -38,7 +39,8 @@ def elsewhere():
 async def replica_of(served, connections, seconds=60.0):
     """``served`` is a server of this process, or the URL of another."""
     async with nullcontext(served) if isinstance(served, str) else served.at() as url:
-        replica = HTTPReplica(url, "", None, False, 10.0, seconds, seconds, connections=connections)
+        limits = Timeouts(10.0, seconds, seconds)
+        replica = HTTPReplica(url, "", None, False, limits, connections=connections)
         await replica.start()
         try:
             yield replica

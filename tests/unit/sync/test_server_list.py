@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from lightning_rl.engines.replicas.http import HTTPReplica
-from lightning_rl.engines.replicas.replica import ReplicaLost
+from lightning_rl.engines.replicas.replica import ReplicaLost, Timeouts
 from lightning_rl.engines.replicas.server import VLLMServer
 from lightning_rl.engines.replicas.server_list import (
     ServersByName,
@@ -202,7 +202,7 @@ def test_a_call_while_a_server_is_closed_finds_it_lost():
             raise RuntimeError("Session is closed")  # as aiohttp's then
 
     async def run():
-        replica = HTTPReplica("http://127.0.0.1:9", "", None, False, 1.0, 1.0, 1.0)
+        replica = HTTPReplica("http://127.0.0.1:9", "", None, False, Timeouts(1.0, 1.0, 1.0))
         replica._session = Closing()
         closing = asyncio.create_task(replica.close())
         await asyncio.sleep(0)

@@ -1,21 +1,15 @@
-"""Decoding with LoRAs beside the weights: each line of a batch by the adapters of its writer."""
+"""LoRAs beside the weights: each line of a batch is computed by the adapters of its writer."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.hf.decoding import Decoder
-from lightning_rl.engines.hf.requests import DecodeRequest
-from lightning_rl.engines.kept_texts import KeptText, KeptTexts
 from lightning_rl.engines.lora import layers_of
 from lightning_rl.errors import WeightSyncError
-from lightning_rl.models.routing import Routing
-from lightning_rl.vision.decoding import SeenOnce
 
 Owners = tuple[tuple[int, int], ...]
 """Owners of a layer's columns, in order: a writer's number, and how many columns it has."""
@@ -116,60 +110,3 @@ class _Layer:
         if self._owners:
             chosen = F.linear(inputs[0], self._a) * self._adapters.mask(self._owners, output)
             output.flatten(0, -2).addmm_(chosen.flatten(0, -2), self._b.T)
-
-
-class AdaptedDecoder(Decoder):
-    """Computes each line of a batch with the adapters of its writer."""
-
-    def __init__(
-        self,
-        lm: PreTrainedModel,
-        ends: Sequence[int],
-        kept: KeptTexts | None,
-        adapters: Adapters,
-        tower: SeenOnce | None = None,
-    ) -> None:
-        super().__init__(lm, ends, kept, tower)
-        self._adapters = adapters
-
-    def compute(self, rows: Sequence[DecodeRequest], cache: Cache, **inputs: Any) -> Tensor:
-        self._adapters.begin(row.writer for row in rows)
-        return super().compute(rows, cache, **inputs)
-
-
-class RoutedDecoder(AdaptedDecoder):
-    """Records the experts of each token with its request.
-
-    Tokens that are recomputed after a change of weights keep the experts of the first time, with
-    which their logprobs were computed.
-    """
-
-    def __init__(
-        self, lm: PreTrainedModel, ends: Sequence[int], adapters: Adapters, routing: Routing
-    ) -> None:
-        super().__init__(lm, ends, None, adapters)  # of kept texts the experts are not known
-        self._routing = routing
-
-    def compute(self, rows: Sequence[DecodeRequest], cache: Cache, **inputs: Any) -> Tensor:
-        self._routing.begin()
-        logits = super().compute(rows, cache, **inputs)
-        lines, columns = inputs["input_ids"].shape
-        experts = self._routing.chosen().cpu().unflatten(0, (lines, columns))
-        for row, line in zip(rows, experts, strict=True):
-            if row.reason is None:
-                # The last column is the text's last token so far.
-                _extend(row, line, len(row.prompt) + len(row.tokens))
-        return logits
-
-    def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:
-        super()._read(chosen)
-        for (first, *others), _ in chosen:  # of equal texts one was read
-            for other in others:
-                _extend(other, torch.cat(first.routed), len(first.prompt) + len(first.tokens))
-
-
-def _extend(row: DecodeRequest, experts: Tensor, end: int) -> None:
-    """Add the new part of experts (C, L, K), which end at token ``end``."""
-    known = sum(map(len, row.routed))
-    if known < end:
-        row.routed.append(experts[len(experts) - (end - known) :])
