@@ -11,14 +11,7 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.engine_start import EngineStart
 from lightning_rl.collect.evaluation import HeldOut
 from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.tasks import (
-    agents_of,
-    bound_prompts,
-    by_name,
-    grader_of,
-    rewards_of,
-    tasks_of,
-)
+from lightning_rl.collect.tasks import agents_of, grader_of, rewards_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.plans import GroupPlan
@@ -130,13 +123,11 @@ class EvaluateRollouts(RLCallback):
         follow_lora(self.engine, pl_module)
         save = partial(save_skeleton, pl_module.model, loading=pl_module.loading)
         trusts = pl_module.loading.trust_remote_code
-        bound_prompts(tasks, self._engine_start.start(self.engine, tasks, save, trusts))
+        self._engine_start.start(self.engine, tasks, save, trusts)
         self._transport.use_scratch(is_fast_dev_run(trainer))
         self._transport.connect(self.engine)
         grader = grader_of(tasks)
-        self._pipeline = RolloutPipeline(
-            self.engine, self.agent, grader, tokenizer, tasks=by_name(tasks)
-        )
+        self._pipeline = RolloutPipeline(self.engine, self.agent, grader, tokenizer, tasks=tasks)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.before_training and not trainer.ckpt_path:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.base import CollectingDataModule, Hanging
 from lightning_rl.collect.checks import check_rollouts
-from lightning_rl.collect.collection import Batch, Collection
+from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.demonstrations import DemonstrationRows
 from lightning_rl.collect.engine_start import EngineStart
@@ -30,10 +31,7 @@ from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.collect.tasks import (
     Task,
     agents_of,
-    bound_prompts,
-    by_name,
     grader_of,
-    hanging_reward,
     rewards_of,
     tasks_of,
 )
@@ -41,7 +39,6 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
 from lightning_rl.data.plans import GroupPlan, InTurn
-from lightning_rl.data.prompts import Prompts
 from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
@@ -203,7 +200,16 @@ class RLDataModule(CollectingDataModule):
         return tasks[prompt.set]
 
     def hanging(self) -> Hanging | None:
-        return hanging_reward(self.tasks)
+        calls = (rewards.hanging() for rewards in rewards_of(self.tasks))
+        found = next(filter(None, calls), None)
+        advice = "Isolated gives a reward a time limit; if it may take that long"
+        return found and Hanging(f"reward {found[0]}", found[1], advice)
+
+    @property
+    def collection(self) -> Collection:
+        """The batches of this run; there after ``setup``."""
+        assert self._collection is not None, "setup() comes first"
+        return self._collection
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -219,9 +225,8 @@ class RLDataModule(CollectingDataModule):
         self.load_prompts(stage)
         check_early(self.trainer)
         trusts = any(policy.loading.trust_remote_code for policy in module.policies.values())
-        start = self._engine_start.start
-        bound_prompts(self.tasks, start(self.engine, self.tasks, module.save_skeletons, trusts))
-        self._collection = self._made_collection(module, stage)
+        self._engine_start.start(self.engine, self.tasks, module.save_skeletons, trusts)
+        self._collection = self._made_collection(module, stage == "fit")
 
     def load_prompts(self, stage: str) -> None:
         """Check the settings and load the prompts: the part of ``setup`` that needs no engine."""
@@ -263,56 +268,50 @@ class RLDataModule(CollectingDataModule):
             for task in self.tasks:
                 task.room_within(limit)
 
-    def _made_collection(self, module: RolloutModule, stage: str) -> Collection:
+    def _made_collection(self, module: RolloutModule, fits: bool) -> Collection:
         """Return the collection of a run; the policies' advantages may add to its plans."""
-        fits = stage == "fit"
+        assert self.trainer is not None
         policies = list(module.policies.values())
         added = [p.advantage for p in policies if fits and isinstance(p.advantage, GroupPlan)]
         tasks = [replace(task, plan=InTurn([task.plan, *added])) for task in self.train_tasks]
-        works = fits and drives_engine(self.engine)
-        if works and self.collector.works_between_batches:
-            self._during_fit.enter_context(switching_often())
-        self._stream = None
-        if fits and isinstance(self.collector, StreamedCollector):
-            [policy] = policies  # of several that is refused
-            self._stream = Stream(lambda: policy.learner)
-        return Collection(
-            self._pipeline(tasks),
-            self.collector if works else SyncCollector(),
-            self._source(tasks, fits),
-            self.selection,
-            self.buffer if fits else None,
-            self.demonstrations,
-            self._stream,
-            # Ranks that wait may not agree on a push.
-            self._while_waiting if works and dist.world_size() == 1 else None,
-            self._collected,
-        )
-
-    def _pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:
-        first, clock = tasks[0], self._module().clock
-        parts = self.engine, first.agent, grader_of(tasks), self._tokenizer, clock
-        return RolloutPipeline(*parts, by_name(tasks), first.plan)
-
-    def _source(self, tasks: Sequence[Task], fits: bool) -> GroupSource:
+        count, prompts = self.groups_per_iteration, self.train_prompts
+        repeats = fits and self.trainer.overfit_batches  # type: ignore[attr-defined]
         # Where one engine serves all ranks, rank 0 issues all groups.
         alone = self.engine.serves_all_ranks
         rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
-        count = self.groups_per_iteration
-        prompts: Prompts = self.train_prompts
-        if fits and self.trainer.overfit_batches:  # type: ignore[union-attr]
-            prompts = RepeatedPrompts(prompts, self._epoch() * count)
-        return GroupSource(
-            prompts,
+        source = GroupSource(
+            RepeatedPrompts(prompts, self._epoch() * count) if repeats else prompts,
             count // ranks,
             self.group_size,
             self.sampling,
             self.seed,
-            rank=rank,
-            ranks=ranks,
-            tasks=by_name(tasks),
-            plan=tasks[0].plan,
+            self._last_iteration,
+            rank,
+            ranks,
+            tasks,
         )
+        works = fits and drives_engine(self.engine)
+        collector = self.collector if works else SyncCollector()
+        if collector.works_between_batches:
+            self._during_fit.enter_context(switching_often())
+        streams = fits and isinstance(self.collector, StreamedCollector)
+        self._stream = Stream(lambda: policies[0].learner) if streams else None
+        # Ranks that wait may not agree on a push.
+        hears = works and dist.world_size() == 1
+        return Collection(
+            self._pipeline(tasks),
+            collector,
+            source,
+            self.selection,
+            self.buffer if fits else None,
+            self.demonstrations,
+            self._stream,
+            partial(call_hook, self.trainer, "on_collect_wait") if hears else None,
+        )
+
+    def _pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:
+        parts = self.engine, tasks[0].agent, grader_of(tasks), self._tokenizer
+        return RolloutPipeline(*parts, self._module().clock, tasks)
 
     def load_tokenizer(self, module: RolloutModule) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the module's model, with the ``chat_template_kwargs``."""
@@ -351,7 +350,7 @@ class RLDataModule(CollectingDataModule):
             policy.learner.overlap = self._stream or NoOverlap()
         self._loader = RolloutLoader(
             self.collect,
-            self._ready(),
+            self.collection,
             self.iterations_per_epoch,
             lambda: module.iteration,
             self._epoch(),
@@ -364,16 +363,12 @@ class RLDataModule(CollectingDataModule):
 
     # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
     def state_dict(self) -> dict[str, Any]:
-        return _states(loader=self._loader, **self._beside())
+        loader = None if self._loader is None else self._loader.state_dict()
+        return {"loader": loader} | self.collection.state_of_others()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader_state = state_dict["loader"]
-        _load_states(state_dict, **self._beside())
-
-    def _beside(self) -> dict[str, Any]:
-        """Return what has a state beside the groups."""
-        given = None if self.demonstrations is None else self.demonstrations.prompts
-        return {"buffer": self.buffer, "demonstrations": given}
+        self.collection.load_state_of_others(state_dict)
 
     def predict_dataloader(self) -> Any:
         """Return a loader of batches of graded rollouts, for ``lightning-rl rollout``."""
@@ -383,11 +378,12 @@ class RLDataModule(CollectingDataModule):
 
     def rollout_state(self) -> dict[str, Any]:
         """Return the state of collecting without training, as primitives."""
-        return _states(batches=self._ready(), **self._beside() | {"buffer": None})
+        return {"batches": self.collection.state_dict()} | self.collection.state_of_others()
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
         """Resume where the state was taken, from ``first_iteration`` on."""
-        _load_states(state, batches=self._ready(), **self._beside() | {"buffer": None})
+        self.collection.load_shares([state["batches"]])
+        self.collection.load_state_of_others(state)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
@@ -396,7 +392,7 @@ class RLDataModule(CollectingDataModule):
 
     def collect(self, iteration: int) -> list[Rollout]:
         """Generate and grade one iteration's rollouts, and notify the callbacks."""
-        module, trainer = self._module(), self.trainer
+        module, trainer, collection = self._module(), self.trainer, self.collection
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
         before, self._began = self._began, time.monotonic()
@@ -404,22 +400,15 @@ class RLDataModule(CollectingDataModule):
             if before is not None:
                 rewards.end_iteration(self._began - before)
             rewards.state = self._reward_state(iteration)
-        versions = module.iteration, self._last_iteration(), module.role_versions
-        rollouts = self._ready().next(iteration, *versions).rollouts
-        if self.buffer is not None and trainer.state.fn == "fit":
-            module.record(self.buffer.metrics)
+        collected = collection.collect(iteration)
+        groups, metrics = collection.of_all_ranks(module.iteration, module.role_versions)
+        module.record(metrics)
+        self.generated = [rollout for group in groups for rollout in group]
+        call_hook(trainer, "on_collect_end", collected)
+        rollouts = collection.batch(iteration, module.iteration)
+        if collection.buffer is not None:
+            module.record(collection.buffer.metrics)
         return rollouts
-
-    def _while_waiting(self) -> None:
-        assert self.trainer is not None
-        call_hook(self.trainer, "on_collect_wait")
-
-    def _collected(self, batch: Batch) -> None:
-        """Record what was collected on all ranks, and show it to callbacks."""
-        assert self.trainer is not None
-        self._module().record(batch.metrics)
-        self.generated = [rollout for group in batch.groups for rollout in group]
-        call_hook(self.trainer, "on_collect_end", batch.rollouts)
 
     def _last_iteration(self) -> int | None:
         """Return the number of iterations after which the run ends; None if it has no limit."""
@@ -443,28 +432,17 @@ class RLDataModule(CollectingDataModule):
 
         ``policy`` is the name of the policy whose version is asked for, if there are several.
         """
+        trainer = RunState.STOPPED
+        if self.trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING:
+            waits = self._module().clock.stage in ("generate", "reward", "sync")
+            trainer = RunState.WAITING if waits else RunState.RUNNING
         return SyncState(
             trainer_version,
             self.engine.of_policy(policy).version,
             run_async(self.collector.status()),
-            self._run_state(),
+            trainer,
             tuple(self.engine.replica_states()),
         )
-
-    def _run_state(self) -> RunState:
-        if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
-            return RunState.STOPPED
-        waits = self._module().clock.stage in ("generate", "reward", "sync")
-        return RunState.WAITING if waits else RunState.RUNNING
-
-    def before_sync(self) -> None:
-        """Let the collector prepare for a change of the engine's weights."""
-        with self._module().clock("generate"):
-            run_async(self._ready().collector.before_sync())
-
-    def after_sync(self) -> None:
-        """Let the collector continue with the new weights."""
-        run_async(self._ready().collector.after_sync())
 
     @property
     def evaluates(self) -> bool:
@@ -478,7 +456,7 @@ class RLDataModule(CollectingDataModule):
         """
         if self.evaluation is None:
             raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
-        with self._module().clock("eval"), self._ready().yielding():
+        with self._module().clock("eval"), self.collection.yielding():
             return self.held_out.run(self._pipeline(self.held_out.tasks))
 
     def scores(self, done: list[Rollout]) -> dict[str, dict[str, float]]:
@@ -493,7 +471,7 @@ class RLDataModule(CollectingDataModule):
             RewardError: if too large a share of the rollouts could not be graded.
         """
         prompts = self.train_prompts.first(groups)
-        return self._ready().pipeline.run(prompts, group_size, self.sampling, self.seed)
+        return self.collection.pipeline.run(prompts, group_size, self.sampling, self.seed)
 
     def peek(self, module: RolloutModule, groups: int = 2, group_size: int | None = None) -> Peek:
         """Return a small batch for inspection, e.g. in a notebook: collected, graded and packed.
@@ -522,10 +500,6 @@ class RLDataModule(CollectingDataModule):
         length = self.iterations_per_epoch
         return length if self.trainer is None else limited_epoch(self.trainer, length)
 
-    def _ready(self) -> Collection:
-        assert self._collection is not None, "setup() comes first"
-        return self._collection
-
     def _module(self) -> RolloutModule:
         if self.trainer is None:
             raise ConfigError(
@@ -539,14 +513,3 @@ class RLDataModule(CollectingDataModule):
                 f"{type(module).__name__}; for supervised training use SFTDataModule"
             )
         return module
-
-
-def _states(**parts: Any) -> dict[str, Any]:
-    """Return the state of each part; None for a part that is None."""
-    return {name: None if part is None else part.state_dict() for name, part in parts.items()}
-
-
-def _load_states(states: dict[str, Any], **parts: Any) -> None:
-    for name, part in parts.items():
-        if part is not None and states.get(name) is not None:
-            part.load_state_dict(states[name])

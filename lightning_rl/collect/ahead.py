@@ -203,9 +203,8 @@ class WorkingAhead(Collector):
 
     def _to_come(self) -> float:
         """Groups that the run can still train on."""
-        if self.source.iterations is None:
-            return math.inf
-        return self._slots(self.source.iterations - 1, self._missing)
+        last = self.source.iterations()
+        return math.inf if last is None else self._slots(last - 1, self._missing)
 
     async def _finish(self, group: Group) -> None:
         await self.pipeline.generate([group], self.source.sampling)

@@ -26,8 +26,9 @@ class EngineStart:
         tasks: Sequence[Task],
         save: Callable[[str], None],
         trust_remote_code: bool,
-    ) -> int:
-        """Start the engine unless it runs; return its maximum length in tokens, on all ranks.
+    ) -> None:
+        """Start the engine unless it runs, and limit the tasks' prompts to what its maximum length
+        leaves beside completions.
 
         Args:
             engine: the engine.
@@ -36,6 +37,7 @@ class EngineStart:
             trust_remote_code: whether the engine may run code that comes with the model.
 
         Raises:
+            ConfigError: naming the prompt set whose completions leave no room.
             EngineError: if it does not start.
         """
         length = 0
@@ -49,7 +51,9 @@ class EngineStart:
                     with announced(engine.starting):
                         engine.start(Path(self._folder.name))
                 length = engine.max_length
-        return dist.from_rank_zero(length)
+        length = dist.from_rank_zero(length)
+        for task in tasks:
+            task.prompts.bound(task.room_within(length))
 
     def close(self) -> None:
         """Remove the folder."""
