@@ -22,7 +22,7 @@ from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.demonstrations import DemonstrationRows
 from lightning_rl.collect.engine_start import EngineStart
 from lightning_rl.collect.evaluation import Evaluation, HeldOut, as_evaluation
-from lightning_rl.collect.loader import LazyLoader, RolloutLoader, limited_epoch
+from lightning_rl.collect.loader import LazyLoader, RolloutLoader
 from lightning_rl.collect.peek import Peek
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer
@@ -39,6 +39,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
 from lightning_rl.data.plans import GroupPlan, InTurn
+from lightning_rl.data.prompts import Prompts
 from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
@@ -104,6 +105,7 @@ class RLDataModule(CollectingDataModule):
     """
 
     nothing_to_evaluate = "set data.evaluation"
+    _loader: RolloutLoader | None
 
     def __init__(
         self,
@@ -167,23 +169,18 @@ class RLDataModule(CollectingDataModule):
             tasks = tasks_of(evaluation.prompts, *common, own, evaluation.samples, bar)
             further = evaluation.limit, evaluation.metrics or []
             self.held_out = HeldOut(tasks, self.train_tasks, self.seed, *further)
+        self.tasks = [*self.train_tasks, *self.held_out.tasks]
+        """The tasks of training and of evaluation."""
         self._engine_start = EngineStart()
         self._collection: Collection | None = None
         self._stream: Stream | None = None
         self._during_fit = ExitStack()
         self._began: float | None = None  # when the last iteration did
-        self._loader: RolloutLoader | None = None
-        self._loader_state: dict[str, Any] | None = None
         self.first_iteration = 0  # of those collected without training
         self.predict_series: LazyLoader | None = None  # in place of these
         self.generated: list[Rollout] = []
         """All ranks' rollouts of the last iteration; without logprobs if there are several ranks.
         """
-
-    @property
-    def tasks(self) -> list[Task]:
-        """The tasks of training and of evaluation."""
-        return [*self.train_tasks, *self.held_out.tasks]
 
     def task_of(self, prompt: Prompt) -> Task:
         """Return the task of a training prompt.
@@ -191,13 +188,13 @@ class RLDataModule(CollectingDataModule):
         Raises:
             ConfigError: if there is no such prompt set.
         """
-        tasks = {task.name: task for task in self.train_tasks}
-        if prompt.set not in tasks:
+        found = next((task for task in self.train_tasks if task.name == prompt.set), None)
+        if found is None:
             raise ConfigError(
                 f"data.train_prompts has no prompt set {prompt.set!r}; its sets are "
-                f"{', '.join(tasks)}"
+                f"{', '.join(task.name for task in self.train_tasks)}"
             )
-        return tasks[prompt.set]
+        return found
 
     def hanging(self) -> Hanging | None:
         calls = (rewards.hanging() for rewards in rewards_of(self.tasks))
@@ -274,22 +271,14 @@ class RLDataModule(CollectingDataModule):
         policies = list(module.policies.values())
         added = [p.advantage for p in policies if fits and isinstance(p.advantage, GroupPlan)]
         tasks = [replace(task, plan=InTurn([task.plan, *added])) for task in self.train_tasks]
-        count, prompts = self.groups_per_iteration, self.train_prompts
-        repeats = fits and self.trainer.overfit_batches  # type: ignore[attr-defined]
+        prompts: Prompts = self.train_prompts
+        if fits and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            prompts = RepeatedPrompts(prompts, self._epoch() * self.groups_per_iteration)
         # Where one engine serves all ranks, rank 0 issues all groups.
         alone = self.engine.serves_all_ranks
         rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
-        source = GroupSource(
-            RepeatedPrompts(prompts, self._epoch() * count) if repeats else prompts,
-            count // ranks,
-            self.group_size,
-            self.sampling,
-            self.seed,
-            self._last_iteration,
-            rank,
-            ranks,
-            tasks,
-        )
+        groups = self.groups_per_iteration // ranks, self.group_size, self.sampling, self.seed
+        source = GroupSource(prompts, *groups, self._last_iteration, rank, ranks, tasks)
         works = fits and drives_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         if collector.works_between_batches:
@@ -344,11 +333,11 @@ class RLDataModule(CollectingDataModule):
         if self.trainer is not None:
             leave_directory(self.trainer)
 
-    def train_dataloader(self) -> RolloutLoader:
+    def new_loader(self) -> RolloutLoader:
         module = self._module()
         for policy in module.policies.values():
             policy.learner.overlap = self._stream or NoOverlap()
-        self._loader = RolloutLoader(
+        return RolloutLoader(
             self.collect,
             self.collection,
             self.iterations_per_epoch,
@@ -356,18 +345,12 @@ class RLDataModule(CollectingDataModule):
             self._epoch(),
             list(module.roles),
         )
-        if self._loader_state is not None:
-            self._loader.load_state_dict(self._loader_state)
-            self._loader_state = None
-        return self._loader
 
-    # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
     def state_dict(self) -> dict[str, Any]:
-        loader = None if self._loader is None else self._loader.state_dict()
-        return {"loader": loader} | self.collection.state_of_others()
+        return super().state_dict() | self.collection.state_of_others()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loader_state = state_dict["loader"]
+        super().load_state_dict(state_dict)
         self.collection.load_state_of_others(state_dict)
 
     def predict_dataloader(self) -> Any:
@@ -395,11 +378,14 @@ class RLDataModule(CollectingDataModule):
         module, trainer, collection = self._module(), self.trainer, self.collection
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
+        last, length = self._last_iteration() or -1, self.iterations_per_epoch
+        epochs = -1 if last < 0 else -(-last // length)
+        state = TrainerState(iteration, last, iteration / length, epochs, dist.rank() == 0)
         before, self._began = self._began, time.monotonic()
         for rewards in rewards_of(self.tasks):
             if before is not None:
                 rewards.end_iteration(self._began - before)
-            rewards.state = self._reward_state(iteration)
+            rewards.state = state
         collected = collection.collect(iteration)
         groups, metrics = collection.of_all_ranks(module.iteration, module.role_versions)
         module.record(metrics)
@@ -416,16 +402,6 @@ class RLDataModule(CollectingDataModule):
         if self._loader is None or epochs is None or epochs <= 0:
             return None
         return self._loader.first + epochs * self._epoch()
-
-    def _reward_state(self, iteration: int) -> TrainerState:
-        total, length = self._last_iteration() or -1, self.iterations_per_epoch
-        return TrainerState(
-            global_step=iteration,
-            max_steps=total,
-            epoch=iteration / length,
-            num_train_epochs=-1 if total < 0 else -(-total // length),
-            is_world_process_zero=dist.rank() == 0,
-        )
 
     def sync_state(self, trainer_version: int, policy: str = "") -> SyncState:
         """Return the state by which a sync schedule decides; may be called at any time.
@@ -494,11 +470,6 @@ class RLDataModule(CollectingDataModule):
         look = import_module("lightning_rl.callbacks.peek").peek
         found: Peek = look(self, module, groups, group_size or self.group_size)
         return found
-
-    def _epoch(self) -> int:
-        """Return the number of iterations in an epoch, within the Trainer's limits."""
-        length = self.iterations_per_epoch
-        return length if self.trainer is None else limited_epoch(self.trainer, length)
 
     def _module(self) -> RolloutModule:
         if self.trainer is None:

@@ -206,10 +206,6 @@ class WorkingAhead(Collector):
         last = self.source.iterations()
         return math.inf if last is None else self._slots(last - 1, self._missing)
 
-    async def _finish(self, group: Group) -> None:
-        await self.pipeline.generate([group], self.source.sampling)
-        await self.pipeline.rewards.grade_ahead([group])
-
     def _on_done(self, task: asyncio.Task[None]) -> None:
         group = self._running.pop(task, None)
         self._progress.set()

@@ -8,7 +8,6 @@ from lightning.pytorch import LightningModule
 from tensordict import TensorDict
 
 from lightning_rl.collect.base import CollectingDataModule, Hanging
-from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
 from lightning_rl.envs.batches import handed_out, too_short
@@ -132,8 +131,6 @@ class EnvDataModule(CollectingDataModule):
         self.calls = Watch(self.collector, env.name)
         """Runs the collector's calls, so that a hanging step does not hang the run."""
         self.player_calls = self.calls if eval_env is None else Watch(self.player, eval_env.name)
-        self._loader: EnvLoader | None = None
-        self._loader_state: dict[str, Any] | None = None
         self.episodes: Sequence[EnvEpisode] = ()
         """All ranks' episodes that ended in the last batch."""
 
@@ -181,26 +178,15 @@ class EnvDataModule(CollectingDataModule):
                 f"{', '.join(self.spaces)}"
             )
 
-    def train_dataloader(self) -> EnvLoader:
+    def new_loader(self) -> EnvLoader:
         module = self._module()
-        self._loader = EnvLoader(
+        return EnvLoader(
             self.collect,
             self.collector,
             self.iterations_per_epoch,
             self._epoch(),
             lambda: module.iteration,
         )
-        if self._loader_state is not None:
-            self._loader.load_state_dict(self._loader_state)
-            self._loader_state = None
-        return self._loader
-
-    # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
-    def state_dict(self) -> dict[str, Any]:
-        return {"loader": None if self._loader is None else self._loader.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loader_state = state_dict["loader"]
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         # What is there already need not be looked through, tensor by tensor.
@@ -322,10 +308,6 @@ class EnvDataModule(CollectingDataModule):
         if self.collector.exact:
             lines.append(f"a resumed run will not be bit-equal: {self.collector.exact}")
         return lines
-
-    def _epoch(self) -> int:
-        length = self.iterations_per_epoch
-        return length if self.trainer is None else limited_epoch(self.trainer, length)
 
     def _module(self) -> EnvModule:
         module = None if self.trainer is None else self.trainer.lightning_module
