@@ -3,7 +3,7 @@
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import Trainer
@@ -35,17 +35,18 @@ def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int
                 "the rollouts that on_collect_end gets"
             )
     with _unchanged(module) as own_module:
-        rollouts, decode = _collect(_copy_of(data), own_module, groups, group_size)
-        columns, rows = preview_table(rollouts, decode)
+        rollouts = _collect(data, own_module, groups, group_size)
+        columns, rows = preview_table(rollouts, lambda ids: str(own_module.tokenizer.decode(ids)))
     batch = pack_rollouts(trainable(rollouts), rollouts, list(module.roles))
     return Peek(rollouts, batch, columns, rows, as_markdown(columns, rows))
 
 
 def _collect(
     data: RLDataModule, module: RolloutModule, groups: int, group_size: int
-) -> tuple[list[Rollout], Callable[[list[int]], str]]:
-    """Return graded rollouts, and the function that decodes their tokens."""
-    states = gather_random_states()
+) -> list[Rollout]:
+    """Return graded rollouts of a data module with the same parts, except what a run writes to."""
+    states, data = gather_random_states(), copy.copy(data)
+    data.trainer, data.buffer = None, None
     data.predict_series = LazyLoader(lambda _: data.try_out(groups, group_size), 1)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, _without_info():
         trainer = Trainer(
@@ -60,14 +61,7 @@ def _collect(
             [rollouts] = trainer.predict(module, datamodule=data) or []
         finally:
             restore_random_states(states)
-    return rollouts, lambda ids: str(module.tokenizer.decode(ids))
-
-
-def _copy_of(data: RLDataModule) -> RLDataModule:
-    """Return a data module with the same parts, except those that a run writes to."""
-    own = copy.copy(data)
-    own.trainer, own.buffer = None, None
-    return own
+    return list(rollouts)
 
 
 @contextmanager

@@ -28,13 +28,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.selection import GroupSelection, as_selection
 from lightning_rl.collect.streamed import StreamedCollector
-from lightning_rl.collect.tasks import (
-    Task,
-    agents_of,
-    grader_of,
-    rewards_of,
-    tasks_of,
-)
+from lightning_rl.collect.tasks import Task, grader_of, rewards_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
@@ -171,7 +165,7 @@ class RLDataModule(CollectingDataModule):
             self.held_out = HeldOut(tasks, self.train_tasks, self.seed, *further)
         self.tasks = [*self.train_tasks, *self.held_out.tasks]
         """The tasks of training and of evaluation."""
-        self._engine_start = EngineStart()
+        self._engine_start = EngineStart(self.engine, self.tasks, agent)
         self._collection: Collection | None = None
         self._stream: Stream | None = None
         self._during_fit = ExitStack()
@@ -222,24 +216,16 @@ class RLDataModule(CollectingDataModule):
         self.load_prompts(stage)
         check_early(self.trainer)
         trusts = any(policy.loading.trust_remote_code for policy in module.policies.values())
-        self._engine_start.start(self.engine, self.tasks, module.save_skeletons, trusts)
+        self._engine_start.start(module.save_skeletons, trusts)
         self._collection = self._made_collection(module, stage == "fit")
 
     def load_prompts(self, stage: str) -> None:
         """Check the settings and load the prompts: the part of ``setup`` that needs no engine."""
         module = self._module()
         self.engine.serve(module.roles)
-        check_run(
-            module,
-            self.train_tasks,
-            self.collector,
-            self.selection,
-            self.buffer,
-            self.demonstrations,
-            self.engine,
-            self.groups_per_iteration,
-            stage == "fit",
-        )
+        parts = self.collector, self.selection, self.buffer, self.demonstrations, self.engine
+        count, fits = self.groups_per_iteration, stage == "fit"
+        check_run(module, self.train_tasks, *parts, count, fits)
         module.day.date = dist.from_rank_zero(module.day.date)
         self._tokenizer = tokenizer = self.load_tokenizer(module)
         check_sight(self.engine, tokenizer)
@@ -248,7 +234,7 @@ class RLDataModule(CollectingDataModule):
                 module.require_sound_models()
         assert self.trainer is not None
         follow_trainer(self.engine, module, compute_dtype(self.trainer))
-        for agent in agents_of(self.tasks, self.agent):
+        for agent in self._engine_start.agents:
             agent.configure(tokenizer)
         for task in self.train_tasks:
             task.plan.configure(tokenizer)
@@ -309,10 +295,9 @@ class RLDataModule(CollectingDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Stop all background work when a run fails or is interrupted."""
         self._during_fit.close()
-        if self._collection is None:
-            return
         try:
-            self._collection.close(timeout=STOP_SECONDS)
+            if self._collection is not None:
+                self._collection.close(timeout=STOP_SECONDS)
         except TimeoutError:
             rank_zero_warn(
                 "rollouts in flight could not be stopped, because a reward or agent blocks"
@@ -322,14 +307,9 @@ class RLDataModule(CollectingDataModule):
         self._during_fit.close()
         if self._collection is not None:
             self._collection.close()
-        for agent in agents_of(self.tasks, self.agent):
-            agent.close()
-        self.engine.close()
-        for rewards in rewards_of(self.tasks):
-            rewards.close()
+        self._engine_start.close()
         if self.buffer is not None:
             self.buffer.close()
-        self._engine_start.close()
         if self.trainer is not None:
             leave_directory(self.trainer)
 

@@ -131,21 +131,14 @@ class Collection:
         if self.collector.works_between_batches and since is not None:
             begin, self._acked = since, None
         with self.pipeline.clock("generate"):
-            if self._stream is not None and isinstance(self.collector, StreamedCollector):
-                seconds = self._work_ahead(self.collector, iteration, count, seconds, self._stream)
+            if self._stream is not None:
+                seconds = self._work_ahead(self._stream, iteration, count, seconds)
             groups = run_async(self.in_loop(iteration, count, seconds), meanwhile=self._meanwhile)
         self.seconds += time.perf_counter() - begin
         self.pipeline.grade(groups)
         return groups
 
-    def _work_ahead(
-        self,
-        collector: StreamedCollector,
-        iteration: int,
-        count: int,
-        seconds: float,
-        stream: Consumer,
-    ) -> float:
+    def _work_ahead(self, stream: Consumer, iteration: int, count: int, seconds: float) -> float:
         """Let the stream work on groups that filters keep, until all are complete.
 
         Returns:
@@ -162,6 +155,8 @@ class Collection:
                     return await collector.complete()
             return []
 
+        collector = self.collector
+        assert isinstance(collector, StreamedCollector)
         before, end = len(self.selection.kept), time.monotonic() + seconds
         elsewhere = self.pipeline.engine.serves_all_ranks  # servers have threads of their own
         with nullcontext() if elsewhere else beside_engine(collector.engine_threads):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_rl.collect.tasks import Task
+from lightning_rl.agents.base import Agent
+from lightning_rl.collect.tasks import Task, agents_of, rewards_of
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.models.model_files import positions_in
 from lightning_rl.run.processes import dist
@@ -15,24 +16,25 @@ from lightning_rl.run.processes.dist import announced
 
 
 class EngineStart:
-    """Starts an engine on the ranks that drive it, from a folder without weights."""
+    """Starts an engine on the ranks that drive it, from a folder without weights.
 
-    def __init__(self) -> None:
+    Args:
+        engine: the engine.
+        tasks: the tasks whose requests it answers.
+        agent: an agent that is closed with those of the tasks.
+    """
+
+    def __init__(self, engine: Engine, tasks: Sequence[Task], agent: Agent) -> None:
+        self.engine = engine
+        self.tasks = tasks
+        self.agents = agents_of(tasks, agent)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def start(
-        self,
-        engine: Engine,
-        tasks: Sequence[Task],
-        save: Callable[[str], None],
-        trust_remote_code: bool,
-    ) -> None:
+    def start(self, save: Callable[[str], None], trust_remote_code: bool) -> None:
         """Start the engine unless it runs, and limit the tasks' prompts to what its maximum length
         leaves beside completions.
 
         Args:
-            engine: the engine.
-            tasks: the tasks whose requests it answers.
             save: writes configuration and tokenizer into a folder.
             trust_remote_code: whether the engine may run code that comes with the model.
 
@@ -40,23 +42,28 @@ class EngineStart:
             ConfigError: naming the prompt set whose completions leave no room.
             EngineError: if it does not start.
         """
-        length = 0
+        engine, length = self.engine, 0
         with dist.every_rank():
             if drives_engine(engine):
                 if not engine.running:
                     self._folder = tempfile.TemporaryDirectory(prefix="lightning_rl_")
                     save(self._folder.name)
                     engine.trust_remote_code = trust_remote_code
-                    follow_requests(engine, tasks, Path(self._folder.name))
+                    follow_requests(engine, self.tasks, Path(self._folder.name))
                     with announced(engine.starting):
                         engine.start(Path(self._folder.name))
                 length = engine.max_length
         length = dist.from_rank_zero(length)
-        for task in tasks:
+        for task in self.tasks:
             task.prompts.bound(task.room_within(length))
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Close the agents, the engine and the rewards, and remove the folder."""
+        for agent in self.agents:
+            agent.close()
+        self.engine.close()
+        for rewards in rewards_of(self.tasks):
+            rewards.close()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
