@@ -144,6 +144,8 @@ class Collection:
         Returns:
             How many of the seconds are left; 0 if they were over before all were complete.
         """
+        collector = self.collector
+        assert isinstance(collector, StreamedCollector)
 
         async def begin() -> list[Group]:
             self.source.begin(iteration)
@@ -155,8 +157,6 @@ class Collection:
                     return await collector.complete()
             return []
 
-        collector = self.collector
-        assert isinstance(collector, StreamedCollector)
         before, end = len(self.selection.kept), time.monotonic() + seconds
         elsewhere = self.pipeline.engine.serves_all_ranks  # servers have threads of their own
         with nullcontext() if elsewhere else beside_engine(collector.engine_threads):
