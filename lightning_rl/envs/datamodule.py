@@ -121,16 +121,14 @@ class EnvDataModule(CollectingDataModule):
         self.threads = threads
         self.seed = run_seed(seed)
         self.collector = collector or collector_of(env, max_episode_length, max_step_seconds)
-        self.player = (
-            self.collector
-            if eval_env is None
-            else collector_of(eval_env, max_episode_length, max_step_seconds)
-        )
-        """The collector that plays evaluation episodes."""
         self.collector.greedy = greedy
         self.calls = Watch(self.collector, env.name)
         """Runs the collector's calls, so that a hanging step does not hang the run."""
-        self.player_calls = self.calls if eval_env is None else Watch(self.player, eval_env.name)
+        self.player_calls = self.calls
+        """Runs those of the collector that plays evaluation episodes."""
+        if eval_env is not None:
+            player = collector_of(eval_env, max_episode_length, max_step_seconds)
+            self.player_calls = Watch(player, eval_env.name)
         self.episodes: Sequence[EnvEpisode] = ()
         """All ranks' episodes that ended in the last batch."""
 
@@ -169,9 +167,9 @@ class EnvDataModule(CollectingDataModule):
         own = self.num_envs // ranks
         with dist.every_rank():
             self.calls.start(self.seed, dist.rank() * own, own)
-            if self.player is not self.collector:
+            if self.player_calls is not self.calls:
                 self.player_calls.start(self.seed, 0, None)
-                require_same(self.collector.agents, self.player.agents)
+                require_same(self.collector.agents, self.player_calls.collector.agents)
         if self.judged_agent is not None and self.judged_agent not in self.spaces:
             raise ConfigError(
                 f"judged_agent={self.judged_agent!r} does not exist; the environment has "
@@ -205,7 +203,7 @@ class EnvDataModule(CollectingDataModule):
     def close(self) -> None:
         """Close all environments and their processes."""
         self.calls.close()
-        if self.player is not self.collector:
+        if self.player_calls is not self.calls:
             self.player_calls.close()
 
     # ---------------------------------------------------------------- collecting
@@ -266,11 +264,11 @@ class EnvDataModule(CollectingDataModule):
 
     def _play(self, seeds: Sequence[int], render: bool = False) -> list[EnvEpisode]:
         """Play separate episodes, in the precision that the agents train in."""
-        module, trainer = self._module(), self.trainer
+        module, trainer, player = self._module(), self.trainer, self.player_calls.collector
         assert trainer is not None
         with module.clock("eval"):
             return self.player_calls(
-                lambda: self.player.play(module.agents, seeds, self.eval_greedy, render),
+                lambda: player.play(module.agents, seeds, self.eval_greedy, render),
                 trainer.precision_plugin.forward_context,
             )
 
