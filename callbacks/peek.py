@@ -21,13 +21,7 @@ from lightning_rl.run.seeding import gather_random_states, restore_random_states
 
 
 def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int) -> Peek:
-    """Collect with the module's present policy, in a Trainer that keeps nothing.
-
-    Raises:
-        ConfigError: if one of the two is in a run, or they do not go together.
-        EngineError: if the engine does not start, or fails.
-        RewardError: if too large a share could not be graded.
-    """
+    """Do what :meth:`RLDataModule.peek` does, in a Trainer that keeps nothing."""
     for part in (data.trainer, module._trainer):
         if part is not None and part.state.status == "running":
             raise ConfigError(
@@ -47,7 +41,12 @@ def _collect(
     """Return graded rollouts of a data module with the same parts, except what a run writes to."""
     states, data = gather_random_states(), copy.copy(data)
     data.trainer, data.buffer = None, None
-    data.predict_series = LazyLoader(lambda _: data.try_out(groups, group_size), 1)
+
+    def first(_: int) -> list[Rollout]:
+        prompts = data.train_prompts.first(groups)
+        return data.collection.pipeline.run(prompts, group_size, data.sampling, data.seed)
+
+    data.predict_series = LazyLoader(first, 1)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, _without_info():
         trainer = Trainer(
             devices=1,

@@ -339,15 +339,6 @@ class RLDataModule(CollectingDataModule):
             lambda place: self.collect(self.first_iteration + place), self.iterations_per_epoch
         )
 
-    def rollout_state(self) -> dict[str, Any]:
-        """Return the state of collecting without training, as primitives."""
-        return {"batches": self.collection.state_dict()} | self.collection.state_of_others()
-
-    def load_rollout_state(self, state: dict[str, Any]) -> None:
-        """Resume where the state was taken, from ``first_iteration`` on."""
-        self.collection.load_shares([state["batches"]])
-        self.collection.load_state_of_others(state)
-
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
 
@@ -417,17 +408,6 @@ class RLDataModule(CollectingDataModule):
 
     def scores(self, done: list[Rollout]) -> dict[str, dict[str, float]]:
         return self.held_out.scores(done)
-
-    def try_out(self, groups: int, group_size: int) -> list[Rollout]:
-        """Return graded rollouts of the first prompts, without using up any prompts of the
-        training.
-
-        Raises:
-            EngineError: if the engine is not ready, or fails.
-            RewardError: if too large a share of the rollouts could not be graded.
-        """
-        prompts = self.train_prompts.first(groups)
-        return self.collection.pipeline.run(prompts, group_size, self.sampling, self.seed)
 
     def peek(self, module: RolloutModule, groups: int = 2, group_size: int | None = None) -> Peek:
         """Return a small batch for inspection, e.g. in a notebook: collected, graded and packed.
