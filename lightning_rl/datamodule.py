@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -53,7 +52,7 @@ from lightning_rl.run.files.rundir import output_path
 from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.processes import dist
-from lightning_rl.run.processes.cores import share_cores, switching_often
+from lightning_rl.run.processes.cores import share_cores
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 
@@ -168,7 +167,6 @@ class RLDataModule(CollectingDataModule):
         self._engine_start = EngineStart(self.engine, self.tasks, agent)
         self._collection: Collection | None = None
         self._stream: Stream | None = None
-        self._during_fit = ExitStack()
         self._began: float | None = None  # when the last iteration did
         self.first_iteration = 0  # of those collected without training
         self.predict_series: LazyLoader | None = None  # in place of these
@@ -266,16 +264,13 @@ class RLDataModule(CollectingDataModule):
         groups = self.groups_per_iteration // ranks, self.group_size, self.sampling, self.seed
         source = GroupSource(prompts, *groups, self._last_iteration, rank, ranks, tasks)
         works = fits and drives_engine(self.engine)
-        collector = self.collector if works else SyncCollector()
-        if collector.works_between_batches:
-            self._during_fit.enter_context(switching_often())
         streams = fits and isinstance(self.collector, StreamedCollector)
         self._stream = Stream(lambda: policies[0].learner) if streams else None
         # Ranks that wait may not agree on a push.
         hears = works and dist.world_size() == 1
         return Collection(
             self._pipeline(tasks),
-            collector,
+            self.collector if works else SyncCollector(),
             source,
             self.selection,
             self.buffer if fits else None,
@@ -294,7 +289,6 @@ class RLDataModule(CollectingDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Stop all background work when a run fails or is interrupted."""
-        self._during_fit.close()
         try:
             if self._collection is not None:
                 self._collection.close(timeout=STOP_SECONDS)
@@ -304,7 +298,6 @@ class RLDataModule(CollectingDataModule):
             )
 
     def teardown(self, stage: str) -> None:
-        self._during_fit.close()
         if self._collection is not None:
             self._collection.close()
         self._engine_start.close()

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.rollout import Group, Prompt, Rollout
 from lightning_rl.run.loop.background import run_async, runtime
 from lightning_rl.run.processes import dist
-from lightning_rl.run.processes.cores import beside_engine
+from lightning_rl.run.processes.cores import beside_engine, switching_often
 
 
 class Collection:
@@ -65,6 +65,7 @@ class Collection:
         self._meanwhile = meanwhile
         self._acked: float | None = None
         self._cancelled: int | None = None  # tokens of cancelled requests, when last counted
+        self._until_closed = ExitStack()
         self.clear()
         collector.bind(pipeline, source, self.selection if self.selection.filters else None)
 
@@ -91,6 +92,8 @@ class Collection:
         engine = self.pipeline.engine
         if self._cancelled is None:
             self._cancelled = engine.cancelled_tokens
+            if self.collector.works_between_batches:
+                self._until_closed.enter_context(switching_often())
         with dist.every_rank():
             if drives_engine(engine):
                 self._fill(iteration)
@@ -311,6 +314,7 @@ class Collection:
         Raises:
             TimeoutError: if something blocks the loop for longer than ``timeout`` seconds.
         """
+        self._until_closed.close()
         run_async(self.collector.close(), timeout)
 
 
