@@ -27,7 +27,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.selection import GroupSelection, as_selection
 from lightning_rl.collect.streamed import StreamedCollector
-from lightning_rl.collect.tasks import Task, grader_of, rewards_of, tasks_of
+from lightning_rl.collect.tasks import Task, grader_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
@@ -189,7 +189,7 @@ class RLDataModule(CollectingDataModule):
         return found
 
     def hanging(self) -> Hanging | None:
-        calls = (rewards.hanging() for rewards in rewards_of(self.tasks))
+        calls = (rewards.hanging() for rewards in self._engine_start.rewards)
         found = next(filter(None, calls), None)
         advice = "Isolated gives a reward a time limit; if it may take that long"
         return found and Hanging(f"reward {found[0]}", found[1], advice)
@@ -346,7 +346,7 @@ class RLDataModule(CollectingDataModule):
         epochs = -1 if last < 0 else -(-last // length)
         state = TrainerState(iteration, last, iteration / length, epochs, dist.rank() == 0)
         before, self._began = self._began, time.monotonic()
-        for rewards in rewards_of(self.tasks):
+        for rewards in self._engine_start.rewards:
             if before is not None:
                 rewards.end_iteration(self._began - before)
             rewards.state = state

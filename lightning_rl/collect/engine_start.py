@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.agents.base import Agent
-from lightning_rl.collect.tasks import Task, agents_of, rewards_of
+from lightning_rl.collect.tasks import Task
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.models.model_files import positions_in
 from lightning_rl.run.processes import dist
@@ -18,16 +18,20 @@ from lightning_rl.run.processes.dist import announced
 class EngineStart:
     """Starts an engine on the ranks that drive it, from a folder without weights.
 
+    ``agents`` and ``rewards`` are those of the tasks, each once, which are closed with the engine.
+
     Args:
         engine: the engine.
         tasks: the tasks whose requests it answers.
-        agent: an agent that is closed with those of the tasks.
+        agent: one more agent, such as the tasks' default.
     """
 
     def __init__(self, engine: Engine, tasks: Sequence[Task], agent: Agent) -> None:
         self.engine = engine
         self.tasks = tasks
-        self.agents = agents_of(tasks, agent)
+        agents = (agent, *(task.agent for task in tasks))
+        self.agents = list({id(one): one for one in agents}.values())
+        self.rewards = list(dict.fromkeys(task.rewards for task in tasks))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self, save: Callable[[str], None], trust_remote_code: bool) -> None:
@@ -62,7 +66,7 @@ class EngineStart:
         for agent in self.agents:
             agent.close()
         self.engine.close()
-        for rewards in rewards_of(self.tasks):
+        for rewards in self.rewards:
             rewards.close()
         if self._folder is not None:
             self._folder.cleanup()

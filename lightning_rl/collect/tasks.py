@@ -127,14 +127,3 @@ def grader_of(tasks: Sequence[Task]) -> Rewards | RewardsBySet:
     if not tasks[0].name:
         return tasks[0].rewards
     return RewardsBySet({task.name: task.rewards for task in tasks})
-
-
-def agents_of(tasks: Sequence[Task], *others: Agent) -> list[Agent]:
-    """Return the agents of all tasks, and others before them, without duplicates."""
-    agents = (*others, *(task.agent for task in tasks))
-    return list({id(agent): agent for agent in agents}.values())
-
-
-def rewards_of(tasks: Sequence[Task]) -> list[Rewards]:
-    """Return the rewards of all tasks, without duplicates."""
-    return list(dict.fromkeys(task.rewards for task in tasks))
