@@ -11,14 +11,7 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.engine_start import EngineStart
 from lightning_rl.collect.evaluation import HeldOut
 from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.tasks import (
-    agents_of,
-    bound_prompts,
-    by_name,
-    grader_of,
-    rewards_of,
-    tasks_of,
-)
+from lightning_rl.collect.tasks import grader_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.plans import GroupPlan
@@ -103,7 +96,7 @@ class EvaluateRollouts(RLCallback):
         self._transport = MemoryTransport()
         self._sent = SentWeights()
         self._evaluated: int | None = None  # the step that was evaluated last
-        self._engine_start = EngineStart()
+        self._engine_start = EngineStart(self.engine, tasks, agent)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Load the prompts and start the engine."""
@@ -119,7 +112,7 @@ class EvaluateRollouts(RLCallback):
         tokenizer = load_tokenizer(str(pl_module.model), pl_module.loading)
         tokenizer = with_chat_variables(tokenizer, data.chat_template_kwargs, pl_module.day)
         check_sight(self.engine, tokenizer)
-        for agent in agents_of(tasks, self.agent):
+        for agent in self._engine_start.agents:
             agent.configure(tokenizer)
         self.prompts.load(tokenizer, self.agent.chat_options)
         require_free(self.prompts.row_columns(), repr(self.prompts))
@@ -130,13 +123,11 @@ class EvaluateRollouts(RLCallback):
         follow_lora(self.engine, pl_module)
         save = partial(save_skeleton, pl_module.model, loading=pl_module.loading)
         trusts = pl_module.loading.trust_remote_code
-        bound_prompts(tasks, self._engine_start.start(self.engine, tasks, save, trusts))
+        self._engine_start.start(save, trusts)
         self._transport.use_scratch(is_fast_dev_run(trainer))
         self._transport.connect(self.engine)
         grader = grader_of(tasks)
-        self._pipeline = RolloutPipeline(
-            self.engine, self.agent, grader, tokenizer, tasks=by_name(tasks)
-        )
+        self._pipeline = RolloutPipeline(self.engine, self.agent, grader, tokenizer, tasks=tasks)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.before_training and not trainer.ckpt_path:
@@ -176,9 +167,4 @@ class EvaluateRollouts(RLCallback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._transport.close()
-        self.engine.close()
-        for agent in agents_of(self.held_out.tasks, self.agent):
-            agent.close()
-        for rewards in rewards_of(self.held_out.tasks):
-            rewards.close()
         self._engine_start.close()

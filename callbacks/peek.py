@@ -3,7 +3,7 @@
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import Trainer
@@ -21,13 +21,7 @@ from lightning_rl.run.seeding import gather_random_states, restore_random_states
 
 
 def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int) -> Peek:
-    """Collect with the module's present policy, in a Trainer that keeps nothing.
-
-    Raises:
-        ConfigError: if one of the two is in a run, or they do not go together.
-        EngineError: if the engine does not start, or fails.
-        RewardError: if too large a share could not be graded.
-    """
+    """Do what :meth:`RLDataModule.peek` does, in a Trainer that keeps nothing."""
     for part in (data.trainer, module._trainer):
         if part is not None and part.state.status == "running":
             raise ConfigError(
@@ -35,18 +29,24 @@ def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int
                 "the rollouts that on_collect_end gets"
             )
     with _unchanged(module) as own_module:
-        rollouts, decode = _collect(_copy_of(data), own_module, groups, group_size)
-        columns, rows = preview_table(rollouts, decode)
+        rollouts = _collect(data, own_module, groups, group_size)
+        columns, rows = preview_table(rollouts, lambda ids: str(own_module.tokenizer.decode(ids)))
     batch = pack_rollouts(trainable(rollouts), rollouts, list(module.roles))
     return Peek(rollouts, batch, columns, rows, as_markdown(columns, rows))
 
 
 def _collect(
     data: RLDataModule, module: RolloutModule, groups: int, group_size: int
-) -> tuple[list[Rollout], Callable[[list[int]], str]]:
-    """Return graded rollouts, and the function that decodes their tokens."""
-    states = gather_random_states()
-    data.predict_series = LazyLoader(lambda _: data.try_out(groups, group_size), 1)
+) -> list[Rollout]:
+    """Return graded rollouts of a data module with the same parts, except what a run writes to."""
+    states, data = gather_random_states(), copy.copy(data)
+    data.trainer, data.buffer = None, None
+
+    def first(_: int) -> list[Rollout]:
+        prompts = data.train_prompts.first(groups)
+        return data.collection.pipeline.run(prompts, group_size, data.sampling, data.seed)
+
+    data.predict_series = LazyLoader(first, 1)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, _without_info():
         trainer = Trainer(
             devices=1,
@@ -60,14 +60,7 @@ def _collect(
             [rollouts] = trainer.predict(module, datamodule=data) or []
         finally:
             restore_random_states(states)
-    return rollouts, lambda ids: str(module.tokenizer.decode(ids))
-
-
-def _copy_of(data: RLDataModule) -> RLDataModule:
-    """Return a data module with the same parts, except those that a run writes to."""
-    own = copy.copy(data)
-    own.trainer, own.buffer = None, None
-    return own
+    return list(rollouts)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
+from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.processes.dist import all_reduce_max, any_rank, every_rank
 from lightning_rl.sync.base import WeightTransport, compare, push
 from lightning_rl.sync.memory import MemoryTransport
@@ -275,15 +276,16 @@ class WeightSync(RLCallback):
     def _sync(self, trainer: Trainer, pl_module: LightningModule, links: Sequence[_Link]) -> None:
         datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
         call_hook(trainer, "on_sync_start")
-        with every_rank():
-            datamodule.before_sync()
+        collector = datamodule.collection.collector
+        with every_rank(), module.clock("generate"):
+            run_async(collector.before_sync())
         with module.clock("sync"):
             for link in links:
                 self._push(link)
                 if link.probe:
                     self._verify(trainer, link)
         self._tell(datamodule.engine, module.iteration)
-        datamodule.after_sync()
+        run_async(collector.after_sync())
         call_hook(trainer, "on_weights_synced", module.iteration)
 
     def _compare_awake(self) -> None:

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,18 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.base import CollectingDataModule, Hanging
 from lightning_rl.collect.checks import check_rollouts
-from lightning_rl.collect.collection import Batch, Collection
+from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.demonstrations import DemonstrationRows
 from lightning_rl.collect.engine_start import EngineStart
 from lightning_rl.collect.evaluation import Evaluation, HeldOut, as_evaluation
-from lightning_rl.collect.loader import LazyLoader, RolloutLoader, limited_epoch
+from lightning_rl.collect.loader import LazyLoader, RolloutLoader
 from lightning_rl.collect.peek import Peek
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.selection import GroupSelection, as_selection
 from lightning_rl.collect.streamed import StreamedCollector
-from lightning_rl.collect.tasks import (
-    Task,
-    agents_of,
-    bound_prompts,
-    by_name,
-    grader_of,
-    hanging_reward,
-    rewards_of,
-    tasks_of,
-)
+from lightning_rl.collect.tasks import Task, grader_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
@@ -61,7 +52,7 @@ from lightning_rl.run.files.rundir import output_path
 from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.processes import dist
-from lightning_rl.run.processes.cores import share_cores, switching_often
+from lightning_rl.run.processes.cores import share_cores
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 
@@ -107,6 +98,7 @@ class RLDataModule(CollectingDataModule):
     """
 
     nothing_to_evaluate = "set data.evaluation"
+    _loader: RolloutLoader | None
 
     def __init__(
         self,
@@ -170,23 +162,17 @@ class RLDataModule(CollectingDataModule):
             tasks = tasks_of(evaluation.prompts, *common, own, evaluation.samples, bar)
             further = evaluation.limit, evaluation.metrics or []
             self.held_out = HeldOut(tasks, self.train_tasks, self.seed, *further)
-        self._engine_start = EngineStart()
+        self.tasks = [*self.train_tasks, *self.held_out.tasks]
+        """The tasks of training and of evaluation."""
+        self._engine_start = EngineStart(self.engine, self.tasks, agent)
         self._collection: Collection | None = None
         self._stream: Stream | None = None
-        self._during_fit = ExitStack()
         self._began: float | None = None  # when the last iteration did
-        self._loader: RolloutLoader | None = None
-        self._loader_state: dict[str, Any] | None = None
         self.first_iteration = 0  # of those collected without training
         self.predict_series: LazyLoader | None = None  # in place of these
         self.generated: list[Rollout] = []
         """All ranks' rollouts of the last iteration; without logprobs if there are several ranks.
         """
-
-    @property
-    def tasks(self) -> list[Task]:
-        """The tasks of training and of evaluation."""
-        return [*self.train_tasks, *self.held_out.tasks]
 
     def task_of(self, prompt: Prompt) -> Task:
         """Return the task of a training prompt.
@@ -194,16 +180,25 @@ class RLDataModule(CollectingDataModule):
         Raises:
             ConfigError: if there is no such prompt set.
         """
-        tasks = {task.name: task for task in self.train_tasks}
-        if prompt.set not in tasks:
+        found = next((task for task in self.train_tasks if task.name == prompt.set), None)
+        if found is None:
             raise ConfigError(
                 f"data.train_prompts has no prompt set {prompt.set!r}; its sets are "
-                f"{', '.join(tasks)}"
+                f"{', '.join(task.name for task in self.train_tasks)}"
             )
-        return tasks[prompt.set]
+        return found
 
     def hanging(self) -> Hanging | None:
-        return hanging_reward(self.tasks)
+        calls = (rewards.hanging() for rewards in self._engine_start.rewards)
+        found = next(filter(None, calls), None)
+        advice = "Isolated gives a reward a time limit; if it may take that long"
+        return found and Hanging(f"reward {found[0]}", found[1], advice)
+
+    @property
+    def collection(self) -> Collection:
+        """The batches of this run; there after ``setup``."""
+        assert self._collection is not None, "setup() comes first"
+        return self._collection
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -219,25 +214,16 @@ class RLDataModule(CollectingDataModule):
         self.load_prompts(stage)
         check_early(self.trainer)
         trusts = any(policy.loading.trust_remote_code for policy in module.policies.values())
-        start = self._engine_start.start
-        bound_prompts(self.tasks, start(self.engine, self.tasks, module.save_skeletons, trusts))
-        self._collection = self._made_collection(module, stage)
+        self._engine_start.start(module.save_skeletons, trusts)
+        self._collection = self._made_collection(module, stage == "fit")
 
     def load_prompts(self, stage: str) -> None:
         """Check the settings and load the prompts: the part of ``setup`` that needs no engine."""
         module = self._module()
         self.engine.serve(module.roles)
-        check_run(
-            module,
-            self.train_tasks,
-            self.collector,
-            self.selection,
-            self.buffer,
-            self.demonstrations,
-            self.engine,
-            self.groups_per_iteration,
-            stage == "fit",
-        )
+        parts = self.collector, self.selection, self.buffer, self.demonstrations, self.engine
+        count, fits = self.groups_per_iteration, stage == "fit"
+        check_run(module, self.train_tasks, *parts, count, fits)
         module.day.date = dist.from_rank_zero(module.day.date)
         self._tokenizer = tokenizer = self.load_tokenizer(module)
         check_sight(self.engine, tokenizer)
@@ -246,7 +232,7 @@ class RLDataModule(CollectingDataModule):
                 module.require_sound_models()
         assert self.trainer is not None
         follow_trainer(self.engine, module, compute_dtype(self.trainer))
-        for agent in agents_of(self.tasks, self.agent):
+        for agent in self._engine_start.agents:
             agent.configure(tokenizer)
         for task in self.train_tasks:
             task.plan.configure(tokenizer)
@@ -263,56 +249,39 @@ class RLDataModule(CollectingDataModule):
             for task in self.tasks:
                 task.room_within(limit)
 
-    def _made_collection(self, module: RolloutModule, stage: str) -> Collection:
+    def _made_collection(self, module: RolloutModule, fits: bool) -> Collection:
         """Return the collection of a run; the policies' advantages may add to its plans."""
-        fits = stage == "fit"
+        assert self.trainer is not None
         policies = list(module.policies.values())
         added = [p.advantage for p in policies if fits and isinstance(p.advantage, GroupPlan)]
         tasks = [replace(task, plan=InTurn([task.plan, *added])) for task in self.train_tasks]
+        prompts: Prompts = self.train_prompts
+        if fits and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            prompts = RepeatedPrompts(prompts, self._epoch() * self.groups_per_iteration)
+        # Where one engine serves all ranks, rank 0 issues all groups.
+        alone = self.engine.serves_all_ranks
+        rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
+        groups = self.groups_per_iteration // ranks, self.group_size, self.sampling, self.seed
+        source = GroupSource(prompts, *groups, self._last_iteration, rank, ranks, tasks)
         works = fits and drives_engine(self.engine)
-        if works and self.collector.works_between_batches:
-            self._during_fit.enter_context(switching_often())
-        self._stream = None
-        if fits and isinstance(self.collector, StreamedCollector):
-            [policy] = policies  # of several that is refused
-            self._stream = Stream(lambda: policy.learner)
+        streams = fits and isinstance(self.collector, StreamedCollector)
+        self._stream = Stream(lambda: policies[0].learner) if streams else None
+        # Ranks that wait may not agree on a push.
+        hears = works and dist.world_size() == 1
         return Collection(
             self._pipeline(tasks),
             self.collector if works else SyncCollector(),
-            self._source(tasks, fits),
+            source,
             self.selection,
             self.buffer if fits else None,
             self.demonstrations,
             self._stream,
-            # Ranks that wait may not agree on a push.
-            self._while_waiting if works and dist.world_size() == 1 else None,
-            self._collected,
+            partial(call_hook, self.trainer, "on_collect_wait") if hears else None,
         )
 
     def _pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:
-        first, clock = tasks[0], self._module().clock
-        parts = self.engine, first.agent, grader_of(tasks), self._tokenizer, clock
-        return RolloutPipeline(*parts, by_name(tasks), first.plan)
-
-    def _source(self, tasks: Sequence[Task], fits: bool) -> GroupSource:
-        # Where one engine serves all ranks, rank 0 issues all groups.
-        alone = self.engine.serves_all_ranks
-        rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
-        count = self.groups_per_iteration
-        prompts: Prompts = self.train_prompts
-        if fits and self.trainer.overfit_batches:  # type: ignore[union-attr]
-            prompts = RepeatedPrompts(prompts, self._epoch() * count)
-        return GroupSource(
-            prompts,
-            count // ranks,
-            self.group_size,
-            self.sampling,
-            self.seed,
-            rank=rank,
-            ranks=ranks,
-            tasks=by_name(tasks),
-            plan=tasks[0].plan,
-        )
+        parts = self.engine, tasks[0].agent, grader_of(tasks), self._tokenizer
+        return RolloutPipeline(*parts, self._module().clock, tasks)
 
     def load_tokenizer(self, module: RolloutModule) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the module's model, with the ``chat_template_kwargs``."""
@@ -320,74 +289,48 @@ class RLDataModule(CollectingDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Stop all background work when a run fails or is interrupted."""
-        self._during_fit.close()
-        if self._collection is None:
-            return
         try:
-            self._collection.close(timeout=STOP_SECONDS)
+            if self._collection is not None:
+                self._collection.close(timeout=STOP_SECONDS)
         except TimeoutError:
             rank_zero_warn(
                 "rollouts in flight could not be stopped, because a reward or agent blocks"
             )
 
     def teardown(self, stage: str) -> None:
-        self._during_fit.close()
         if self._collection is not None:
             self._collection.close()
-        for agent in agents_of(self.tasks, self.agent):
-            agent.close()
-        self.engine.close()
-        for rewards in rewards_of(self.tasks):
-            rewards.close()
+        self._engine_start.close()
         if self.buffer is not None:
             self.buffer.close()
-        self._engine_start.close()
         if self.trainer is not None:
             leave_directory(self.trainer)
 
-    def train_dataloader(self) -> RolloutLoader:
+    def new_loader(self) -> RolloutLoader:
         module = self._module()
         for policy in module.policies.values():
             policy.learner.overlap = self._stream or NoOverlap()
-        self._loader = RolloutLoader(
+        return RolloutLoader(
             self.collect,
-            self._ready(),
+            self.collection,
             self.iterations_per_epoch,
             lambda: module.iteration,
             self._epoch(),
             list(module.roles),
         )
-        if self._loader_state is not None:
-            self._loader.load_state_dict(self._loader_state)
-            self._loader_state = None
-        return self._loader
 
-    # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
     def state_dict(self) -> dict[str, Any]:
-        return _states(loader=self._loader, **self._beside())
+        return super().state_dict() | self.collection.state_of_others()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loader_state = state_dict["loader"]
-        _load_states(state_dict, **self._beside())
-
-    def _beside(self) -> dict[str, Any]:
-        """Return what has a state beside the groups."""
-        given = None if self.demonstrations is None else self.demonstrations.prompts
-        return {"buffer": self.buffer, "demonstrations": given}
+        super().load_state_dict(state_dict)
+        self.collection.load_state_of_others(state_dict)
 
     def predict_dataloader(self) -> Any:
         """Return a loader of batches of graded rollouts, for ``lightning-rl rollout``."""
         return self.predict_series or LazyLoader(
             lambda place: self.collect(self.first_iteration + place), self.iterations_per_epoch
         )
-
-    def rollout_state(self) -> dict[str, Any]:
-        """Return the state of collecting without training, as primitives."""
-        return _states(batches=self._ready(), **self._beside() | {"buffer": None})
-
-    def load_rollout_state(self, state: dict[str, Any]) -> None:
-        """Resume where the state was taken, from ``first_iteration`` on."""
-        _load_states(state, batches=self._ready(), **self._beside() | {"buffer": None})
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
@@ -396,30 +339,26 @@ class RLDataModule(CollectingDataModule):
 
     def collect(self, iteration: int) -> list[Rollout]:
         """Generate and grade one iteration's rollouts, and notify the callbacks."""
-        module, trainer = self._module(), self.trainer
+        module, trainer, collection = self._module(), self.trainer, self.collection
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
+        last, length = self._last_iteration() or -1, self.iterations_per_epoch
+        epochs = -1 if last < 0 else -(-last // length)
+        state = TrainerState(iteration, last, iteration / length, epochs, dist.rank() == 0)
         before, self._began = self._began, time.monotonic()
-        for rewards in rewards_of(self.tasks):
+        for rewards in self._engine_start.rewards:
             if before is not None:
                 rewards.end_iteration(self._began - before)
-            rewards.state = self._reward_state(iteration)
-        versions = module.iteration, self._last_iteration(), module.role_versions
-        rollouts = self._ready().next(iteration, *versions).rollouts
-        if self.buffer is not None and trainer.state.fn == "fit":
-            module.record(self.buffer.metrics)
+            rewards.state = state
+        collected = collection.collect(iteration)
+        groups, metrics = collection.of_all_ranks(module.iteration, module.role_versions)
+        module.record(metrics)
+        self.generated = [rollout for group in groups for rollout in group]
+        call_hook(trainer, "on_collect_end", collected)
+        rollouts = collection.batch(iteration, module.iteration)
+        if collection.buffer is not None:
+            module.record(collection.buffer.metrics)
         return rollouts
-
-    def _while_waiting(self) -> None:
-        assert self.trainer is not None
-        call_hook(self.trainer, "on_collect_wait")
-
-    def _collected(self, batch: Batch) -> None:
-        """Record what was collected on all ranks, and show it to callbacks."""
-        assert self.trainer is not None
-        self._module().record(batch.metrics)
-        self.generated = [rollout for group in batch.groups for rollout in group]
-        call_hook(self.trainer, "on_collect_end", batch.rollouts)
 
     def _last_iteration(self) -> int | None:
         """Return the number of iterations after which the run ends; None if it has no limit."""
@@ -428,43 +367,22 @@ class RLDataModule(CollectingDataModule):
             return None
         return self._loader.first + epochs * self._epoch()
 
-    def _reward_state(self, iteration: int) -> TrainerState:
-        total, length = self._last_iteration() or -1, self.iterations_per_epoch
-        return TrainerState(
-            global_step=iteration,
-            max_steps=total,
-            epoch=iteration / length,
-            num_train_epochs=-1 if total < 0 else -(-total // length),
-            is_world_process_zero=dist.rank() == 0,
-        )
-
     def sync_state(self, trainer_version: int, policy: str = "") -> SyncState:
         """Return the state by which a sync schedule decides; may be called at any time.
 
         ``policy`` is the name of the policy whose version is asked for, if there are several.
         """
+        trainer = RunState.STOPPED
+        if self.trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING:
+            waits = self._module().clock.stage in ("generate", "reward", "sync")
+            trainer = RunState.WAITING if waits else RunState.RUNNING
         return SyncState(
             trainer_version,
             self.engine.of_policy(policy).version,
             run_async(self.collector.status()),
-            self._run_state(),
+            trainer,
             tuple(self.engine.replica_states()),
         )
-
-    def _run_state(self) -> RunState:
-        if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
-            return RunState.STOPPED
-        waits = self._module().clock.stage in ("generate", "reward", "sync")
-        return RunState.WAITING if waits else RunState.RUNNING
-
-    def before_sync(self) -> None:
-        """Let the collector prepare for a change of the engine's weights."""
-        with self._module().clock("generate"):
-            run_async(self._ready().collector.before_sync())
-
-    def after_sync(self) -> None:
-        """Let the collector continue with the new weights."""
-        run_async(self._ready().collector.after_sync())
 
     @property
     def evaluates(self) -> bool:
@@ -478,22 +396,11 @@ class RLDataModule(CollectingDataModule):
         """
         if self.evaluation is None:
             raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
-        with self._module().clock("eval"), self._ready().yielding():
+        with self._module().clock("eval"), self.collection.yielding():
             return self.held_out.run(self._pipeline(self.held_out.tasks))
 
     def scores(self, done: list[Rollout]) -> dict[str, dict[str, float]]:
         return self.held_out.scores(done)
-
-    def try_out(self, groups: int, group_size: int) -> list[Rollout]:
-        """Return graded rollouts of the first prompts, without using up any prompts of the
-        training.
-
-        Raises:
-            EngineError: if the engine is not ready, or fails.
-            RewardError: if too large a share of the rollouts could not be graded.
-        """
-        prompts = self.train_prompts.first(groups)
-        return self._ready().pipeline.run(prompts, group_size, self.sampling, self.seed)
 
     def peek(self, module: RolloutModule, groups: int = 2, group_size: int | None = None) -> Peek:
         """Return a small batch for inspection, e.g. in a notebook: collected, graded and packed.
@@ -517,15 +424,6 @@ class RLDataModule(CollectingDataModule):
         found: Peek = look(self, module, groups, group_size or self.group_size)
         return found
 
-    def _epoch(self) -> int:
-        """Return the number of iterations in an epoch, within the Trainer's limits."""
-        length = self.iterations_per_epoch
-        return length if self.trainer is None else limited_epoch(self.trainer, length)
-
-    def _ready(self) -> Collection:
-        assert self._collection is not None, "setup() comes first"
-        return self._collection
-
     def _module(self) -> RolloutModule:
         if self.trainer is None:
             raise ConfigError(
@@ -539,14 +437,3 @@ class RLDataModule(CollectingDataModule):
                 f"{type(module).__name__}; for supervised training use SFTDataModule"
             )
         return module
-
-
-def _states(**parts: Any) -> dict[str, Any]:
-    """Return the state of each part; None for a part that is None."""
-    return {name: None if part is None else part.state_dict() for name, part in parts.items()}
-
-
-def _load_states(states: dict[str, Any], **parts: Any) -> None:
-    for name, part in parts.items():
-        if part is not None and states.get(name) is not None:
-            part.load_state_dict(states[name])

@@ -344,7 +344,7 @@ def simulate(
             num_groups,
             group_size,
             sampling,
-            iterations=None if ahead else iterations,
+            iterations=lambda: None if ahead else iterations,
         )
         selection = GroupSelection(list(filters), 1000, refill_seconds, refill_seconds is not None)
         collection = Collection(pipeline, collector, source, selection)

@@ -180,7 +180,8 @@ class RolloutWriter(RLCallback):
                     f"now it is {value!r}; choose another file, or set it back to continue this one"
                 )
         datamodule.first_iteration = int(progress["iterations"])
-        datamodule.load_rollout_state(progress["state"])
+        datamodule.collection.load_shares([progress["state"]["batches"]])
+        datamodule.collection.load_state_of_others(progress["state"])
 
     def on_predict_batch_end(
         self,
@@ -192,11 +193,11 @@ class RolloutWriter(RLCallback):
         dataloader_idx: int = 0,
     ) -> None:
         datamodule = self.rl_data_of(trainer)
-        iteration = datamodule.first_iteration + batch_idx + 1
+        iteration, collection = datamodule.first_iteration + batch_idx + 1, datamodule.collection
         progress = {
             "iterations": iteration,
             "origin": _origin(datamodule, self.rollout_module_of(pl_module)),
-            "state": datamodule.rollout_state(),
+            "state": {"batches": collection.state_dict()} | collection.state_of_others(),
         }
         self.file.append(outputs, iteration, progress)
         self.written += len(outputs)

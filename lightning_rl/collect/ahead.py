@@ -203,13 +203,8 @@ class WorkingAhead(Collector):
 
     def _to_come(self) -> float:
         """Groups that the run can still train on."""
-        if self.source.iterations is None:
-            return math.inf
-        return self._slots(self.source.iterations - 1, self._missing)
-
-    async def _finish(self, group: Group) -> None:
-        await self.pipeline.generate([group], self.source.sampling)
-        await self.pipeline.rewards.grade_ahead([group])
+        last = self.source.iterations()
+        return math.inf if last is None else self._slots(last - 1, self._missing)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         group = self._running.pop(task, None)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_rl.collect.loader import LazyLoader
+from lightning_rl.collect.loader import EpochLoader, LazyLoader, limited_epoch
 from lightning_rl.run.files.rundir import require_writable_dirs
 
 
@@ -34,6 +34,9 @@ class CollectingDataModule(LightningDataModule, ABC):
     """
     collects = "rollout"
     """What this data module collects, as a singular noun."""
+    iterations_per_epoch: int
+    _loader: EpochLoader | None = None
+    _loader_state: dict[str, Any] | None = None  # of a checkpoint, for the next loader
 
     def hanging(self) -> Hanging | None:
         """Return the call of a reward or an environment that is running in its own thread; None if
@@ -76,6 +79,30 @@ class CollectingDataModule(LightningDataModule, ABC):
         """Fail early if loggers cannot create their directories."""
         if self.trainer is not None and self.trainer.state.fn == "fit":
             require_writable_dirs(self.trainer)
+
+    def new_loader(self) -> EpochLoader:
+        """Return a loader of a run's iterations, for the default ``train_dataloader``."""
+        raise NotImplementedError(f"{type(self).__name__}.new_loader")
+
+    def train_dataloader(self) -> Any:
+        """Return a new loader, which resumes where the checkpoint of this run was taken."""
+        self._loader = self.new_loader()
+        if self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)
+            self._loader_state = None
+        return self._loader
+
+    # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": None if self._loader is None else self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loader_state = state_dict["loader"]
+
+    def _epoch(self) -> int:
+        """Return the number of iterations in an epoch, within the Trainer's limits."""
+        length = self.iterations_per_epoch
+        return length if self.trainer is None else limited_epoch(self.trainer, length)
 
     def val_dataloader(self) -> Any:
         """Return a loader of one evaluation, or [] during ``fit``.

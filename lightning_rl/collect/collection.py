@@ -4,8 +4,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 from lightning_rl.collect.collector import Collector
@@ -19,29 +19,15 @@ from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.rollout import Group, Prompt, Rollout
 from lightning_rl.run.loop.background import run_async, runtime
 from lightning_rl.run.processes import dist
-from lightning_rl.run.processes.cores import beside_engine
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rollouts, groups and metrics that one iteration collected.
-
-    Args:
-        rollouts: this rank's rollouts to train on.
-        groups: all ranks' groups as they were graded, in the order of their places; on several
-            ranks without logprobs, and of prompts only the id.
-        metrics: the metrics of these groups.
-    """
-
-    rollouts: list[Rollout]
-    groups: list[Group]
-    metrics: dict[str, float]
+from lightning_rl.run.processes.cores import beside_engine, switching_often
 
 
 class Collection:
     """Collects the batches of a run: takes graded groups from a collector, and selects among them.
 
-    ``next`` gives one iteration's batch, and ``state_dict`` everything that a later one needs.
+    For each iteration ``collect`` gives the groups that filters keep, ``of_all_ranks`` those of
+    every rank as they were graded, and ``batch`` what to train on. ``state_dict`` has everything
+    that a later batch needs.
 
     Attributes describe the last batch: the ``selection`` of its groups, all rollouts ``generated``,
     and the ``seconds`` that they took. A collector that works while the trainer trains has had the
@@ -56,8 +42,6 @@ class Collection:
         demonstrations: are imitated beside the groups; None: none.
         stream: works on complete groups while the others are generated; None: nothing does.
         meanwhile: called again and again while a batch is awaited; may push weights.
-        collected: called with the groups just collected, before older ones and demonstrations
-            join them; may change their rewards.
     """
 
     def __init__(
@@ -70,7 +54,6 @@ class Collection:
         demonstrations: DemonstrationRows | None = None,
         stream: Consumer | None = None,
         meanwhile: Callable[[], None] | None = None,
-        collected: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
         self.pipeline = pipeline
         self.collector = collector
@@ -80,9 +63,9 @@ class Collection:
         self.demonstrations = demonstrations
         self._stream = stream
         self._meanwhile = meanwhile
-        self._collected = collected
         self._acked: float | None = None
         self._cancelled: int | None = None  # tokens of cancelled requests, when last counted
+        self._until_closed = ExitStack()
         self.clear()
         collector.bind(pipeline, source, self.selection if self.selection.filters else None)
 
@@ -93,21 +76,10 @@ class Collection:
         self.seconds = 0.0
         self._ahead: dict[str, float] = {}
 
-    def next(
-        self,
-        iteration: int,
-        version: int,
-        last: int | None = None,
-        versions: Mapping[str, int] | None = None,
-    ) -> Batch:
-        """Return what an iteration trains on.
+    def collect(self, iteration: int) -> list[Rollout]:
+        """Return this rank's share of the groups that all filters keep; held until ``ack``.
 
-        Args:
-            iteration: its number, from 0 on.
-            version: the version of the trainer's weights.
-            last: number of iterations of the run, beyond which no collector works ahead; None: no
-                limit.
-            versions: the versions of several policies, by the roles that they play.
+        Iterations are counted from 0 on.
 
         Raises:
             EngineError: if the engine is not ready, or fails.
@@ -116,10 +88,24 @@ class Collection:
         """
         if self._stream is not None:
             self._stream.begin(self.source.num_groups)
-        rollouts = self.collect(iteration, last)
-        groups, metrics = self.of_all_ranks(version, versions)
-        batch = Batch(rollouts, groups, metrics | self.observe(groups))
-        self._collected(batch)
+        self.clear()
+        engine = self.pipeline.engine
+        if self._cancelled is None:
+            self._cancelled = engine.cancelled_tokens
+            if self.collector.works_between_batches:
+                self._until_closed.enter_context(switching_often())
+        with dist.every_rank():
+            if drives_engine(engine):
+                self._fill(iteration)
+        if engine.serves_all_ranks:
+            self.selection.kept = dist.scatter(self.selection.kept)
+        return self.rollouts
+
+    def batch(self, iteration: int, version: int) -> list[Rollout]:
+        """Return this rank's rollouts to train on: those collected, older ones and demonstrations.
+
+        ``version`` is that of the trainer's weights. The collector can start the next batch.
+        """
         groups = list(map(self._finished, self.selection.kept))
         if self.buffer is not None:
             groups = self.buffer.exchange(groups, version)
@@ -129,21 +115,7 @@ class Collection:
         self.ack()
         if self._stream is not None:
             self._stream.finish([rollout for rollout in rollouts if rollout.graded])
-        return replace(batch, rollouts=rollouts)
-
-    def collect(self, iteration: int, last: int | None = None) -> list[Rollout]:
-        """Return this rank's share of the groups that all filters keep; held until ``ack``."""
-        self.clear()
-        self.source.iterations = last
-        engine = self.pipeline.engine
-        if self._cancelled is None:
-            self._cancelled = engine.cancelled_tokens
-        with dist.every_rank():
-            if drives_engine(engine):
-                self._fill(iteration)
-        if engine.serves_all_ranks:
-            self.selection.kept = dist.scatter(self.selection.kept)
-        return self.rollouts
+        return rollouts
 
     def _fill(self, iteration: int) -> None:
         self.pipeline.engine.require_ready()
@@ -162,26 +134,21 @@ class Collection:
         if self.collector.works_between_batches and since is not None:
             begin, self._acked = since, None
         with self.pipeline.clock("generate"):
-            if self._stream is not None and isinstance(self.collector, StreamedCollector):
-                seconds = self._work_ahead(self.collector, iteration, count, seconds, self._stream)
+            if self._stream is not None:
+                seconds = self._work_ahead(self._stream, iteration, count, seconds)
             groups = run_async(self.in_loop(iteration, count, seconds), meanwhile=self._meanwhile)
         self.seconds += time.perf_counter() - begin
         self.pipeline.grade(groups)
         return groups
 
-    def _work_ahead(
-        self,
-        collector: StreamedCollector,
-        iteration: int,
-        count: int,
-        seconds: float,
-        stream: Consumer,
-    ) -> float:
+    def _work_ahead(self, stream: Consumer, iteration: int, count: int, seconds: float) -> float:
         """Let the stream work on groups that filters keep, until all are complete.
 
         Returns:
             How many of the seconds are left; 0 if they were over before all were complete.
         """
+        collector = self.collector
+        assert isinstance(collector, StreamedCollector)
 
         async def begin() -> list[Group]:
             self.source.begin(iteration)
@@ -240,24 +207,30 @@ class Collection:
     ) -> tuple[list[Group], dict[str, float]]:
         """Return every rank's groups of the last batch in the order of their places, and metrics.
 
-        On several ranks they come without logprobs, and of prompts only the id: less to send.
+        On several ranks they come without logprobs, and of prompts only the id: less to send. The
+        prompts learn from them, after the same number of draws on all ranks.
+
+        Args:
+            version: the version of the trainer's weights.
+            versions: those of several policies, by the roles that they play.
         """
         groups = in_groups(self.generated)
         if dist.world_size() > 1:
             light = [[_without_logprobs(rollout) for rollout in group] for group in groups]
             groups = dist.interleaved(dist.gather(light))
-        rollouts = [rollout for group in groups for rollout in group]
-        counted = [rollout for rollout in rollouts if rollout.trained]
+        of_groups = [[rollout for rollout in group if rollout.trained] for group in groups]
+        counted = [rollout for group in of_groups for rollout in group]
         metrics = rollout_metrics(counted, dist.all_reduce_max(self.seconds), version, versions)
         summed = dist.all_reduce_sum(self.metrics() | {"cancelled": self._count_cancelled()})
-        return groups, metrics | waste_metrics(counted, int(summed.pop("cancelled"))) | summed
+        metrics |= waste_metrics(counted, int(summed.pop("cancelled")))
+        return groups, metrics | summed | self._observe(of_groups)
 
     def _count_cancelled(self) -> float:
         """Return how many tokens cancelled requests have left behind since the last batch."""
         before, self._cancelled = self._cancelled or 0, self.pipeline.engine.cancelled_tokens
         return float(self._cancelled - before)
 
-    def observe(self, groups: Sequence[Group]) -> dict[str, float]:
+    def _observe(self, groups: Sequence[Group]) -> dict[str, float]:
         """Show the prompts all ranks' groups, after the same number of draws; return their metrics.
 
         Filters make ranks draw more or fewer prompts, and what works ahead draws at any time. A
@@ -267,13 +240,12 @@ class Collection:
         async def in_loop() -> None:  # where prompts are drawn: none is, while ranks agree
             if not self.pipeline.engine.serves_all_ranks:
                 self.source.catch_up(int(dist.all_reduce_max(self.source.drawn)))
-            prompts.observe(counted)
+            prompts.observe(groups)
 
         prompts = self.source.prompts
-        counted = [[rollout for rollout in group if rollout.trained] for group in groups]
         run_async(in_loop())
         dropped = {"data/prompts_dropped": float(prompts.dropped)} if prompts.dropped else {}
-        return set_metrics(counted, prompts.shares()) | dropped
+        return set_metrics(groups, prompts.shares()) | dropped
 
     def ack(self) -> None:
         """Acknowledge the batch, so that the collector can start the next one."""
@@ -321,9 +293,20 @@ class Collection:
             }
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state of one process was taken."""
-        self.load_shares([state])
+    def state_of_others(self) -> dict[str, Any]:
+        """Return the state of the buffer and of the demonstrations, which no rank has to itself."""
+        parts = self._others().items()
+        return {name: None if part is None else part.state_dict() for name, part in parts}
+
+    def load_state_of_others(self, state: Mapping[str, Any]) -> None:
+        """Resume the buffer and the demonstrations where they stood."""
+        for name, part in self._others().items():
+            if part is not None and state.get(name) is not None:
+                part.load_state_dict(state[name])
+
+    def _others(self) -> dict[str, Any]:
+        rows = self.demonstrations
+        return {"buffer": self.buffer, "demonstrations": None if rows is None else rows.prompts}
 
     def close(self, timeout: float | None = None) -> None:
         """Stop what is in flight; it stays in the state.
@@ -331,6 +314,7 @@ class Collection:
         Raises:
             TimeoutError: if something blocks the loop for longer than ``timeout`` seconds.
         """
+        self._until_closed.close()
         run_async(self.collector.close(), timeout)
 
 

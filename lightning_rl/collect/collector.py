@@ -94,6 +94,11 @@ class Collector(ABC):
         self._issued[group[0].group_id] = group
         return group
 
+    async def _finish(self, group: Group, gate: asyncio.Semaphore | None = None) -> None:
+        """Generate a group that was issued, and grade it as soon as it is complete."""
+        await self.pipeline.generate([group], self.source.sampling, gate)
+        await self.pipeline.rewards.grade_ahead([group])
+
     def _drop(self, group: Group, status: RolloutStatus) -> None:
         """Give up a group that was issued, with this status, and that nobody works on any more."""
         for rollout in group:
@@ -244,7 +249,7 @@ class SyncCollector(Collector):
 
         def begin() -> asyncio.Task[None]:
             group = self.issue()
-            task = asyncio.create_task(self._generate_and_grade(group, gate))
+            task = asyncio.create_task(self._finish(group, gate))
             groups[task] = group
             return task
 
@@ -270,10 +275,6 @@ class SyncCollector(Collector):
         for group in [group for task, group in groups.items() if task in running]:
             self._expire(group)
         return [group for task, group in groups.items() if task not in running]
-
-    async def _generate_and_grade(self, group: Group, gate: asyncio.Semaphore) -> None:
-        await self.pipeline.generate([group], self.source.sampling, gate)
-        await self.pipeline.rewards.grade_ahead([group])
 
 
 class GroupFilter(ABC):

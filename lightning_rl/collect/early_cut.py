@@ -12,6 +12,7 @@ from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Group, Prompt, RolloutStatus, primitives
+from lightning_rl.run.loop.background import cancel_here
 
 
 @configurable
@@ -189,9 +190,7 @@ class TailBatchingCollector(Collector):
                     task.result()  # raises what went wrong
                     finished.append(tasks.pop(task))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_here(tasks)
         return {group[0].group_id for group in finished[:count]}
 
     def _next_or_again(self) -> Group:

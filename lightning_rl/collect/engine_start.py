@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_rl.agents.base import Agent
 from lightning_rl.collect.tasks import Task
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.models.model_files import positions_in
@@ -15,44 +16,58 @@ from lightning_rl.run.processes.dist import announced
 
 
 class EngineStart:
-    """Starts an engine on the ranks that drive it, from a folder without weights."""
+    """Starts an engine on the ranks that drive it, from a folder without weights.
 
-    def __init__(self) -> None:
+    ``agents`` and ``rewards`` are those of the tasks, each once, which are closed with the engine.
+
+    Args:
+        engine: the engine.
+        tasks: the tasks whose requests it answers.
+        agent: one more agent, such as the tasks' default.
+    """
+
+    def __init__(self, engine: Engine, tasks: Sequence[Task], agent: Agent) -> None:
+        self.engine = engine
+        self.tasks = tasks
+        agents = (agent, *(task.agent for task in tasks))
+        self.agents = list({id(one): one for one in agents}.values())
+        self.rewards = list(dict.fromkeys(task.rewards for task in tasks))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def start(
-        self,
-        engine: Engine,
-        tasks: Sequence[Task],
-        save: Callable[[str], None],
-        trust_remote_code: bool,
-    ) -> int:
-        """Start the engine unless it runs; return its maximum length in tokens, on all ranks.
+    def start(self, save: Callable[[str], None], trust_remote_code: bool) -> None:
+        """Start the engine unless it runs, and limit the tasks' prompts to what its maximum length
+        leaves beside completions.
 
         Args:
-            engine: the engine.
-            tasks: the tasks whose requests it answers.
             save: writes configuration and tokenizer into a folder.
             trust_remote_code: whether the engine may run code that comes with the model.
 
         Raises:
+            ConfigError: naming the prompt set whose completions leave no room.
             EngineError: if it does not start.
         """
-        length = 0
+        engine, length = self.engine, 0
         with dist.every_rank():
             if drives_engine(engine):
                 if not engine.running:
                     self._folder = tempfile.TemporaryDirectory(prefix="lightning_rl_")
                     save(self._folder.name)
                     engine.trust_remote_code = trust_remote_code
-                    follow_requests(engine, tasks, Path(self._folder.name))
+                    follow_requests(engine, self.tasks, Path(self._folder.name))
                     with announced(engine.starting):
                         engine.start(Path(self._folder.name))
                 length = engine.max_length
-        return dist.from_rank_zero(length)
+        length = dist.from_rank_zero(length)
+        for task in self.tasks:
+            task.prompts.bound(task.room_within(length))
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Close the agents, the engine and the rewards, and remove the folder."""
+        for agent in self.agents:
+            agent.close()
+        self.engine.close()
+        for rewards in self.rewards:
+            rewards.close()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -114,27 +114,20 @@ class RolloutLoader(EpochLoader):
         self._source = source
         self.first = trained()  # a second fit goes on counting, and so with other seeds
         self._collected = self.first
-        self._current: list[Rollout] = []  # what was handed out last
+        self.current: list[Rollout] = []
+        """The rollouts of the last batch, including those that were not packed."""
         self._pending: list[Rollout] = []  # the same, while it is not being replaced
         self._restored: list[Rollout] = []  # from a checkpoint, to be handed out first
 
     def next(self) -> TensorDict:
         self._pending = []
-        self._current = self._restored or self._collect_next()
-        self._restored = []
-        batch = pack_rollouts(trainable(self._current), self._current, self._roles)
-        self._pending = self._current
+        if not self._restored:
+            self._restored = self._collect(self._collected)
+            self._collected += 1
+        self.current, self._restored = self._restored, []
+        batch = pack_rollouts(trainable(self.current), self.current, self._roles)
+        self._pending = self.current
         return batch
-
-    def _collect_next(self) -> list[Rollout]:
-        rollouts = self._collect(self._collected)
-        self._collected += 1
-        return rollouts
-
-    @property
-    def current(self) -> list[Rollout]:
-        """The rollouts of the last batch, including those that were not packed."""
-        return self._current
 
     def own_state(self) -> dict[str, Any]:
         pending = self._restored or (self._pending if self.untrained else [])

@@ -4,7 +4,7 @@ import asyncio
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, groupby, islice
 from traceback import walk_tb
@@ -49,11 +49,11 @@ class GroupSource:
         group_size: rollouts per group (G).
         sampling: sampling settings of all rollouts.
         seed: the seed from which the seed of every rollout is derived.
-        iterations: number of iterations of the run, beyond which no collector works ahead; None: no
-            limit.
+        iterations: returns the number of iterations of the run, beyond which no collector works
+            ahead; None: no limit.
         rank: index of this rank among ``ranks``.
         ranks: number of ranks that share the prompts.
-        tasks: tasks with their own sampling, by the name of their prompt set.
+        tasks: what the prompts of their sets get instead of these settings.
         plan: plans the groups of prompts that belong to no task.
     """
 
@@ -64,10 +64,10 @@ class GroupSource:
         group_size: int,
         sampling: Sampling,
         seed: int = 0,
-        iterations: int | None = None,
+        iterations: Callable[[], int | None] = lambda: None,
         rank: int = 0,
         ranks: int = 1,
-        tasks: Mapping[str, Task] | None = None,
+        tasks: Sequence[Task] = (),
         plan: GroupPlan | None = None,
     ) -> None:
         self.prompts = prompts
@@ -78,7 +78,7 @@ class GroupSource:
         self.iterations = iterations
         self.rank = rank
         self.ranks = ranks
-        self.tasks = tasks or {}
+        self._by_set = {task.name: task for task in tasks}
         self.plan = plan or GroupPlan()
         self.iteration = 0
         self.drawn = 0
@@ -118,7 +118,7 @@ class GroupSource:
 
     def by_prompt(self, prompt: Prompt) -> "GroupSource | Task":
         """Return what a prompt's group size, sampling and plan are set in."""
-        return self.tasks.get(prompt.set, self)
+        return self._by_set.get(prompt.set, self)
 
     def give_back(self, prompt: Prompt) -> None:
         """Issue a prompt again later, because its group was given up."""
@@ -168,8 +168,8 @@ class GroupSource:
 class RolloutPipeline:
     """Generates and grades rollouts. It needs no Trainer, so your own scripts can use it.
 
-    ``clock`` times the stages. ``tasks`` holds the named prompt sets that have their own agent and
-    sampling, by name. ``plan`` adds rollouts to the groups of all other prompts.
+    ``clock`` times the stages. ``tasks`` tells the agent, sampling and plan of the prompts of their
+    sets; ``plan`` adds rollouts to the groups of all other prompts.
     """
 
     engine: Engine
@@ -177,10 +177,11 @@ class RolloutPipeline:
     rewards: Rewards | RewardsBySet
     tokenizer: PreTrainedTokenizerBase
     clock: StageClock = field(default_factory=StageClock)
-    tasks: Mapping[str, Task] = field(default_factory=dict)
+    tasks: Sequence[Task] = ()
     plan: GroupPlan = field(default_factory=GroupPlan)
 
     def __post_init__(self) -> None:
+        self._by_set = {task.name: task for task in self.tasks}
         self.rewards.configure(self.tokenizer)
 
     def run(
@@ -289,7 +290,7 @@ class RolloutPipeline:
 
     def _by(self, prompt: Prompt, sampling: Sampling) -> tuple[Agent, Sampling, GroupPlan]:
         """Return a prompt's agent, sampling settings (by default ``sampling``) and plan."""
-        if (task := self.tasks.get(prompt.set)) is not None:
+        if (task := self._by_set.get(prompt.set)) is not None:
             return task.agent, task.sampling, task.plan
         return self.agent, sampling, self.plan
 

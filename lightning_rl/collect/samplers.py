@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -221,7 +222,6 @@ class Mixed(Sampler):
         self.demonstration_path = demonstration_path
         self.demonstration_reward = demonstration_reward
         self.pick = pick or Uniform()
-        self._demonstrations: list[Group] | None = None
 
     @property
     def gives_demonstrations(self) -> bool:
@@ -239,7 +239,7 @@ class Mixed(Sampler):
         count = round(fresh * self.demonstration / (1 - self.replayed - self.demonstration))
         if count == 0:
             return []
-        known = self._load()
+        known = self._known
         drawn = random.choice(len(known), size=min(count, len(known)), replace=False)
         return [known[i] for i in sorted(drawn)]
 
@@ -252,13 +252,10 @@ class Mixed(Sampler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.pick.load_state_dict(state)
 
-    def _load(self) -> list[Group]:
-        if self._demonstrations is None:
-            assert self.demonstration_path is not None
-            self._demonstrations = _read_demonstrations(
-                self.demonstration_path, self.demonstration_reward
-            )
-        return self._demonstrations
+    @cached_property
+    def _known(self) -> list[Group]:
+        assert self.demonstration_path is not None
+        return _read_demonstrations(self.demonstration_path, self.demonstration_reward)
 
 
 def _read_demonstrations(path: str, least: float | None) -> list[Group]:

@@ -201,33 +201,27 @@ def _share(flags: object) -> float:
     return sum(values) / len(values)
 
 
-SuccessReward = float | Mapping[str, float | None]
-"""The reward from which a rollout is correct: of all prompts, or by set; None: no reward is."""
-
-
 def evaluation_metrics(
-    rollouts: Sequence[Rollout], success_reward: SuccessReward
+    rollouts: Sequence[Rollout], success_reward: Mapping[str, float | None]
 ) -> dict[str, float]:
     """Return ``eval/*``: accuracy, reward, length, truncated share and pass@k, k = 2, 4, ... <= n.
 
-    A rollout is correct if its reward reaches ``success_reward``; one that could not be generated
-    or graded counts as wrong. Accuracy is the mean over all rollouts, which is pass@1 with n
-    samples per prompt. Where a reward gives the ``extra`` ``answer`` (:data:`ANSWER`), there is
-    maj@k too. Each of these has its 95 % interval over prompts, ``_low`` and ``_high``. If
-    ``success_reward`` is a mapping, it has one value per prompt set, and ``eval/<set>/*`` are the
-    metrics of each named set; a set without rollouts is left out. A set whose value is None has no
-    accuracy, pass@k or maj@k, and does not count in those of the whole. If the reward has several
-    parts, ``eval/reward/<part>`` are their means.
+    A rollout is correct if its reward reaches its set's ``success_reward``; one that could not be
+    generated or graded counts as wrong. Accuracy is the mean over all rollouts, which is pass@1
+    with n samples per prompt. Where a reward gives the ``extra`` ``answer`` (:data:`ANSWER`), there
+    is maj@k too. Each of these has its 95 % interval over prompts, ``_low`` and ``_high``.
+    ``eval/<set>/*`` are the metrics of each named set; a set without rollouts is left out. A set
+    whose value is None has no accuracy, pass@k or maj@k, and does not count in those of the whole.
+    If the reward has several parts, ``eval/reward/<part>`` are their means.
 
     Raises:
         DataError: without any rollouts, or for a rollout of a set without ``success_reward``.
     """
     if not rollouts:
         raise DataError("there are no rollouts to evaluate; generate some, e.g. with evaluate()")
-    names = [name for name in success_reward if name] if isinstance(success_reward, Mapping) else []
     right = [_is_right(rollout, success_reward) for rollout in rollouts]
     metrics = _held_out("eval", rollouts, right)
-    for name in names:
+    for name in filter(None, success_reward):
         mine = [i for i, rollout in enumerate(rollouts) if rollout.prompt.set == name]
         if mine:
             own = [rollouts[i] for i in mine], [right[i] for i in mine]
@@ -235,19 +229,17 @@ def evaluation_metrics(
     return metrics
 
 
-def _is_right(rollout: Rollout, success_reward: SuccessReward) -> bool | None:
+def _is_right(rollout: Rollout, success_reward: Mapping[str, float | None]) -> bool | None:
     """Tell whether a rollout is correct; None if no rollout of its set can be."""
-    if isinstance(success_reward, Mapping):
-        if rollout.prompt.set not in success_reward:
-            raise DataError(
-                f"rollout {rollout.id} belongs to the prompt set {rollout.prompt.set!r}, which has "
-                f"no success_reward; the sets with one are {', '.join(map(repr, success_reward))}"
-            )
-        bar = success_reward[rollout.prompt.set]
-        if bar is None:
-            return None
-        success_reward = bar
-    return rollout.completed and rollout.reward is not None and rollout.reward >= success_reward
+    if rollout.prompt.set not in success_reward:
+        raise DataError(
+            f"rollout {rollout.id} belongs to the prompt set {rollout.prompt.set!r}, which has "
+            f"no success_reward; the sets with one are {', '.join(map(repr, success_reward))}"
+        )
+    bar = success_reward[rollout.prompt.set]
+    if bar is None:
+        return None
+    return rollout.completed and rollout.reward is not None and rollout.reward >= bar
 
 
 def _held_out(
@@ -320,7 +312,7 @@ def _share_metrics(
 
 
 def scores_by_prompt(
-    rollouts: Sequence[Rollout], success_reward: SuccessReward
+    rollouts: Sequence[Rollout], success_reward: Mapping[str, float | None]
 ) -> dict[str, dict[str, float]]:
     """Return ``accuracy`` and ``reward`` of each prompt that has them, by its key; ungraded
     rollouts have no reward.

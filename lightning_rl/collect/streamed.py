@@ -62,7 +62,7 @@ class StreamedCollector(Collector):
         self._complete, self._progress = [], asyncio.Event()
         gate = asyncio.Semaphore(self.max_groups_in_flight or count)
         for place in sorted(range(count), key=lambda place: place not in first):
-            task = asyncio.create_task(self._finish(self._groups[place], gate))
+            task = asyncio.create_task(self._finish_in_turn(self._groups[place], gate))
             self._tasks[task] = place
             task.add_done_callback(self._on_done)
         return self._groups
@@ -97,7 +97,7 @@ class StreamedCollector(Collector):
         await self._cancel()
         await super().close()
 
-    async def _finish(self, group: Group, gate: asyncio.Semaphore) -> None:
+    async def _finish_in_turn(self, group: Group, gate: asyncio.Semaphore) -> None:
         async with gate:
             await self.pipeline.generate([group], self.source.sampling)
         await self.pipeline.rewards.grade_ahead([group])

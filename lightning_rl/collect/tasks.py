@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_rl.agents.base import Agent, new_rollouts
-from lightning_rl.collect.base import Hanging
 from lightning_rl.collect.mixture import Mixture, PromptSet, naming
 from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.prompts import PromptDataset
@@ -128,38 +127,3 @@ def grader_of(tasks: Sequence[Task]) -> Rewards | RewardsBySet:
     if not tasks[0].name:
         return tasks[0].rewards
     return RewardsBySet({task.name: task.rewards for task in tasks})
-
-
-def by_name(tasks: Sequence[Task]) -> dict[str, Task]:
-    """Return tasks by the name of their prompt set; an unnamed task is left out."""
-    return {task.name: task for task in tasks if task.name}
-
-
-def agents_of(tasks: Sequence[Task], *others: Agent) -> list[Agent]:
-    """Return the agents of all tasks, and others before them, without duplicates."""
-    agents = (*others, *(task.agent for task in tasks))
-    return list({id(agent): agent for agent in agents}.values())
-
-
-def rewards_of(tasks: Sequence[Task]) -> list[Rewards]:
-    """Return the rewards of all tasks, without duplicates."""
-    return list(dict.fromkeys(task.rewards for task in tasks))
-
-
-def hanging_reward(tasks: Sequence[Task]) -> Hanging | None:
-    """Return the reward of these tasks that is being called in its own thread; None if none is."""
-    found = next((call for rewards in rewards_of(tasks) if (call := rewards.hanging())), None)
-    if found is None:
-        return None
-    advice = "Isolated gives a reward a time limit; if it may take that long"
-    return Hanging(f"reward {found[0]}", found[1], advice)
-
-
-def bound_prompts(tasks: Sequence[Task], max_length: int) -> None:
-    """Limit the tasks' prompts to what an engine's ``max_length`` tokens leave beside completions.
-
-    Raises:
-        ConfigError: naming the prompt set whose completions leave no room.
-    """
-    for task in tasks:
-        task.prompts.bound(task.room_within(max_length))

@@ -8,7 +8,6 @@ from lightning.pytorch import LightningModule
 from tensordict import TensorDict
 
 from lightning_rl.collect.base import CollectingDataModule, Hanging
-from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
 from lightning_rl.envs.batches import handed_out, too_short
@@ -122,18 +121,14 @@ class EnvDataModule(CollectingDataModule):
         self.threads = threads
         self.seed = run_seed(seed)
         self.collector = collector or collector_of(env, max_episode_length, max_step_seconds)
-        self.player = (
-            self.collector
-            if eval_env is None
-            else collector_of(eval_env, max_episode_length, max_step_seconds)
-        )
-        """The collector that plays evaluation episodes."""
         self.collector.greedy = greedy
         self.calls = Watch(self.collector, env.name)
         """Runs the collector's calls, so that a hanging step does not hang the run."""
-        self.player_calls = self.calls if eval_env is None else Watch(self.player, eval_env.name)
-        self._loader: EnvLoader | None = None
-        self._loader_state: dict[str, Any] | None = None
+        self.player_calls = self.calls
+        """Runs those of the collector that plays evaluation episodes."""
+        if eval_env is not None:
+            player = collector_of(eval_env, max_episode_length, max_step_seconds)
+            self.player_calls = Watch(player, eval_env.name)
         self.episodes: Sequence[EnvEpisode] = ()
         """All ranks' episodes that ended in the last batch."""
 
@@ -172,35 +167,24 @@ class EnvDataModule(CollectingDataModule):
         own = self.num_envs // ranks
         with dist.every_rank():
             self.calls.start(self.seed, dist.rank() * own, own)
-            if self.player is not self.collector:
+            if self.player_calls is not self.calls:
                 self.player_calls.start(self.seed, 0, None)
-                require_same(self.collector.agents, self.player.agents)
+                require_same(self.collector.agents, self.player_calls.collector.agents)
         if self.judged_agent is not None and self.judged_agent not in self.spaces:
             raise ConfigError(
                 f"judged_agent={self.judged_agent!r} does not exist; the environment has "
                 f"{', '.join(self.spaces)}"
             )
 
-    def train_dataloader(self) -> EnvLoader:
+    def new_loader(self) -> EnvLoader:
         module = self._module()
-        self._loader = EnvLoader(
+        return EnvLoader(
             self.collect,
             self.collector,
             self.iterations_per_epoch,
             self._epoch(),
             lambda: module.iteration,
         )
-        if self._loader_state is not None:
-            self._loader.load_state_dict(self._loader_state)
-            self._loader_state = None
-        return self._loader
-
-    # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
-    def state_dict(self) -> dict[str, Any]:
-        return {"loader": None if self._loader is None else self._loader.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loader_state = state_dict["loader"]
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         # What is there already need not be looked through, tensor by tensor.
@@ -219,7 +203,7 @@ class EnvDataModule(CollectingDataModule):
     def close(self) -> None:
         """Close all environments and their processes."""
         self.calls.close()
-        if self.player is not self.collector:
+        if self.player_calls is not self.calls:
             self.player_calls.close()
 
     # ---------------------------------------------------------------- collecting
@@ -280,11 +264,11 @@ class EnvDataModule(CollectingDataModule):
 
     def _play(self, seeds: Sequence[int], render: bool = False) -> list[EnvEpisode]:
         """Play separate episodes, in the precision that the agents train in."""
-        module, trainer = self._module(), self.trainer
+        module, trainer, player = self._module(), self.trainer, self.player_calls.collector
         assert trainer is not None
         with module.clock("eval"):
             return self.player_calls(
-                lambda: self.player.play(module.agents, seeds, self.eval_greedy, render),
+                lambda: player.play(module.agents, seeds, self.eval_greedy, render),
                 trainer.precision_plugin.forward_context,
             )
 
@@ -322,10 +306,6 @@ class EnvDataModule(CollectingDataModule):
         if self.collector.exact:
             lines.append(f"a resumed run will not be bit-equal: {self.collector.exact}")
         return lines
-
-    def _epoch(self) -> int:
-        length = self.iterations_per_epoch
-        return length if self.trainer is None else limited_epoch(self.trainer, length)
 
     def _module(self) -> EnvModule:
         module = None if self.trainer is None else self.trainer.lightning_module

@@ -149,7 +149,7 @@ def test_a_resumed_run_trains_on_no_prompt_twice_and_skips_none(tiny_model, tmp_
     trained = [r["prompt"]["prompt"] for batch in batches.values() for r in batch]
     trained = trained[:: SMALL["group_size"]]
     assert len(trained) == len(set(trained)) == ITERATIONS * SMALL["groups_per_iteration"]
-    state = json.loads(json.dumps(resumed.data._collection.state_dict()))["collector"]
+    state = json.loads(json.dumps(resumed.data.collection.state_dict()))["collector"]
     waiting = [group[0]["prompt"]["prompt"] for group in state["groups"]]
     waiting += [prompt["prompt"] for prompt in state.get("tail", [])]
     drawn = numbers(100, 180, seed=1)

@@ -184,7 +184,8 @@ def _try(cli: RLCLI, data: RLDataModule, module: RolloutModule) -> list[str]:
     sync.setup(trainer, module, "fit")
     try:
         sync.sync(trainer, module)
-        rollouts = data.try_out(len(data.train_tasks), group_size=min(2, data.group_size))
+        prompts, size = data.train_prompts.first(len(data.train_tasks)), min(2, data.group_size)
+        rollouts = data.collection.pipeline.run(prompts, size, data.sampling, data.seed)
     finally:
         sync.teardown(trainer, module, "fit")
     known = trainer.callback_metrics

@@ -252,7 +252,7 @@ def test_replacements_that_are_still_written_at_the_deadline_are_evicted(
     run = Collecting(tiny_model, useful=3)
     run.pipeline.engine, run.collector = Stalls(), collector
     if streams:
-        run.stream = SimpleNamespace(begin=len, add=list, first=frozenset())
+        run.stream = SimpleNamespace(begin=range, add=list, first=frozenset())
     with pytest.warns(UserWarning, match="2 of groups_per_iteration=4"):
         found = run.collect([RewardSpread()], seconds=0.5, fill_with_rejected=True)
     # 1 2 [3] 4, and of their replacements 5 [6] 7 what is finished
@@ -327,7 +327,7 @@ def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
     with pytest.raises(FilterError):
         first.collect(0)
     second = batches(Collecting(tiny_model, useful=3), rounds=10)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.load_shares([json.loads(json.dumps(first.state_dict()))])
     again = second.collect(0)
     assert [r.to_dict() for r in again] == [r.to_dict() for r in whole.rollouts]
     second.ack()

@@ -151,7 +151,7 @@ def test_evaluation_metrics_by_hand(make_rollout):
     rewards = {"a": [1.0, 0.5, 0.0, 0.0], "b": [1.0, 2.0, 1.0, 0.9]}
     rollouts = [make_rollout([3], [4, 1], group_id=g, reward=r) for g in "ab" for r in rewards[g]]
     rollouts[3] = make_rollout([3], [4] * 6, group_id="a", finish_reason="length")
-    metrics = evaluation_metrics(rollouts, success_reward=1.0)
+    metrics = evaluation_metrics(rollouts, {"": 1.0})
     bounds = {name: metrics.pop(name) for name in list(metrics) if name.endswith(("_low", "_high"))}
     assert bounds == pytest.approx(
         {
@@ -185,10 +185,10 @@ def test_the_most_frequent_answer_counts_where_a_reward_gives_answers(make_rollo
         for group in said
         for answer in said[group]
     ]
-    assert "eval/maj@2" not in evaluation_metrics(rollouts, 1.0)
+    assert "eval/maj@2" not in evaluation_metrics(rollouts, {"": 1.0})
     for rollout, answer in zip(rollouts, said["a"] + said["b"], strict=True):
         rollout.extra["answer"] = answer
-    metrics = evaluation_metrics(rollouts, 1.0)
+    metrics = evaluation_metrics(rollouts, {"": 1.0})
     # By pairs: a draw of 7 and 8, then 7 alone; twice 1, twice 2.
     assert metrics["eval/maj@2"] == pytest.approx((0.75 + 0.5) / 2)
     # Of all four: 7 wins; 1 and 2 draw.
@@ -202,7 +202,7 @@ def test_what_could_not_be_graded_counts_as_wrong(make_rollout):
         make_rollout([3], [1], group_id="b", reward=None, status=RolloutStatus.FAILED),
         make_rollout([3], [], group_id="c", reward=None, status=RolloutStatus.ABORTED),
     ]
-    metrics = evaluation_metrics(rollouts, success_reward=1.0)
+    metrics = evaluation_metrics(rollouts, {"": 1.0})
     assert metrics["eval/accuracy"] == pytest.approx(1 / 3)
     assert "eval/pass@2" not in metrics
 
@@ -213,7 +213,7 @@ def lengths(rollouts):
 
 def test_metrics_of_ones_own_see_all_rollouts_and_are_recorded_beside_the_others(make_rollout):
     rollouts = [make_rollout([3], [4] * n, group_id="a", reward=1.0) for n in (2, 5)]
-    known = evaluation_metrics(rollouts, success_reward=1.0)
+    known = evaluation_metrics(rollouts, {"": 1.0})
     found = own_metrics([lengths], rollouts, known)
     assert found == {"eval/longest": 5.0, "eval/rollouts": 2.0}
 
@@ -231,7 +231,7 @@ def test_metrics_of_ones_own_see_all_rollouts_and_are_recorded_beside_the_others
 def test_metrics_of_ones_own_that_cannot_be_used(make_rollout, functions, message):
     rollouts = [make_rollout([3], [4], group_id="a", reward=1.0)]
     with pytest.raises(ConfigError, match=message):
-        own_metrics(functions, rollouts, evaluation_metrics(rollouts, 1.0))
+        own_metrics(functions, rollouts, evaluation_metrics(rollouts, {"": 1.0}))
 
 
 # ---------------------------------------------------------------- collection

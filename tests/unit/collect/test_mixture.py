@@ -20,7 +20,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.selection import GroupSelection
 from lightning_rl.collect.stats import evaluation_metrics, rollout_metrics, set_metrics
 from lightning_rl.collect.streamed import StreamedCollector
-from lightning_rl.collect.tasks import by_name, grader_of, tasks_of
+from lightning_rl.collect.tasks import grader_of, tasks_of
 from lightning_rl.data.mixing import ByPassRate, FixedWeights, RoundRobin
 from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.sources import IterablePrompts
@@ -139,9 +139,7 @@ def test_ranks_together_issue_what_one_process_does(mixture, ranks):
     def source(rank=0, count=1):
         made = mixture(b={"group_size": 3, "sampling": Sampling(temperature=0.5)})
         tasks = tasks_of(made, *of_all(share_of_sevens), Sampling(), 2, 1.0)
-        return GroupSource(
-            made, 6 // count, 2, Sampling(), 5, rank=rank, ranks=count, tasks=by_name(tasks)
-        )
+        return GroupSource(made, 6 // count, 2, Sampling(), 5, rank=rank, ranks=count, tasks=tasks)
 
     def issued(one, count):
         return [(r.id, r.seed, r.sampling.temperature) for _ in range(count) for r in one.next()]
@@ -205,10 +203,8 @@ def collected(mixture, tokenizer, collector, filters=(), count=4):
     )
     tasks = tasks_of(made, *of_all(odd_first), Sampling(max_tokens=5), 2, 1.0)
     engine = Unasked()
-    pipeline = RolloutPipeline(
-        engine, SingleTurn(), grader_of(tasks), tokenizer, tasks=by_name(tasks)
-    )
-    source = GroupSource(made, count, 2, Sampling(max_tokens=5), 4, tasks=by_name(tasks))
+    pipeline = RolloutPipeline(engine, SingleTurn(), grader_of(tasks), tokenizer, tasks=tasks)
+    source = GroupSource(made, count, 2, Sampling(max_tokens=5), 4, tasks=tasks)
     batches = Collection(pipeline, collector, source, GroupSelection(list(filters), 10))
     found = []
     for iteration in range(2):

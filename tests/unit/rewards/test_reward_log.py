@@ -57,7 +57,7 @@ def test_a_function_gets_progress_and_logs_columns_and_metrics(groups):
     kept = [Rollout.from_dict(json.loads(json.dumps(r.to_dict()))) for r in rollouts]
     assert kept == rollouts
     assert rollout_metrics(rollouts, 1.0, 0)["logged/right"] == 0.5
-    assert evaluation_metrics(rollouts, 1.0)["eval/logged/right"] == 0.5
+    assert evaluation_metrics(rollouts, {"": 1.0})["eval/logged/right"] == 0.5
     header, _, first, *_ = as_markdown(*preview_table(rollouts)).splitlines()
     assert header == "| prompt | completion | reward | parts | digit | pair | end |"
     assert "| 0 | 0.5 | completed" in first
