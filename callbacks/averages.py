@@ -24,9 +24,7 @@ class SoundAverages(Callback):
         self._averaging = averaging
         self._current: dict[str, Tensor] | None = None  # when the run has ended
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         average = self._averaging._average_model
         if average is not None and not average.n_averaged:
             average.module.load_state_dict(pl_module.state_dict())

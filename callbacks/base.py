@@ -1,5 +1,7 @@
 """RLCallback: Lightning's callback with more hooks, and typed access to a run."""
 
+from typing import TypeVar
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tensordict import TensorDict
 
@@ -12,6 +14,10 @@ from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import datamodule_of
+
+T = TypeVar("T")
+_SUPERVISED = " for supervised training"
+_LANGUAGE = ", which is for language models that learn from rollouts"
 
 
 class RLCallback(Callback):
@@ -79,40 +85,16 @@ class RLCallback(Callback):
         Raises:
             ConfigError: if it does not, as in supervised training.
         """
-        if not isinstance(pl_module, RecordingModule):
-            raise ConfigError(
-                f"{type(self).__name__} needs a module that counts iterations, such as "
-                f"PolicyModule, not {type(pl_module).__name__}; remove the callback for supervised "
-                "training"
-            )
-        return pl_module
+        needs = "a module that counts iterations, such as PolicyModule"
+        return self._the(pl_module, RecordingModule, needs, _SUPERVISED)
 
     def policy_module_of(self, pl_module: LightningModule) -> PolicyModule:
-        """The same, where the callback needs a language model.
-
-        Raises:
-            ConfigError: if it is another.
-        """
-        if not isinstance(pl_module, PolicyModule):
-            raise ConfigError(
-                f"{type(self).__name__} needs a PolicyModule, not {type(pl_module).__name__}; "
-                "remove the callback, which is for language models that learn from rollouts"
-            )
-        return pl_module
+        """The same, where the callback needs a language model."""
+        return self._the(pl_module, PolicyModule, "a PolicyModule")
 
     def rollout_module_of(self, pl_module: LightningModule) -> RolloutModule:
-        """The same, where it may have several such, one by one in ``policies``.
-
-        Raises:
-            ConfigError: if it is another.
-        """
-        if not isinstance(pl_module, RolloutModule):
-            raise ConfigError(
-                f"{type(self).__name__} needs a PolicyModule or RolesModule, not "
-                f"{type(pl_module).__name__}; remove the callback, which is for language models "
-                "that learn from rollouts"
-            )
-        return pl_module
+        """The same, where it may have several such, one by one in ``policies``."""
+        return self._the(pl_module, RolloutModule, "a PolicyModule or RolesModule")
 
     def data_of(self, trainer: Trainer) -> CollectingDataModule:
         """The run's data module, by its type: whatever collects and evaluates.
@@ -120,24 +102,17 @@ class RLCallback(Callback):
         Raises:
             ConfigError: if it does not, as in supervised training.
         """
-        datamodule = datamodule_of(trainer)
-        if not isinstance(datamodule, CollectingDataModule):
-            raise ConfigError(
-                f"{type(self).__name__} needs a data module that collects, such as RLDataModule, "
-                f"not {type(datamodule).__name__}; remove the callback for supervised training"
-            )
-        return datamodule
+        needs = "a data module that collects, such as RLDataModule"
+        return self._the(datamodule_of(trainer), CollectingDataModule, needs, _SUPERVISED)
 
     def rl_data_of(self, trainer: Trainer) -> RLDataModule:
-        """The same, where the callback needs prompts, rewards or an engine.
+        """The same, where the callback needs prompts, rewards or an engine."""
+        return self._the(datamodule_of(trainer), RLDataModule, "an RLDataModule")
 
-        Raises:
-            ConfigError: if it is another.
-        """
-        datamodule = datamodule_of(trainer)
-        if not isinstance(datamodule, RLDataModule):
+    def _the(self, found: object, kind: type[T], needs: str, why: str = _LANGUAGE) -> T:
+        if not isinstance(found, kind):
             raise ConfigError(
-                f"{type(self).__name__} needs an RLDataModule, not {type(datamodule).__name__}; "
-                "remove the callback, which is for language models that learn from rollouts"
+                f"{type(self).__name__} needs {needs}, not {type(found).__name__}; remove the "
+                f"callback{why}"
             )
-        return datamodule
+        return found

@@ -165,9 +165,7 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fresh = False
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._fresh = False
 
     def on_update_start(
@@ -176,9 +174,7 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
         super().on_update_start(trainer, pl_module, batch)
         self._fresh = False
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         module = self.module_of(pl_module)
         if not module.iteration_ended:
             return
@@ -309,9 +305,7 @@ class IterationCheckpoint(ModelCheckpoint, WatchesUpdates):
     def state_dict(self) -> dict[str, Any]:
         return {"saved": self.saved, "best": self.best}
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._source = Path(str(trainer.ckpt_path)).absolute().parent
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

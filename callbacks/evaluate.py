@@ -60,9 +60,7 @@ class Evaluate(RLCallback):
         if begins or self.should_evaluate(trainer, module.iteration):
             self.evaluate(trainer, module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         module = self.module_of(pl_module)
         if self.should_evaluate(trainer, module.iteration):
             self.evaluate(trainer, module)

@@ -133,9 +133,7 @@ class EvaluateRollouts(RLCallback):
         if self.before_training and not trainer.ckpt_path:
             self.evaluate(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # Several batches may make one step.
         if trainer.global_step != self._evaluated and self.should_evaluate(trainer):
             self.evaluate(trainer, pl_module)

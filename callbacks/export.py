@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +113,7 @@ class HFExport(RLCallback):
                 if trainer.is_global_zero:
                     self._hub.open()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if not isinstance(pl_module, RecordingModule) or not pl_module.iteration_ended:
             return
         name, every = f"iteration_{pl_module.iteration}", self.every_n_iterations
@@ -132,9 +128,7 @@ class HFExport(RLCallback):
         self._export(trainer, self._module(pl_module), self.target(trainer), copied=False)
         self._finish()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         try:
             self._finish()
         except (DiskError, HubError) as error:  # what stopped the run comes first
@@ -166,13 +160,22 @@ class HFExport(RLCallback):
         iteration = module.iteration if counts else trainer.global_step
         state = {"iteration": iteration, "metrics": card.metrics}
         text = json.dumps(state, indent=1) + "\n"
-        write = partial(_write, exports, card, text, target)
-        push = None
-        if self._hub is not None and not is_fast_dev_run(trainer):
-            push = partial(self._hub.push, target, f"Iteration {iteration}")
+        hub = None if is_fast_dev_run(trainer) else self._hub
+        kept_in = self.exports(trainer)
+
+        def work() -> None:
+            _write(exports, card, text, target)
+            try:
+                if hub is not None:
+                    hub.push(target, f"Iteration {iteration}")
+            except HubError as error:
+                if not copied:  # the last one
+                    raise
+                rank_zero_warn(str(error))
+            self._tidy(kept_in, target)
+
         self._writer = self._writer or ThreadPoolExecutor(1, "HFExport")
-        tidy = partial(self._tidy, self.exports(trainer), target)
-        self._writing = self._writer.submit(_work, write, push, tidy, on_the_way=copied)
+        self._writing = self._writer.submit(work)
 
     def _wait(self) -> None:
         """Wait for the export in progress; raises its error."""
@@ -219,24 +222,6 @@ class HFExport(RLCallback):
         return pl_module
 
 
-def _work(
-    write: Callable[[], None],
-    push: Callable[[], None] | None,
-    tidy: Callable[[], None],
-    on_the_way: bool,
-) -> None:
-    """In the background: write an export, push it, and delete those that are not kept."""
-    write()
-    try:
-        if push is not None:
-            push()
-    except HubError as error:
-        if not on_the_way:
-            raise
-        rank_zero_warn(str(error))
-    tidy()
-
-
 def _write(
     exports: dict[str, ModelExport],
     card: ModelCard,
@@ -265,12 +250,9 @@ def latest_hf_checkpoint(directory: str | Path) -> Path | None:
     found = [target, before_of(target), *_exports_of(target).glob("iteration_*")]
     whole = [path for path in found if (path / STATE).is_file()]
     # The iteration tells, not the time of a file: copying a run gives its files other times.
-    return max(whole, key=_iteration, default=None)
+    told = {path: json.loads((path / STATE).read_text()) for path in whole}
+    return max(whole, key=lambda path: int(told[path]["iteration"]), default=None)
 
 
 def _exports_of(target: Path) -> Path:
     return target.with_name(f"{target.name}_exports")
-
-
-def _iteration(export: Path) -> int:
-    return int(json.loads((export / STATE).read_text())["iteration"])

@@ -246,9 +246,7 @@ class IterationGuard(Guard, ABC):
     def measure(self, module: RecordingModule) -> float | None:
         """Return the number, or None if there is nothing to measure."""
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         module = self.module_of(pl_module)
         if module.iteration_ended and (decision := self.judge(module, self.measure(module))):
             module.stopping = module.stopping or decision.stop

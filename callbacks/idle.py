@@ -1,5 +1,6 @@
 """Finds iterations in which nothing was learned, and why."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from tensordict import TensorDict
@@ -73,11 +74,7 @@ class Idle(Stateful):
         if rates and not any(rates):
             return "the learning rate is 0"
         steps = [row[n] for n in module.names_of("policy/nonfinite_skipped") if row.get(n)]
-        return "a gradient was not finite" if steps and not _any_finite(norms) else None
-
-
-def _any_finite(values: Sequence[float]) -> bool:
-    return any(value - value == 0 for value in values)
+        return "a gradient was not finite" if steps and not any(map(math.isfinite, norms)) else None
 
 
 def _sameness(rollouts: Sequence[Rollout], bounds: Mapping[str, float]) -> str:

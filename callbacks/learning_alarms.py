@@ -124,13 +124,8 @@ class LearningAlarms(Stateful, RLCallback):
 
     def __post_init__(self) -> None:
         require_at_least(1, window=self.window)
-        require_at_least(
-            0,
-            reward_sigmas=self.reward_sigmas,
-            eval_sigmas=self.eval_sigmas,
-            entropy_share=self.entropy_share,
-            gap=self.gap,
-        )
+        others = ("reward_sigmas", "eval_sigmas", "entropy_share", "gap")
+        require_at_least(0, **{name: getattr(self, name) for name in others})
         self.rewards = Scores(self.window, LEAST_GROUPS)
         self.entropies, self.gaps = FirstAndLast(self.window), FirstAndLast(self.window)
         self.gaming = Gaming(self.rewards, self.reward_sigmas, self.eval_sigmas)

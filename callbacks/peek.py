@@ -1,7 +1,6 @@
 """Collects a small batch outside of training; changes neither module nor data module."""
 
 import copy
-import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.clock import StageClock
+from lightning_rl.run.noise import without_info
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
 
 
@@ -47,7 +47,7 @@ def _collect(
         return data.collection.pipeline.run(prompts, group_size, data.sampling, data.seed)
 
     data.predict_series = LazyLoader(first, 1)
-    with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, _without_info():
+    with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, without_info():
         trainer = Trainer(
             devices=1,
             logger=False,
@@ -77,15 +77,3 @@ def _unchanged(module: RolloutModule) -> Iterator[RolloutModule]:
     finally:
         vars(module).clear()
         vars(module).update(before)
-
-
-@contextmanager
-def _without_info() -> Iterator[None]:
-    """Silence Lightning's messages on devices, which are about the Trainer created here."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -75,16 +75,14 @@ def _(
 ) -> None:
     import wandb
 
+    def shown(cell: Any) -> Any:
+        is_shown = isinstance(cell, Shown)
+        return wandb.Image(cell.image(), caption=str(cell)) if is_shown else cell
+
     # Rewards may log a number for one rollout, and text for another.
-    data = [[_for_wandb(cell) for cell in row] for row in rows]
+    data = [[shown(cell) for cell in row] for row in rows]
     table = wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
     logger.log_metrics({name: table}, step=iteration)  # type: ignore[dict-item]
-
-
-def _for_wandb(cell: Any) -> Any:
-    import wandb
-
-    return wandb.Image(cell.image(), caption=str(cell)) if isinstance(cell, Shown) else cell
 
 
 @log_table.register
@@ -158,11 +156,6 @@ def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     return [ranked[i * (len(ranked) - 1) // (count - 1)] for i in range(count)]
 
 
-def _shown(value: Any) -> Any:
-    """Convert a value for loggers' tables: one column cannot hold both lists and numbers."""
-    return str(value) if isinstance(value, list | dict) else value
-
-
 def preview_table(
     rollouts: Sequence[Rollout], decode: Callable[[list[int]], str] | None = None
 ) -> tuple[list[str], list[Row]]:
@@ -182,7 +175,9 @@ def preview_table(
         end = r.error or f"{r.status.value}, {r.finish_reason}, {r.length} tokens"
         end += f" in {len(packed_rows([r]))} rows" if len(r.rows) > 1 and not r.error else ""
         end += f", branched off after {r.fork.calls} calls" if r.fork and not r.error else ""
-        logged = [_shown(r.extra.get(column)) for column in extra]
+        # One column of a logger's table cannot hold both lists and numbers.
+        told = [r.extra.get(column) for column in extra]
+        logged = [str(value) if isinstance(value, list | dict) else value for value in told]
         said = _told(r, decode or str)
         name = [r.prompt.set] if several else []
         shown = [Shown(pictures) if pictures else None] if any(seen) else []

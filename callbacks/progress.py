@@ -122,9 +122,7 @@ class StepTimer(RLCallback):
         self.module_of(pl_module).clock.take()
         self._since = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         module = self.module_of(pl_module)
         if not module.iteration_ended:
             return

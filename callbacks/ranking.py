@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from lightning_rl.errors import ConfigError
 
@@ -33,19 +32,14 @@ def require_mode(mode: str) -> None:
         raise ConfigError(f"mode={mode!r} must be 'max' or 'min'")
 
 
-class Retained(NamedTuple):
-    """Names of what was saved, oldest first."""
+def retained(
+    directory: Path, saved: Sequence[str], best: Ranked, keep_last: int
+) -> tuple[list[str], list[str], set[str]]:
+    """Return which of the saved names exist in a directory, which of the best, and all to keep.
 
-    there: list[str]
-    """Names that exist in their directory: one that is still being written replaces nothing yet."""
-    best: list[str]
-    """The best that exist, in their order; the path of one that is in another directory."""
-    kept: set[str]
-    """Names that are kept: the last, and the best."""
-
-
-def retained(directory: Path, saved: Sequence[str], best: Ranked, keep_last: int) -> Retained:
-    """Return which of the saved names exist in a directory, and which of those are kept."""
+    One that is still being written does not exist, and replaces nothing yet. The best are in their
+    order; one that is in another directory has its path.
+    """
     there = [name for name in saved if (directory / name).exists()]
     names = [name for _, name in best if (directory / name).exists()]
-    return Retained(there, names, {*there[-keep_last:], *names})
+    return there, names, {*there[-keep_last:], *names}

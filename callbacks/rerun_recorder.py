@@ -54,7 +54,9 @@ class RerunRecorder(RLCallback):
         made = outcome(trainer, module, {})
         self._ledger = Ledger(run)
         self._seals, self._ended = Seals(run), False
-        self._sealed = {entry["file"]: entry["sha256"] for entry in self._checkpoints()}
+        entries = (entry for _, entry in self._ledger.lines() if entry)
+        saved = (entry for entry in entries if entry.get("kind") == "checkpoint")
+        self._sealed = {entry["file"]: entry["sha256"] for entry in saved}
         self._version, self._weights = made.version, digest_of_json(made.weights)
         if not trainer.is_global_zero:
             return
@@ -69,9 +71,7 @@ class RerunRecorder(RLCallback):
             environment=environment_of(trainer),
         )
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.rollouts:
             log, rollouts = RerunLog(run_dir(trainer)), collected_rollouts(trainer)
             iteration = self.rollout_module_of(pl_module).present_iteration
@@ -130,10 +130,6 @@ class RerunRecorder(RLCallback):
         if files or not self._ended or self._ledger.head != head:
             self._ledger.append("end", version=self._version, files=files, folders=folders_in(run))
             self._ended = True
-
-    def _checkpoints(self) -> list[dict[str, Any]]:
-        entries = (entry for _, entry in self._ledger.lines())
-        return [entry for entry in entries if entry and entry.get("kind") == "checkpoint"]
 
     def _seal_checkpoints(self, trainer: Trainer) -> None:
         """Record new checkpoints in the ledger, with their own digests, and those that were

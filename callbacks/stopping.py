@@ -8,8 +8,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from tensordict import TensorDict
-from torch.optim import Optimizer
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.errors import RunInterrupted
@@ -33,14 +31,10 @@ class WatchesUpdates(RLCallback):
         module = trainer.lightning_module
         return isinstance(module, RecordingModule) and self._updating == module.iteration
 
-    def on_update_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
-    ) -> None:
+    def on_update_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._updating = self.module_of(trainer.lightning_module).iteration
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         # Of a module that announces no update, too.
         if isinstance(trainer.lightning_module, RecordingModule):
             self._updating = trainer.lightning_module.iteration
@@ -91,15 +85,11 @@ class StopWhenTold(WatchesUpdates):
 
         self._interrupts.install(safe, requeue_signal(trainer))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if not isinstance(pl_module, RecordingModule) and (told := self._told_to_any_rank()):
             raise told
 
-    def on_iteration_end(
-        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
-    ) -> None:
+    def on_iteration_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         module = self.module_of(pl_module)
         module.stopping = self._told_to_any_rank() or module.stopping
 

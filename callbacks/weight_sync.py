@@ -176,9 +176,7 @@ class WeightSync(RLCallback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.sync(trainer, pl_module)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # The batch is collected; the push at its end wakes the engine.
         self.rl_data_of(trainer).engine.sleep()
 

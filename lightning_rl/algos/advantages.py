@@ -127,16 +127,10 @@ class Advantage(ABC):
     """True if rollouts may branch off from others (:class:`Branching`)."""
     needs_teacher: ClassVar[bool] = False
     """True if a teacher has to look at the rollouts (:class:`ModelTeacher`)."""
-
-    @property
-    def per_group(self) -> bool:
-        """True if a group's advantages neither depend on other groups nor change any state."""
-        return False
-
-    @property
-    def min_group_size(self) -> int:
-        """The minimum number of rollouts per group; above 1 if they are compared."""
-        return 1
+    per_group: ClassVar[bool] = False
+    """True if a group's advantages neither depend on other groups nor change any state."""
+    min_group_size: ClassVar[int] = 1
+    """The minimum number of rollouts per group; above 1 if they are compared."""
 
     @abstractmethod
     def __call__(self, batch: TensorDict) -> TensorDict:
@@ -168,13 +162,8 @@ def spread_over_tokens(batch: TensorDict, advantages_R: Tensor) -> TensorDict:
 class WithinGroups(Advantage):
     """An advantage that compares the rollouts of a group with each other only."""
 
-    @property
-    def per_group(self) -> bool:
-        return True
-
-    @property
-    def min_group_size(self) -> int:
-        return 2
+    per_group: ClassVar[bool] = True
+    min_group_size: ClassVar[int] = 2
 
 
 class GroupAdvantage(WithinGroups):
@@ -230,7 +219,7 @@ class CriticAdvantage(Advantage):
     needs_values: ClassVar[bool] = True
 
     @property
-    def per_group(self) -> bool:
+    def per_group(self) -> bool:  # type: ignore[override]
         return not self.whiten
 
     def give(

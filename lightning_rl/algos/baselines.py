@@ -109,7 +109,7 @@ class PassAtK(GroupAdvantage):
         return advantages
 
     @property
-    def min_group_size(self) -> int:
+    def min_group_size(self) -> int:  # type: ignore[override]
         return max(2, self.k)
 
     def _levels(self, n: int, wrong: int) -> list[tuple[float, bool]]:
@@ -177,6 +177,7 @@ class GDPO(WithinGroups):
 
     eps: float = 1e-6
     takes_kl_reward: ClassVar[bool] = False
+    per_group: ClassVar[bool] = False  # the std of the whole batch divides all
 
     def __post_init__(self) -> None:
         require_finite(eps=self.eps)
@@ -184,10 +185,6 @@ class GDPO(WithinGroups):
             raise ConfigError(
                 f"GDPO(eps={self.eps}) must be > 0: it divides parts that are equal in a group"
             )
-
-    @property
-    def per_group(self) -> bool:
-        return False  # the std of the whole batch divides all
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         rewards, group, of_row = episodes_of(batch)
@@ -217,6 +214,8 @@ class ReMax(Advantage, GroupPlan):
         ConfigError: if the batch was collected without greedy rollouts.
     """
 
+    per_group: ClassVar[bool] = True
+
     def begin(self, group: Group, another: Callable[[], Rollout]) -> Group:
         greedy = another()
         greedy.sampling = replace(greedy.sampling, temperature=0.0)
@@ -233,10 +232,6 @@ class ReMax(Advantage, GroupPlan):
             return replace(row, compared_with=row.compared_with | baseline)
 
         return [replace(rollout, rows=list(map(compared, rollout.rows))) for rollout in group]
-
-    @property
-    def per_group(self) -> bool:
-        return True
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         if not len(batch["rollouts"]):  # of a process whose groups all failed
@@ -286,7 +281,7 @@ class ReinforcePlusPlus(Advantage):
     unbiased: bool = False
 
     @property
-    def min_group_size(self) -> int:
+    def min_group_size(self) -> int:  # type: ignore[override]
         return 2 if self.group_baseline else 1
 
     def __call__(self, batch: TensorDict) -> TensorDict:

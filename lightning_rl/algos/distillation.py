@@ -45,6 +45,7 @@ class Distillation(Advantage):
     coef: float = 1.0
     beside: GroupAdvantage | None = None
     needs_teacher: ClassVar[bool] = True
+    per_group: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_finite(coef=self.coef)
@@ -55,11 +56,7 @@ class Distillation(Advantage):
         return self.beside is not None and self.beside.takes_kl_reward
 
     @property
-    def per_group(self) -> bool:
-        return True
-
-    @property
-    def min_group_size(self) -> int:
+    def min_group_size(self) -> int:  # type: ignore[override]
         return 1 if self.beside is None else self.beside.min_group_size
 
     def __call__(self, batch: TensorDict) -> TensorDict:

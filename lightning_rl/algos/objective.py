@@ -50,6 +50,15 @@ def _mask(minibatch: TensorDict) -> Tensor:
     return tokens["loss_mask"].to(tokens["rollout_logprobs"].dtype)
 
 
+def _one_each(minibatch: TensorDict, numbers: Tensor) -> Tensor:
+    """Share a weight of 1 equally among the tokens of the rows (R,) with the same number."""
+    mask = _mask(minibatch)
+    different, of_row = numbers.unique(return_inverse=True)
+    of_token = of_row[token_rows(minibatch)]
+    count = mask.new_zeros(len(different)).index_add(0, of_token, mask)
+    return mask / count.clamp(min=1)[of_token]
+
+
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
     """Every model token counts the same (DAPO, Yu et al. 2025, eq. 12)."""
@@ -78,11 +87,7 @@ class SequenceMean(Aggregation):
     all_rollouts: bool = False
 
     def weights(self, minibatch: TensorDict) -> Tensor:
-        mask = _mask(minibatch)
-        episodes, of_row = episode_rows(minibatch).unique(return_inverse=True)
-        episode_T = of_row[token_rows(minibatch)]
-        count = mask.new_zeros(len(episodes)).index_add(0, episode_T, mask)
-        return mask / count.clamp(min=1)[episode_T]
+        return _one_each(minibatch, episode_rows(minibatch))
 
     def total(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
         if not self.all_rollouts:
@@ -97,11 +102,7 @@ class PromptMean(Aggregation):
     per_group: ClassVar[bool] = True
 
     def weights(self, minibatch: TensorDict) -> Tensor:
-        mask = _mask(minibatch)
-        groups, group = minibatch["rollouts", "group"].unique(return_inverse=True)
-        group_T = group[token_rows(minibatch)]
-        count = mask.new_zeros(len(groups)).index_add(0, group_T, mask)
-        return mask / count.clamp(min=1)[group_T]
+        return _one_each(minibatch, minibatch["rollouts", "group"])
 
 
 @configurable

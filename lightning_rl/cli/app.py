@@ -5,7 +5,6 @@ fix.
 import inspect
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lightning_rl.callbacks import IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.cli.parser import RLArgumentParser, as_checked, checked_sources, trainer_help
+from lightning_rl.cli.series import require_checkpoint
 from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
 from lightning_rl.collect.base import CollectingDataModule
@@ -34,13 +34,12 @@ from lightning_rl.config.layers import Table, flatten
 from lightning_rl.config.lightning_flags import require_few_devices
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path, local_path
+from lightning_rl.errors import ConfigError, local_path
 from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.schedulers import check_scheduler
 from lightning_rl.learn.update_schedules import EveryIteration
-from lightning_rl.run.files.checkpoint_io import require_good
 from lightning_rl.run.files.newest import continue_newest_run
 from lightning_rl.run.files.resume import KeepConfigs
 from lightning_rl.run.files.rundir import WRITE_LOCALLY, require_writable_dirs
@@ -310,15 +309,7 @@ def _require_checkpoint(path: Any) -> None:
     special = ("last", "registry")  # registry:name:version
     if path is None or str(path).split(":")[0] in special or "://" in str(path):
         return
-    if not os.path.exists(path):  # False too for a name that no file can have
-        raise ConfigError(f"ckpt_path: {path!r} does not exist (working directory: {Path.cwd()})")
-    kind = kind_of_path(Path(path))
-    if kind not in (None, "a folder"):  # that of a sharded checkpoint
-        raise ConfigError(f"ckpt_path: {path!r} is {kind}, not a file; pass the path of a file")
-    try:
-        require_good(Path(path))
-    except CheckpointError as error:
-        raise ConfigError(f"ckpt_path: {path!r} cannot be used: {error}") from error
+    require_checkpoint(path, "ckpt_path")
 
 
 def main(arguments: list[str]) -> int:

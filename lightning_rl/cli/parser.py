@@ -1,6 +1,5 @@
 """Parsers of the commands' options, which raise mistakes and have a short help."""
 
-import math
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -92,19 +91,15 @@ class RLArgumentParser(LightningArgumentParser):
         )
 
 
-def without_objects(arguments: Namespace) -> Namespace:
-    """Return the arguments without those that hold an object, which only a default can."""
-    held = {name: _without_objects(value) for name, value in vars(arguments).items()}
-    return Namespace(**{name: value for name, value in held.items() if _is_sayable(value)})
-
-
-def _without_objects(value: Any) -> Any:
+def without_objects(value: Any) -> Any:
+    """Return arguments without those that hold an object, which only a default can."""
     if isinstance(value, Namespace):
-        return without_objects(value)
+        held = {name: without_objects(inner) for name, inner in vars(value).items()}
+        return Namespace(**{name: inner for name, inner in held.items() if _is_sayable(inner)})
     if isinstance(value, list):
-        return [_without_objects(item) for item in value]
+        return [without_objects(item) for item in value]
     if isinstance(value, dict):
-        return {name: _without_objects(item) for name, item in value.items()}
+        return {name: without_objects(item) for name, item in value.items()}
     return value
 
 
@@ -161,52 +156,3 @@ def trainer_help() -> str:
     parser = LightningArgumentParser(description="", usage=SUPPRESS, add_help=False)
     parser.add_class_arguments(Trainer, "trainer")
     return str(parser.format_help())
-
-
-CARD_OPTION, GPUS_OPTION = "--gpu_memory_gb", "--gpus"
-
-
-def card_of(arguments: Sequence[str]) -> tuple[float | None, list[str]]:
-    """Return the given GiB of a GPU, None if not given, and the other arguments.
-
-    Raises:
-        ConfigError: if it is not a number above 0.
-    """
-    given, others = _taken(CARD_OPTION, arguments)
-    if given is None:
-        return None, others
-    try:
-        size = float(given)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise ConfigError(
-            f"{CARD_OPTION}={given!r} must be a number > 0, the memory of one GPU in GiB"
-        )
-    return size, others
-
-
-def gpus_of(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the given number of GPUs, None if not given, and the other arguments.
-
-    Raises:
-        ConfigError: if it is not a whole number above 0.
-    """
-    given, others = _taken(GPUS_OPTION, arguments)
-    if given is None:
-        return None, others
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"{GPUS_OPTION}={given!r} must be a whole number >= 1")
-    return int(given), others
-
-
-def _taken(option: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the value of ``--option VALUE`` or ``--option=VALUE``, and the other arguments."""
-    others = list(arguments)
-    for place, argument in enumerate(others):
-        name, equals, value = argument.partition("=")
-        if name == option:
-            given = value if equals else "".join(others[place + 1 : place + 2])
-            del others[place : place + (1 if equals else 2)]
-            return given, others
-    return None, others

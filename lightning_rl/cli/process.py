@@ -41,6 +41,13 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def add_trust(self) -> None:
+        """Add the options by which only trusted code builds a recorded run."""
+        only = "build the run from this library's code only"
+        self.add_argument("--trusted_only", action="store_true", help=only)
+        also = "and from this module's code"
+        self.add_argument("--trust", metavar="MODULE", action="append", default=[], help=also)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 

@@ -25,7 +25,8 @@ def copy_recipes(place: Path) -> list[Path]:
     Raises:
         DiskError: if they cannot be written there.
     """
-    shipped = _shipped()
+    installed, checkout = LIBRARY / "recipes", LIBRARY.parent / "recipes"
+    shipped = installed if installed.is_dir() else checkout
     missing = []
     try:
         for source in sorted(shipped.rglob("*")):
@@ -43,11 +44,6 @@ def copy_recipes(place: Path) -> list[Path]:
             "where you have write permission"
         ) from error
     return missing
-
-
-def _shipped() -> Path:
-    installed, checkout = LIBRARY / "recipes", LIBRARY.parent / "recipes"
-    return installed if installed.is_dir() else checkout
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -116,12 +116,9 @@ def _require_sound(file: str, row: sqlite3.Row) -> None:
     if not isinstance(prompt, dict):
         raise DataError(f"{where}: its prompt is {shortened(prompt)}; restore the file")
     for name, content in (("prompt", prompt.get("prompt")), ("completion", rest.get("completion"))):
-        if not isinstance(content, str) and not _is_chat(content):
+        is_chat = isinstance(content, list) and all(isinstance(one, dict) for one in content)
+        if not isinstance(content, str) and not is_chat:
             raise DataError(f"{where}: its {name} is {shortened(content)}; restore the file")
-
-
-def _is_chat(content: Any) -> bool:
-    return isinstance(content, list) and all(isinstance(message, dict) for message in content)
 
 
 def _searchable(path: str) -> RolloutStore:

@@ -1,5 +1,6 @@
 """Tests several checkpoints on the same held-out tasks and seeds, with one engine for all."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from os import PathLike
@@ -11,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.estimates import Comparison
-from lightning_rl.errors import CheckpointError, ConfigError
+from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.files.checkpoint_io import about, checkpoints_in, require_good
 from lightning_rl.run.files.metrics import strict_json
@@ -38,7 +39,12 @@ def checkpoints_named(given: Named) -> list[Path]:
     if not found:
         raise ConfigError("checkpoints: the list is empty; add checkpoints, or leave it out")
     for path in found:
-        _require_checkpoint(path)
+        require_checkpoint(path, "checkpoints")
+        if not about(path):
+            raise ConfigError(
+                f"checkpoints: {str(path)!r} records no iteration, so it was not saved while "
+                "learning from rewards; leave it out, or test it alone with ckpt_path"
+            )
     return found
 
 
@@ -57,20 +63,21 @@ def _in_folder(place: Path) -> list[Path]:
     return found
 
 
-def _require_checkpoint(path: Path) -> None:
-    if not path.exists():
-        raise ConfigError(
-            f"checkpoints: {str(path)!r} does not exist (working directory: {Path.cwd()})"
-        )
+def require_checkpoint(path: str | Path, key: str) -> None:
+    """Check that a checkpoint exists and is intact.
+
+    Raises:
+        ConfigError: naming the configuration's key, the path and the fault.
+    """
+    if not os.path.exists(path):  # False too for a name that no file can have
+        raise ConfigError(f"{key}: {str(path)!r} does not exist (working directory: {Path.cwd()})")
+    kind = kind_of_path(Path(path))
+    if kind not in (None, "a folder"):  # that of a sharded checkpoint
+        raise ConfigError(f"{key}: {str(path)!r} is {kind}, not a file; pass the path of a file")
     try:
-        require_good(path)
+        require_good(Path(path))
     except CheckpointError as error:
-        raise ConfigError(f"checkpoints: {str(path)!r} cannot be used: {error}") from error
-    if not about(path):
-        raise ConfigError(
-            f"checkpoints: {str(path)!r} records no iteration, so it was not saved while learning "
-            "from rewards; leave it out, or test it alone with ckpt_path"
-        )
+        raise ConfigError(f"{key}: {str(path)!r} cannot be used: {error}") from error
 
 
 class CheckpointSeries:

@@ -50,7 +50,8 @@ def require_safe_texts(
             continue
         if kind == "imported" and is_trusted(text):
             continue
-        if _is_default(component, name, text):
+        known = parameters(component).get(name)
+        if known is not None and known.default == text:  # which the parser has filled in
             continue
         if kind == "code":
             reason = "may be run as code, or select code to run"
@@ -79,12 +80,6 @@ def kind_of(component: type, name: str) -> str | None:
     if known is None or takes_text(known.annotation):
         return "imported" if known is not None and _takes_function(known.annotation) else None
     return "choice"
-
-
-def _is_default(component: type, name: str, text: str) -> bool:
-    """Return True if the text is the argument's default, which the parser fills in."""
-    known = parameters(component).get(name)
-    return known is not None and known.default == text
 
 
 _OBJECTS = ("lightning_rl", "lightning", "torch", "transformers", "datetime")

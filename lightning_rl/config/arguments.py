@@ -43,12 +43,11 @@ def configurable(cls: Any = None, /, **convert: Converter) -> Any:
         ConfigError: when the class is called, with the message of ``lightning-rl``.
     """
     if cls is None:
-        return lambda cls: configurable_class(cls, convert)
-    return configurable_class(cls, convert)
+        return lambda cls: _checked(cls, convert)
+    return _checked(cls, convert)
 
 
-def configurable_class(cls: Class, convert: Mapping[str, Converter]) -> Class:
-    """Apply :func:`configurable`, with its converters by name."""
+def _checked(cls: Class, convert: Mapping[str, Converter]) -> Class:
     init = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(init)
 

@@ -36,13 +36,6 @@ class Sources:
             key = key[:-1]
         return self._places.get(key, "")
 
-    def value(self, name: str) -> Any:
-        """Return the value of a key such as ``trainer.strategy``; None if it is not set."""
-        node: Any = self.tree
-        for part in name.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        return node
-
     def add_file(self, path: str) -> None:
         """Merge a YAML file; its keys override earlier ones."""
         tree, lines = load_yaml(path)

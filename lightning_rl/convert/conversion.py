@@ -154,9 +154,9 @@ class Conversion:
         self.leave(given, key, f"it is not one of {', '.join(row.values)}; {row.default} is used")
         return row.default
 
-    def leave(self, given: "Given", key: str, reason: str) -> None:
-        """Note that a value is not carried over, or not unchanged."""
-        self.left.append(Left(key, given[key], reason))
+    def leave(self, given: "Given", key: str, reason: str = "") -> None:
+        """Note that a value is not carried over, or not unchanged; the table's note says why."""
+        self.left.append(Left(key, given[key], reason or given.row(key).note))
 
     def idle(self, given: "Given", names: Iterable[str], beside: str) -> None:
         """Note which of these the file sets, though they have no effect there beside this."""

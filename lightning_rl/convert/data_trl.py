@@ -69,11 +69,7 @@ def put_rewards(given: Given, result: Conversion) -> None:
     both = [(_reward(name), weight) for name, weight in zip(names, weights, strict=False)]
     carried = [(reward, weight) for reward, weight in both if reward is not None]
     if len(carried) < len(names):
-        result.leave(
-            given,
-            "reward_funcs",
-            "only import paths and reward models are carried over: rewrite TRL's own rewards",
-        )
+        result.leave(given, "reward_funcs")
     if not carried:
         result.missing.append("data.rewards: import paths of your reward functions")
         result.put("data.rewards", ["MODULE.FUNCTION"])

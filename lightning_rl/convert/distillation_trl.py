@@ -1,6 +1,5 @@
 """Convert TRL's distillation trainers: their teacher, and the divergence from it."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,12 +27,6 @@ _TELLING = {
 }
 """Names that only one trainer's configuration has, or those that stand below it."""
 _CUTS = ("top_k", "top_p", "min_p")
-
-
-def defaults_of(program: str) -> dict[str, Any]:
-    """Return the defaults of the trainer that a command, script or class is called after."""
-    found = re.search("grpo|serverdistillation|distillation|gkd|gold", program.lower())
-    return dict(DEFAULTS[found[0]]) if found else {}
 
 
 def with_teacher(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,15 +33,13 @@ def carry_teacher(given: Given, result: Conversion, steps: int) -> None:
     if not given["distillation.enabled"]:
         return
     mode, model = result.choose(given, _MODE), result.config["model"]["init_args"]
-    alone = teaches_alone(given)
+    alone, refers = teaches_alone(given), "kl" in model or "kl_reward" in model
     coef = 1.0 if alone else given[_LOSS + "distillation_loss_coef"]
     if given[_ROLLOUT + "temperature"] != 1:
-        result.leave(
-            given, _ROLLOUT + "temperature", "verl's teacher reads at 1; here it reads at this"
-        )
+        result.leave(given, _ROLLOUT + "temperature")
     if given[_AS_REWARD] and (alone or isinstance(part_of(model["advantage"]), GroupAdvantage)):
         _advantage(given, result, mode, coef, steps)
-    elif not (given[_AS_REWARD] or alone or mode == "forward_kl_topk" or _refers(model)):
+    elif not (given[_AS_REWARD] or alone or mode == "forward_kl_topk" or refers):
         _penalty(given, result, mode, coef)
     else:
         _divergence(given, result, mode, coef)
@@ -72,13 +70,7 @@ def _advantage(given: Given, result: Conversion, mode: str, coef: float, steps: 
     if mode not in ("kl", "k1"):
         result.leave(given, _MODE, "Distillation's advantage is minus k1, not minus this estimate")
     if steps > 1:
-        result.leave(
-            given,
-            _AS_REWARD,
-            f"verl takes the advantage from the current policy at each of the {steps} optimizer "
-            "steps of a batch, and clips it apart from that of the rewards; Distillation takes it "
-            "from the policy that sampled, and adds it",
-        )
+        result.leave(given, _AS_REWARD)
 
 
 def _penalty(given: Given, result: Conversion, mode: str, coef: float) -> None:
@@ -112,11 +104,6 @@ def _divergence(given: Given, result: Conversion, mode: str, coef: float) -> Non
         else f"TeacherDivergence is written: the {kind} KL over the teacher's likeliest tokens, "
         "whose gradient verl estimates from the written one",
     )
-
-
-def _refers(model: dict[str, Any]) -> bool:
-    """Return True if there is a KL to the initial policy, which has to be the reference then."""
-    return "kl" in model or "kl_reward" in model
 
 
 def _put_reward(given: Given, result: Conversion, **options: Any) -> None:

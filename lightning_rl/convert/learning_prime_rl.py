@@ -31,14 +31,14 @@ def carry(given: Given, result: Conversion) -> None:
     result.choose(given, _LOSS + "type")
     name = TRAIN + "filter_zero_advantages"
     if given.look(name) and "selection" not in result.config["data"]["init_args"]:
-        result.leave(given, name, given.row(name).note)
+        result.leave(given, name)
     if kind == "rae":
         result.put_class("model.advantage", "RunningBaseline", decay=given[_ALGO + "decay"])
         result.leave(given, _ALGO + "type", given.row(_ALGO + "decay").note)
     else:
         result.put_class("model.advantage", {"max_rl": "MaxRL"}.get(kind, "DrGRPO"))
     if (tau := given[_LOSS + "adv_tau"]) != 1 and kind == "max_rl":
-        result.leave(given, _LOSS + "adv_tau", "MaxRL's advantage does not scale with the reward")
+        result.leave(given, _LOSS + "adv_tau")
     elif tau != 1:
         result.put("data.reward_weights", [tau])
 
@@ -51,23 +51,14 @@ def _teacher(given: Given, result: Conversion, kind: str) -> None:
     """
     result.put_class("model.advantage", "Distillation")
     result.put_class("model.loss", "DPPO", low=0.2, high=1.0, square=0.001)
-    result.leave(
-        given,
-        _ALGO + "type",
-        "its advantage is log q - log p of the policy as it trains; here it is as it wrote",
-    )
+    result.leave(given, _ALGO + "type")
     if given.look(SAMPLING + "temperature") != 1:
-        result.leave(given, SAMPLING + "temperature", "a served teacher reads at 1; sample at 1")
+        result.leave(given, SAMPLING + "temperature")
     if kind == "opsd":
         key, template = given[_ALGO + "demo_key"], given[_ALGO + "template"]
         hint = template.replace("{demonstration}", f"{{{key}}}")
         teacher = instance("lightning_rl.ModelTeacher", model=given.look("model.name"), hint=hint)
-        result.leave(
-            given,
-            _ALGO + "template",
-            "the hint is at the end of the prompt, and the "
-            "teacher is the initial policy, not the one that trains",
-        )
+        result.leave(given, _ALGO + "template")
     else:
         name, url = given[_ALGO + "teacher.name"], given[_ALGO + "teacher.base_url"]
         if name is None or url is None:
@@ -103,11 +94,7 @@ def _scheduler(given: Given, result: Conversion, rate: float) -> None:
         raise ConfigError(f"{name}type={kind}: it needs max_steps")
     steps: dict[str, Any] = {"warmup_steps": warmup}
     if kind == "linear" and decay and decay != total - warmup:
-        result.leave(
-            given,
-            name + "decay_steps",
-            f"WarmupConstant is written: {given.row(name + 'decay_steps').note}",
-        )
+        result.leave(given, name + "decay_steps")
         decay = 0
     if decay:
         steps |= {"total_steps": total, "final": final / rate if rate else 0.0}

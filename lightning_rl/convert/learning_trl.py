@@ -72,12 +72,7 @@ def _loss(given: Given, result: Conversion) -> None:
             result.leave(given, "loss_type", "there is no such loss here; PPOClip is written")
         _clipped(given, result, "GSPO" if sequence else "PPOClip", low, high)
     if sequence and kind in ("cispo", "sapo"):
-        result.leave(
-            given,
-            "importance_sampling_level",
-            f"with {kind} TRL uses the sequence's mean ratio, but here each token has its own: the "
-            "gradients differ as much as the ratios within a sequence",
-        )
+        result.leave(given, "importance_sampling_level")
     if (threshold := given["off_policy_mask_threshold"]) is not None:
         inner = result.config["model"]["init_args"]["loss"]
         result.put_class("model.loss", "OffPolicyMask", loss=inner, threshold=threshold)
@@ -90,12 +85,7 @@ def _clipped(given: Given, result: Conversion, name: str, low: float, high: floa
     delta = given["delta"]
     clips: dict[str, float] = {"clip_low": low, "clip_high": high}
     if delta is not None and delta <= 1:
-        result.leave(
-            given,
-            "delta",
-            "at or below 1 it removes the gradient of better than average completions at the "
-            "initial policy; no bound is written",
-        )
+        result.leave(given, "delta")
     elif delta is not None and delta < 1 + high:
         clips |= {"clip_high": delta - 1, "dual_clip": 1 + high}
         result.remarks.append(
@@ -118,22 +108,9 @@ def _aggregation(given: Given, result: Conversion, updates: Updates) -> None:
         result.put_class("model.aggregation", "TokenSum", max_tokens=longest)
     else:
         result.put_class("model.aggregation", "TokenMean")
-    if kind in ("dapo", "cispo", "vespo") and updates.minibatches > 1:
-        result.leave(
-            given,
-            "loss_type",
-            f"{kind} divides each of the {updates.minibatches} optimizer steps of a batch by the "
-            "mean number of tokens of a step, TokenMean by its own number: steps of long "
-            "completions are smaller here, those of short ones larger, by that quotient",
-        )
-    if kind == "bnpo" and updates.micro_batches > 1:
-        result.leave(
-            given,
-            "loss_type",
-            f"bnpo takes the mean of each of the {updates.micro_batches} micro-batches of a step, "
-            "and the mean of these, TokenMean one over all tokens: a token of a micro-batch with "
-            "few of them counts more in TRL",
-        )
+    by_step = kind in ("dapo", "cispo", "vespo") and updates.minibatches > 1
+    if by_step or (kind == "bnpo" and updates.micro_batches > 1):
+        result.leave(given, "loss_type")
     if given["mask_truncated_completions"]:
         result.put("model.mask_truncated", True)
 
@@ -147,23 +124,13 @@ def _entropy(given: Given, result: Conversion, updates: Updates) -> None:
     result.put_class("model.entropy", "EntropyBonus", coef=coef)
     mean = given.look("loss_type") in ("dapo", "bnpo", "cispo", "vespo")
     if not mean or updates.micro_batches > 1 or updates.minibatches > 1:
-        result.leave(
-            given,
-            "entropy_coef",
-            "TRL multiplies the mean over each micro-batch's tokens by it; here the bonus is "
-            "averaged like the loss",
-        )
+        result.leave(given, "entropy_coef")
 
 
 def _adaptive_entropy(given: Given, result: Conversion, steps: int) -> dict[str, Any]:
     """Return the schedule; TRL's takes a step after each of the ``steps`` of an iteration."""
     if steps > 1:
-        result.leave(
-            given,
-            "use_adaptive_entropy",
-            f"TRL measures entropy after each of the {steps} optimizer steps of a batch, and moves "
-            "the coefficient by entropy_coef_delta; here it moves once, by that many times as much",
-        )
+        result.leave(given, "use_adaptive_entropy")
     return instance(
         "lightning_rl.extend.AdaptiveEntropy",
         value=given["entropy_coef"],
@@ -203,12 +170,7 @@ def _advantage(given: Given, result: Conversion) -> None:
         result.put_class("model.advantage", "GRPO", normalize_std=False)
     else:
         result.put_class("model.advantage", "ReinforcePlusPlus", group_baseline=True)
-        result.leave(
-            given,
-            "scale_rewards",
-            "TRL divides by the standard deviation of all rewards of a batch, plus 1e-4; what is "
-            "written divides by that of the advantages of all tokens: another scale",
-        )
+        result.leave(given, "scale_rewards")
 
 
 def _correction(given: Given, result: Conversion) -> None:
@@ -218,12 +180,7 @@ def _correction(given: Given, result: Conversion) -> None:
     high = given["vllm_importance_sampling_cap"] or high
     level, _, kind = str(result.choose(given, "vllm_importance_sampling_mode")).partition("_")
     if given["loss_type"] == "vespo":
-        result.leave(
-            given,
-            "vllm_importance_sampling_correction",
-            "with vespo TRL multiplies the weights into the ratio of a sequence; here a correction "
-            "multiplies the loss, and none is written",
-        )
+        result.leave(given, "vllm_importance_sampling_correction")
         return
     name = f"{level.capitalize()}{'TIS' if kind == 'truncate' else 'MIS'}"
     bound = GREATEST_RATIO if high is None else float(high)
@@ -238,11 +195,7 @@ def _correction(given: Given, result: Conversion) -> None:
     else:
         result.put_class("model.correction", name, cap=bound)
         if low is not None:
-            result.leave(
-                given,
-                "vllm_importance_sampling_clip_min",
-                "TIS has no lower bound here: smaller weights count less than in TRL",
-            )
+            result.leave(given, "vllm_importance_sampling_clip_min")
 
 
 def _reference(given: Given, result: Conversion, steps: int) -> None:
@@ -251,38 +204,21 @@ def _reference(given: Given, result: Conversion, steps: int) -> None:
     # The gradient of k3 x ratio is that of k2 times the ratio: w (log p - log p_ref) d log p.
     corrected = given["use_bias_correction_kl"]
     result.put_class("model.kl", "K2Penalty" if corrected else "K3Penalty", coef=given["beta"])
-    if corrected:
-        _corrected_penalty(given, result, steps)
-    if given["sync_ref_model"]:
-        every = max(1, round(given["ref_model_sync_steps"] / steps))
-        result.put_class("model.reference", "PeriodicReference", every_n_iterations=every)
-        if given["ref_model_mixup_alpha"] != 1.0:
-            result.leave(given, "ref_model_mixup_alpha", "a reference is replaced as a whole")
-    elif given.look("use_peft"):
-        result.put_class("model.reference", "BaseReference")
-
-
-def _corrected_penalty(given: Given, result: Conversion, steps: int) -> None:
     key = "use_bias_correction_kl"
-    if given["importance_sampling_level"] == "sequence":
-        result.leave(
-            given,
-            key,
-            "TRL multiplies k3 by the sequence's ratio, so that its gradient is not "
-            "k2's; K2Penalty is written",
-        )
-    elif steps > 1:
-        result.leave(
-            given,
-            key,
-            f"TRL's gradient is K2Penalty's times the ratio, which is not 1 after the first of the "
-            f"{steps} optimizer steps of a batch",
-        )
-    else:
+    if corrected and (steps > 1 or given["importance_sampling_level"] == "sequence"):
+        result.leave(given, key)
+    elif corrected:
         result.remarks.append(
             f"{key}: K2Penalty has the gradient of TRL's k3 x ratio, since the ratio is 1; the "
             "KL that is logged is k2's"
         )
+    if given["sync_ref_model"]:
+        every = max(1, round(given["ref_model_sync_steps"] / steps))
+        result.put_class("model.reference", "PeriodicReference", every_n_iterations=every)
+        if given["ref_model_mixup_alpha"] != 1.0:
+            result.leave(given, "ref_model_mixup_alpha")
+    elif given.look("use_peft"):
+        result.put_class("model.reference", "BaseReference")
 
 
 def put_optimizer(given: Given, result: Conversion, total: int | None) -> None:

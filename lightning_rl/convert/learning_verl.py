@@ -61,7 +61,11 @@ def _loss(given: Given, result: Conversion, mode: str) -> None:
         result.put_class("model.loss", "SAPO", tau_positive=positive, tau_negative=negative)
     elif mode == "geo_mean":
         result.put_class("model.loss", "GMPO", **clips)
-        _geometric(given, result)
+        # What verl averages over a sequence is a token's own here.
+        if given.look("algorithm.adv_estimator") == "gae":
+            result.leave(given, ACTOR + "policy_loss.loss_mode")
+        if given.look(CORRECTION + "rollout_is") == "token":
+            result.leave(given, CORRECTION + "rollout_is")
     elif mode == "gpg":
         result.put_class("model.loss", "Reinforce")
     elif mode == TRUNCATED:  # CISPO is that, where the old policy is the engine's
@@ -77,24 +81,6 @@ def _loss(given: Given, result: Conversion, mode: str) -> None:
     _aggregation(given, result, mode)
     if given[ACTOR + "entropy_coeff"]:
         result.put_class("model.entropy", "EntropyBonus", coef=given[ACTOR + "entropy_coeff"])
-
-
-def _geometric(given: Given, result: Conversion) -> None:
-    """Note what verl's ``geo_mean`` averages over a sequence that is a token's own here."""
-    if given.look("algorithm.adv_estimator") == "gae":
-        result.leave(
-            given,
-            ACTOR + "policy_loss.loss_mode",
-            "geo_mean multiplies a sequence's ratio by its mean advantage; GMPO multiplies it by "
-            "each token's own",
-        )
-    if given.look(CORRECTION + "rollout_is") == "token":
-        result.leave(
-            given,
-            CORRECTION + "rollout_is",
-            "geo_mean weights a sequence by the geometric mean of its tokens' weights; here each "
-            "token has its own",
-        )
 
 
 def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:
@@ -115,11 +101,7 @@ def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:
     else:
         result.idle(given, [factor], f"loss_agg_mode {mode}")
     if mode not in known:
-        result.leave(
-            given,
-            ACTOR + "loss_agg_mode",
-            "TokenMean is written: the gradient of token-sum, divided by the number of tokens",
-        )
+        result.leave(given, ACTOR + "loss_agg_mode")
     if mode != said:
         _averaged_apart(given, result, loss_mode)
 
@@ -159,37 +141,22 @@ def _advantage(given: Given, result: Conversion) -> None:
         result.put_class("model.advantage", "ReMax")
     elif alone:
         result.put_class("model.advantage", "RunningBaseline")
-        result.leave(
-            given,
-            key,
-            "with rollout.n=1 there is nothing to compare, and verl's advantage is the reward (0 "
-            "in rloo_vectorized); RunningBaseline is written, which subtracts the mean of past "
-            "rewards: the same gradient in expectation",
-        )
+        result.leave(given, key)
     elif name in ("rloo", "rloo_vectorized"):
         result.put_class("model.advantage", "RLOO")
     else:
         normalize = given["algorithm.norm_adv_by_std_in_grpo"]
         result.put_class("model.advantage", "GRPO", normalize_std=normalize, eps=1e-6)
         if name not in ("grpo", "grpo_vectorized"):
-            result.leave(given, key, "GRPO is written")
+            result.leave(given, key)
 
 
 def _reinforce_plus_plus(given: Given, result: Conversion, baseline: bool) -> None:
     result.put_class("model.advantage", "ReinforcePlusPlus", group_baseline=baseline, unbiased=True)
     if given["algorithm.gamma"] != 1 and not baseline:
-        result.leave(
-            given,
-            "algorithm.gamma",
-            "the reward-to-go is not discounted: a rollout's first tokens count as its last",
-        )
+        result.leave(given, "algorithm.gamma")
     if baseline and given.look("algorithm.use_kl_in_reward"):
-        result.leave(
-            given,
-            "algorithm.use_kl_in_reward",
-            "verl's baseline subtracts the whole KL from the reward of every token; here each "
-            "token has the KL from itself on, and the baseline is the mean of rewards",
-        )
+        result.leave(given, "algorithm.use_kl_in_reward")
 
 
 def _critic(given: Given, result: Conversion) -> None:
@@ -200,9 +167,7 @@ def _critic(given: Given, result: Conversion) -> None:
     result.put("model.critic.lr", given["critic.optim.lr"])
     averaged = (given.look(place + "loss_agg_mode") for place in ("critic.", ACTOR))
     if given.says("critic.loss_agg_mode") and len(set(averaged)) > 1:
-        result.leave(
-            given, "critic.loss_agg_mode", "the critic's loss is averaged like the policy's"
-        )
+        result.leave(given, "critic.loss_agg_mode")
     if given["trainer.critic_warmup"]:
         result.put("model.critic.warmup_iterations", given["trainer.critic_warmup"])
     result.remarks.append("the critic's loss is half a squared error in both: ValueLoss.coef is 1")
@@ -214,7 +179,7 @@ def _penalties(given: Given, result: Conversion) -> None:
         name = str(given[ACTOR + "kl_loss_type"])
         if name.endswith("+") and name.removesuffix("+") in ESTIMATORS:
             # A straight-through estimate: its own value, and k2's gradient.
-            written = instance("K2Penalty")
+            written: tuple[str, dict[str, Any]] = "K2Penalty", {}
             if ESTIMATORS[name.removesuffix("+")] != "K2":
                 result.remarks.append(
                     f"{ACTOR}kl_loss_type {name}: K2Penalty has the gradient that verl gives it; "
@@ -222,15 +187,11 @@ def _penalties(given: Given, result: Conversion) -> None:
                 )
         else:
             written = _estimator(given, result, ACTOR + "kl_loss_type")
-        _put_penalty(result, "model.kl", written, given[ACTOR + "kl_loss_coef"])
+        kind, options = written
+        result.put_class("model.kl", kind, coef=given[ACTOR + "kl_loss_coef"], **options)
     if given["algorithm.use_kl_in_reward"] and given["algorithm.kl_ctrl.kl_coef"]:
-        written = _estimator(given, result, "algorithm.kl_penalty")
-        _put_penalty(result, "model.kl_reward", written, _coefficient(given, result))
-
-
-def _put_penalty(result: Conversion, path: str, written: dict[str, Any], coef: Any) -> None:
-    arguments = {"coef": coef} | written.get("init_args", {})
-    result.put_class(path, written["class_path"], **arguments)
+        kind, options = _estimator(given, result, "algorithm.kl_penalty")
+        result.put_class("model.kl_reward", kind, coef=_coefficient(given, result), **options)
 
 
 def _coefficient(given: Given, result: Conversion) -> Any:
@@ -250,13 +211,13 @@ def _coefficient(given: Given, result: Conversion) -> Any:
     )
 
 
-def _estimator(given: Given, result: Conversion, key: str) -> dict[str, Any]:
-    """Return the penalty that a value names; a ``+`` only concerns gradients."""
+def _estimator(given: Given, result: Conversion, key: str) -> tuple[str, dict[str, Any]]:
+    """Return the penalty that a value names, and its options; a ``+`` only concerns gradients."""
     name = str(given[key]).removesuffix("+")
     if name not in ESTIMATORS:
         result.leave(given, key, "K3Penalty is written: another estimate of the same KL")
     kind = ESTIMATORS.get(name, "K3")
-    return instance(f"{kind}Penalty", **({"cap": KL_CAP} if kind == "K3" else {}))
+    return f"{kind}Penalty", {"cap": KL_CAP} if kind == "K3" else {}
 
 
 def _optimizer(given: Given, result: Conversion, total: int | None) -> None:

@@ -6,7 +6,6 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.config.yaml_text import dump_yaml
@@ -21,6 +20,17 @@ from lightning_rl.convert.verl import convert_verl
 from lightning_rl.errors import ConfigError, DiskError, require_at_least
 
 _ORDER = ("seed_everything", "model", "data", "trainer")
+_ADDED = {
+    "trl": {"model_name_or_path": "model", "dataset_name": "prompts", "reward_funcs": "rewards"},
+    "verl": {
+        "actor_rollout_ref.model.path": "model",
+        "data.train_files": "prompts",
+        "data.val_files": "eval_prompts",
+        "trainer.n_gpus_per_node": "devices",
+    },
+    "prime-rl": {"model.name": "model", "deployment.num_train_gpus": "devices"},
+}
+"""Their names for what options of the command line set."""
 
 
 def as_yaml(conversion: Conversion, source: str) -> str:
@@ -117,19 +127,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", help="file or folder of prompts to train on")
     parser.add_argument("--eval_prompts", help="file or folder of held-out prompts")
     parser.add_argument("--rewards", nargs="+", help="import paths of reward functions")
-    options, command = _split(arguments)
-    parsed = parser.parse_intermixed_args(options)
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    command = arguments[end + 1 :]
+    parsed = parser.parse_intermixed_args(arguments[:end])
     parsed.command = [Word(word) for word in command]
     require_at_least(1, devices=parsed.devices)
     if (parsed.file is None) == (not command):
         parser.error("it takes a file, or -- and a command that starts a trainer")
     return parsed
-
-
-def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the options, and the command that stands behind ``--``."""
-    at = list(arguments).index("--") if "--" in arguments else len(arguments)
-    return arguments[:at], arguments[at + 1 :]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -157,14 +162,21 @@ def convert(source: Source, options: argparse.Namespace, name: str) -> Conversio
     """Convert what was read from ``name``; settings of the command line take precedence.
 
     Raises:
-        ConfigError: if it belongs to the other library than ``--from`` says.
+        ConfigError: if it belongs to the other library than ``--from`` says, or an option cannot
+            be used with it.
     """
     if options.library not in (None, source.library or options.library):
         raise ConfigError(f"--from {options.library}: {name} is for {source.library}")
     library = source.library or options.library or "trl"
     added = parse_overrides(options.overrides)
-    added |= {n: v for n, v in _ADDED[library](options).items() if v is not None}
+    said = {theirs: getattr(options, option) for theirs, option in _ADDED[library].items()}
+    added |= {name: value for name, value in said.items() if value is not None}
     if library == "prime-rl":
+        if options.prompts or options.eval_prompts or options.rewards:
+            raise ConfigError(
+                "--prompts, --eval_prompts and --rewards: those of prime-rl are its environments'; "
+                "change them in what convert writes"
+            )
         conversion = convert_prime_rl(source.values, added)
     elif library == "verl":
         values = parse_overrides(options.overrides, flat(source.values))
@@ -181,32 +193,3 @@ def convert(source: Source, options: argparse.Namespace, name: str) -> Conversio
     conversion.missing += dict.fromkeys([*unread, *source.missing])
     conversion.remarks += source.remarks
     return conversion
-
-
-def _of_trl(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "model_name_or_path": options.model,
-        "dataset_name": options.prompts,
-        "reward_funcs": options.rewards,
-    }
-
-
-def _of_verl(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "actor_rollout_ref.model.path": options.model,
-        "data.train_files": options.prompts,
-        "data.val_files": options.eval_prompts,
-        "trainer.n_gpus_per_node": options.devices,
-    }
-
-
-def _of_prime_rl(options: argparse.Namespace) -> dict[str, Any]:
-    if options.prompts or options.eval_prompts or options.rewards:
-        raise ConfigError(
-            "--prompts, --eval_prompts and --rewards: those of prime-rl are its environments'; "
-            "change them in what convert writes"
-        )
-    return {"model.name": options.model, "deployment.num_train_gpus": options.devices}
-
-
-_ADDED = {"trl": _of_trl, "verl": _of_verl, "prime-rl": _of_prime_rl}

@@ -184,9 +184,7 @@ def _gates(own: Given, result: Conversion) -> None:
     for gate in (own[name] or {}).values():
         result.put("data.selection.filters", [instance("RewardSpread")])
         if gate not in ({"type": "advantage_range"}, _ZERO):
-            result.leave(
-                own, name, "RewardSpread is written: only groups without a spread are left out"
-            )
+            result.leave(own, name)
 
 
 def _engine(given: Given, result: Conversion) -> None:

@@ -4,7 +4,6 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_rl.convert.distillation_trl import defaults_of
 from lightning_rl.convert.peft import KEY
 from lightning_rl.convert.python_script import Called, Named, PythonScript, Unread, plain
 from lightning_rl.convert.trainers_trl import trainer_of
@@ -105,7 +104,7 @@ def _read(script: PythonScript) -> ReadScript:
         )
     trainer = trainers[0] if trainers else Called(configs[0].what.replace("Config", "Trainer"))
     given = dict(zip(_TRAINERS[trainer.what], trainer.args, strict=False)) | trainer.kwargs
-    result = ReadScript(defaults_of(trainer.what), trainer=trainer_of(trainer.what))
+    result = ReadScript(trainer=trainer_of(trainer.what))
     if len(trainers) > 1:
         called = ", ".join(call.what for call in trainers)
         result.missing.append(f"{len(trainers)} trainers ({called}): the first is converted")

@@ -18,11 +18,7 @@ def carry_correction(given: Given, result: Conversion) -> str | None:
     truncated, rejected = result.choose(given, _IS), given[CORRECTION + "rollout_rs"]
     several = "," in str(given.look(CORRECTION + "rollout_rs_threshold"))
     if rejected is not None and (rejected not in _MASKS or several):
-        result.leave(
-            given,
-            CORRECTION + "rollout_rs",
-            "there is no rejection by this estimate, and only one at a time; none is written",
-        )
+        result.leave(given, CORRECTION + "rollout_rs")
         rejected = None
     if rejected is not None:
         _rejection(given, result, truncated, rejected)

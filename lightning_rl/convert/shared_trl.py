@@ -51,12 +51,7 @@ def put_adapters(given: Given, result: Conversion) -> None:
         return
     targets = given["lora_target_modules"]
     if not targets:
-        result.leave(
-            given,
-            "lora_target_modules",
-            "null lets peft choose the layers (q_proj and v_proj of most models); all-linear is "
-            "written",
-        )
+        result.leave(given, "lora_target_modules")
     result.put_lora(given["lora_r"], given["lora_alpha"], targets or "all-linear")
     options: dict[str, Any] = {name: True for name in ("use_rslora", "use_dora") if given[name]}
     if given["lora_modules_to_save"]:
@@ -65,7 +60,7 @@ def put_adapters(given: Given, result: Conversion) -> None:
         result.put("model.lora.options", options)
     _quantization(given, result)
     if given["lora_dropout"]:  # on by default
-        result.leave(given, "lora_dropout", TRL["lora_dropout"].note)
+        result.leave(given, "lora_dropout")
 
 
 def _quantization(given: Given, result: Conversion) -> None:
@@ -75,7 +70,7 @@ def _quantization(given: Given, result: Conversion) -> None:
         double = bool(given["use_bnb_nested_quant"])
         result.put_class("model.lora.quantization", "NF4", double=double)
         if given["bnb_4bit_quant_type"] != "nf4":
-            result.leave(given, "bnb_4bit_quant_type", "NF4, which fits weights better, is written")
+            result.leave(given, "bnb_4bit_quant_type")
 
 
 def put_trainer(given: Given, result: Conversion, devices: int) -> None:
@@ -87,7 +82,7 @@ def put_trainer(given: Given, result: Conversion, devices: int) -> None:
         result.put("trainer.default_root_dir", str(given["output_dir"]))
     half = given.look("fp16")
     if half:
-        result.leave(given, "fp16", "float16 needs a loss scaler; bf16-mixed is written")
+        result.leave(given, "fp16")
     if given["bf16"] or half or given["bf16"] is None:
         result.put("trainer.precision", "bf16-mixed")
     place = {"save_dir": str(given.look("output_dir") or ".")}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.config.yaml_text import DEEPEST, parse_yaml
-from lightning_rl.convert.distillation_trl import defaults_of
 from lightning_rl.convert.hydra import flat, parse_overrides
 from lightning_rl.convert.python_trl import read_trl_script
 from lightning_rl.convert.shell import INSTEAD, SUFFIXES, Word, run_script
@@ -103,19 +102,19 @@ def _text(path: Path) -> str:
 def _loaded(load: Callable[[str], Any], text: str, path: Path) -> Any:
     try:
         values = load(text)
+        deep = _depth(values) > DEEPEST
     except ValueError as error:  # broken, or a number of thousands of digits
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except RecursionError:
-        values = None
-    layer, depth = [values], 0
-    while layer and depth <= DEEPEST:
-        below = (
-            v.values() if isinstance(v, dict) else v for v in layer if isinstance(v, dict | list)
-        )
-        layer, depth = [value for values_ in below for value in values_], depth + 1
-    if depth > DEEPEST or (values is None and text.strip() != "null"):
+        deep = True
+    if deep:
         raise ConfigError(f"{path}: more than {DEEPEST} levels deep; no configuration is that deep")
     return values
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def _from_script(path: Path) -> Source:
@@ -165,7 +164,6 @@ def from_command(words: Sequence[Word], folder: Path) -> Source:
     source = read_words(words[at:], folder)
     if source.library == "trl":
         source.trainer = trainer_of(Path(words[at - 1]).name)
-        source.values = defaults_of(words[at - 1]) | source.values
     source.devices = _processes(words[: at - 1]) or source.devices
     return source
 

@@ -1,9 +1,9 @@
 """TRL's trainers that learn from fixed rows: SFT, DPO, KTO and reward models."""
 
 import math
-from abc import ABC
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_rl.config.names import public
 from lightning_rl.convert import learning_trl as learning
@@ -44,17 +44,21 @@ _GRPO_ALONE = (
 """Names of a GRPOConfig that begin as shared ones do."""
 
 
-class Supervised(ABC):
+@dataclass(frozen=True)
+class Supervised:
     """Converts the configuration of one trainer; each learns by a module and a data module of ours.
 
-    What follows is declared by each: ``config``, the name of TRL's configuration; ``module`` and
-    ``data``, ours; ``carried``, our path for each of its options that keeps its number.
+    Args:
+        config: the name of TRL's configuration.
+        module: our module.
+        data: our data module.
+        carried: our path for each of its options that keeps its number.
     """
 
-    config: ClassVar[str]
-    module: ClassVar[str]
-    data: ClassVar[str]
-    carried: ClassVar[Mapping[str, str]] = {}
+    config: str
+    module: str
+    data: str
+    carried: Mapping[str, str]
 
     @property
     def rows(self) -> dict[str, ParameterRow]:
@@ -86,7 +90,9 @@ class Supervised(ABC):
         for theirs, ours in self.carried.items():
             if given[theirs] is not None:
                 result.put(ours, given[theirs])
-        public(self.module)(**_numbers(result))
+        written = result.config["model"]["init_args"].items()
+        numbers = {n: v for n, v in written if n == "model" or isinstance(v, int | float)}
+        public(self.module)(**numbers)  # which judges what is said of its loss
         put_rows(given, result, heldout)
         _batches(given, result)
         learning.put_optimizer(given, result, _length(given, result))
@@ -102,10 +108,7 @@ class Supervised(ABC):
 
 
 class SFT(Supervised):
-    """SFTTrainer."""
-
-    config, module, data = "SFTConfig", "SFTModule", "SFTDataModule"
-    carried: ClassVar = {"max_length": "data.max_length", "max_seq_length": "data.max_length"}
+    """SFTTrainer, which has no adapters here."""
 
     def put_adapters(self, given: Given, result: Conversion) -> None:
         if given.look("use_peft"):
@@ -116,43 +119,21 @@ class SFT(Supervised):
             )
 
 
-class DPO(Supervised):
-    """DPOTrainer."""
-
-    config, module, data = "DPOConfig", "DPOModule", "PairDataModule"
-    carried: ClassVar = {
-        "beta": "model.beta",
-        "label_smoothing": "model.smoothing",
-        "max_length": "data.max_length",
-    }
-
-
-class KTO(Supervised):
-    """KTOTrainer."""
-
-    config, module, data = "KTOConfig", "KTOModule", "KTODataModule"
-    carried: ClassVar = {
-        "beta": "model.beta",
-        "desirable_weight": "model.desirable_weight",
-        "undesirable_weight": "model.undesirable_weight",
-        "max_length": "data.max_length",
-    }
-
-
-class Reward(Supervised):
-    """RewardTrainer."""
-
-    config, module, data = "RewardConfig", "RewardModelModule", "RewardPairDataModule"
-    carried: ClassVar = {
-        "center_rewards_coefficient": "model.centering",
-        "max_length": "data.max_length",
-    }
-
-
-def _numbers(result: Conversion) -> dict[str, Any]:
-    """Return the model and what is said of its loss, which the module itself judges."""
-    written = result.config["model"]["init_args"]
-    return {n: v for n, v in written.items() if n == "model" or isinstance(v, int | float)}
+_LENGTH = {"max_length": "data.max_length"}
+_WEIGHTS = {name: f"model.{name}" for name in ("beta", "desirable_weight", "undesirable_weight")}
+_SMOOTHED = {"beta": "model.beta", "label_smoothing": "model.smoothing"}
+_CENTRED = {"center_rewards_coefficient": "model.centering"}
+SUPERVISED: dict[str, Supervised] = {
+    "sft": SFT(
+        "SFTConfig", "SFTModule", "SFTDataModule", _LENGTH | {"max_seq_length": "data.max_length"}
+    ),
+    "dpo": Supervised("DPOConfig", "DPOModule", "PairDataModule", _SMOOTHED | _LENGTH),
+    "kto": Supervised("KTOConfig", "KTOModule", "KTODataModule", _WEIGHTS | _LENGTH),
+    "reward": Supervised(
+        "RewardConfig", "RewardModelModule", "RewardPairDataModule", _CENTRED | _LENGTH
+    ),
+}
+"""TRL's trainers of rows, by their names."""
 
 
 def _batches(given: Given, result: Conversion) -> None:

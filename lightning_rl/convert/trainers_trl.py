@@ -8,10 +8,9 @@ from lightning_rl.convert import distillation_trl as distillation
 from lightning_rl.convert.conversion import ParameterRow
 from lightning_rl.convert.peft import KEY
 from lightning_rl.convert.shared_trl import TRL, defaults_of_bases
-from lightning_rl.convert.supervised_trl import DPO, KTO, SFT, Reward, Supervised
+from lightning_rl.convert.supervised_trl import SUPERVISED
 from lightning_rl.errors import ConfigError
 
-SUPERVISED: dict[str, Supervised] = {"sft": SFT(), "dpo": DPO(), "kto": KTO(), "reward": Reward()}
 _NAMED = re.compile(
     r"online_?dpo|iterative_?sft|nash_?md|a2po|orpo|cpo|tpo|xpo|bco|prm|rloo|(?<![a-z])ppo"
     r"|server_?distillation|distillation|gkd|gold|grpo|sft|dpo|kto|reward"

@@ -93,18 +93,12 @@ def convert_trl(
 
 
 def _sampling(given: Given, result: Conversion) -> None:
-    for theirs, ours in (
-        ("max_completion_length", "max_tokens"),
-        ("temperature", "temperature"),
-        ("top_p", "top_p"),
-        ("top_k", "top_k"),
-        ("min_p", "min_p"),
-        ("repetition_penalty", "repetition_penalty"),
-    ):
-        value = given[theirs]
-        if ours in ("max_tokens", "temperature") or value != TRL[theirs].default:
+    result.put("data.sampling.max_tokens", given["max_completion_length"])
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        value = given[name]
+        if name == "temperature" or value != TRL[name].default:
             # vLLM's -1 for all tokens
-            result.put(f"data.sampling.{ours}", max(0, value or 0) if ours == "top_k" else value)
+            result.put(f"data.sampling.{name}", max(0, value or 0) if name == "top_k" else value)
     if given["chat_template_kwargs"]:
         result.put("data.chat_template_kwargs", given["chat_template_kwargs"])
     extra = given["generation_kwargs"] or {}

@@ -208,7 +208,7 @@ def _engine(given: Given, result: Conversion) -> None:
         result.put_class("data.engine", "TransformersEngine")
         return
     if name != "vllm":
-        result.leave(given, _ROLLOUT + "name", "VLLMLocal is written")
+        result.leave(given, _ROLLOUT + "name")
     arguments: dict[str, Any] = {"dtype": str(given[_ROLLOUT + "dtype"])}
     for same in ("gpu_memory_utilization", "max_num_seqs", "enable_prefix_caching"):
         arguments[same] = given[_ROLLOUT + same]

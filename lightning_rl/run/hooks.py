@@ -101,14 +101,11 @@ def last_iteration(trainer: Trainer, iteration: int) -> float:
     """
     epochs, batches = trainer.max_epochs, trainer.num_training_batches
     if trainer.lightning_module.automatic_optimization:  # iterations are optimizer steps
-        if any(s.going_to_accumulate_grad_batches() for s in _schedules(trainer)):
+        schedules = find_callbacks(trainer, GradientAccumulationScheduler)
+        if any(schedule.going_to_accumulate_grad_batches() for schedule in schedules):
             return math.inf
         return iteration - trainer.global_step + trainer.estimated_stepping_batches
     if epochs is None or epochs <= 0:
         return math.inf
     before = iteration - trainer.fit_loop.epoch_loop.batch_progress.total.ready
     return before + epochs * batches
-
-
-def _schedules(trainer: Trainer) -> list[GradientAccumulationScheduler]:
-    return find_callbacks(trainer, GradientAccumulationScheduler)

@@ -1,6 +1,9 @@
-"""Lightning's warnings that our modules cause, and that users cannot act on."""
+"""Lightning's warnings and messages that our modules cause, and that users cannot act on."""
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 IGNORED_WARNINGS = (
     # Lightning calls what torch deprecated; fixed by neither of us here.
@@ -22,3 +25,17 @@ def ignore_known_warnings() -> None:
     """Ignore these warnings from Lightning until filters are reset; others stay."""
     for message in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message, module=r"lightning\.(pytorch|fabric)\.")
+
+
+@contextmanager
+def without_info() -> Iterator[None]:
+    """Within the block, silence Lightning's messages on Trainers that the user did not make."""
+    loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

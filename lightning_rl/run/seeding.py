@@ -68,11 +68,12 @@ def random_state() -> dict[str, Any]:
     and tensors.
     """
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    own = numpy_state["state"]
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "python": random.getstate(),
-        "numpy": numpy_state | {"state": _plain(numpy_state["state"])},
+        "numpy": numpy_state | {"state": own | {"key": own["key"].tolist()}},
     }
 
 
@@ -93,7 +94,3 @@ def restore_random_states(states: list[dict[str, Any]]) -> None:
     np.random.set_state(state["numpy"] | {"state": state["numpy"]["state"] | {"key": key}})  # noqa: NPY002
     if torch.cuda.is_initialized() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda"]])
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    return state | {"key": state["key"].tolist()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rl.cli.parser import card_of, gpus_of
+from lightning_rl.cli.check.command import own_options
 from lightning_rl.games.staged import command as staged
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
@@ -96,9 +96,7 @@ def fit_arguments(words: list[str]) -> list[str] | None:
     """Return what ``fit`` would be given where ``check`` is; None for a command without a run."""
     command, *rest = words
     if command == "check" or "--dry_run" in rest:
-        own_options = ("--dry_run", "--no_rollout", "--run")
-        _, others = gpus_of(card_of(rest)[1])
-        return ["fit", *(a for a in others if a not in own_options)]
+        return ["fit", *own_options(rest)[1]]
     if command not in ("fit", "validate", "test", "rollout"):
         return None
     if "--ckpt_path" in rest:  # a file that only a run leaves

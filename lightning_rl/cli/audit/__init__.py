@@ -1,10 +1,8 @@
 """``lightning-rl audit``: check that a run's records are unchanged and reproducible."""
 
 import argparse
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -43,12 +41,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seed", metavar="K", type=int, help="draw the same iterations as an earlier audit"
     )
-    parser.add_argument(
-        "--trusted_only", action="store_true", help="build the run from this library's code only"
-    )
-    parser.add_argument(
-        "--trust", metavar="MODULE", action="append", default=[], help="and from this module's code"
-    )
+    parser.add_trust()
     parsed = parser.parse_args(arguments)
     if not 0 <= parsed.share <= 1:
         raise ConfigError(f"--share {parsed.share:g} must be in [0, 1]")
@@ -71,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     from lightning_rl.cli.audit.examination import examine
     from lightning_rl.cli.process import printable
     from lightning_rl.cli.rerun.run import RecordedRun
+    from lightning_rl.run.noise import without_info
 
     trust = [f"--trust={module}" for module in options.trust]
     run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
@@ -83,24 +77,10 @@ def main(arguments: Sequence[str]) -> int:
     say(*told_of(records))
     good = not records.changed
     if options.share > 0:
-        with _only_warnings():
+        with without_info():
             good = _again(run, records, options, say) and good
     say("nothing was changed" if good else "CHANGED")
     return 0 if good else 1
-
-
-@contextmanager
-def _only_warnings() -> Iterator[None]:
-    """Within the block, suppress the messages that each of many short runs prints."""
-    loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def told_of(records: "Records") -> list[str]:

@@ -137,12 +137,8 @@ def iteration_again(
     return IterationVerdict(rerun, elsewhere)
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A recorded rollout, and all rollouts of its group that were trained on."""
-
-    rollout: Rollout
-    group: list[Rollout]
+Drawn = tuple[Rollout, list[Rollout]]
+"""A recorded rollout, and all rollouts of its group that were trained on."""
 
 
 def drawn_rollouts(
@@ -157,7 +153,7 @@ def drawn_rollouts(
         sound = [r for r in rollouts if not r.demonstration and len(set(r.written_versions())) == 1]
         for rollout in random.sample(sound, min(count, len(sound))):
             group = [r for r in rollouts if r.group_id == rollout.group_id]
-            drawn[rollout.written_versions()[0]].append(Drawn(rollout, group))
+            drawn[rollout.written_versions()[0]].append((rollout, group))
     return dict(sorted(drawn.items()))
 
 
@@ -174,27 +170,21 @@ def rollouts_again(
         data = data_with_engine(made)
         differ = made.diverged_at(run.log.outcomes()) is not None
         with pushed_engine(made, data):
-            for one in drawn:
-                recorded = one.rollout
+            for recorded, group in drawn:
                 again = written_again(made, data, recorded)
                 rerun = RolloutRerun(
                     recorded, again, version, made.kept, differ, True, decoder_of(made)
                 )
-                graded = _graded_again(data.task_of(recorded.prompt).rewards, one)
+                graded = _graded_again(data.task_of(recorded.prompt).rewards, recorded, group)
                 yield RolloutVerdict(rerun, _other_rewards(recorded, graded), graded.error)
 
 
-def _graded_again(rewards: Rewards, drawn: Drawn) -> Rollout:
-    """Grade a recorded rollout again with the run's rewards."""
-    group = [_ungraded(rollout) for rollout in drawn.group]
-    rewards.grade_here([group])
-    return next(rollout for rollout in group if rollout.id == drawn.rollout.id)
-
-
-def _ungraded(rollout: Rollout) -> Rollout:
-    return replace(
-        rollout, status=RolloutStatus.COMPLETED, reward=None, reward_parts={}, error=None
-    )
+def _graded_again(rewards: Rewards, recorded: Rollout, group: list[Rollout]) -> Rollout:
+    """Grade a recorded rollout and its group again with the run's rewards."""
+    ungraded: dict[str, Any] = {"status": RolloutStatus.COMPLETED, "reward": None, "error": None}
+    again = [replace(rollout, reward_parts={}, **ungraded) for rollout in group]
+    rewards.grade_here([again])
+    return next(rollout for rollout in again if rollout.id == recorded.id)
 
 
 def _other_rewards(

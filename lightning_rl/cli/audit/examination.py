@@ -1,7 +1,6 @@
 """Compares the contents of a run directory with its ledger."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from lightning_rl.callbacks.rerun_recorder import name_in
 from lightning_rl.cli.audit.claims import Claims
@@ -39,9 +38,10 @@ def examine(run: RecordedRun, head: str | None = None) -> Records:
     records = Records.of(entries)
     if not records.begins:
         raise DataError(f"{ledger.path} holds no start of a run; train first")
+    records.changed += _changed_links(entries)
+    for name, digest in records.begins[-1]["configuration"].items():
+        records.changed += _changed_file(run, name, digest, "the run was started with")
     records.changed += [
-        *_changed_links(entries),
-        *_changed_configuration(run, records),
         *_changed_outcomes(run, records),
         *_changed_rollouts(run, records),
         *_changed_results(run, records),
@@ -71,11 +71,6 @@ def _changed_links(entries: list[Entry]) -> Iterator[str]:
             if left.get(version - 1) != entry["weights_before"]:
                 yield f"iteration {version} began with other weights than version {version - 1}"
             left[version] = entry["weights_after"]
-
-
-def _changed_configuration(run: RecordedRun, records: Records) -> Iterator[str]:
-    for name, digest in records.begins[-1]["configuration"].items():
-        yield from _changed_file(run, name, digest, "the run was started with")
 
 
 def _changed_rollouts(run: RecordedRun, records: Records) -> Iterator[str]:
@@ -127,7 +122,8 @@ def _changed_outcomes(run: RecordedRun, records: Records) -> Iterator[str]:
 
 
 def _look_at_checkpoints(run: RecordedRun, records: Records) -> None:
-    files = {name_in(run.path, file): file for file in run.path.rglob("*.ckpt") if _is_own(file)}
+    found = [file for file in run.path.rglob("*.ckpt") if not file.is_symlink()]  # last.ckpt
+    files = {name_in(run.path, file): file for file in found}
     for name in records.checkpoints:
         elsewhere = run.path / name  # an absolute name stays itself
         if name not in files and elsewhere.is_file():
@@ -154,10 +150,6 @@ def _look_at_checkpoints(run: RecordedRun, records: Records) -> None:
                 f"{link.relative_to(run.path)} points to {name_in(run.path, link)}, which is not a "
                 "checkpoint of the run"
             )
-
-
-def _is_own(path: Path) -> bool:
-    return not path.is_symlink()  # last.ckpt
 
 
 def _look_for_more(run: RecordedRun, records: Records) -> None:

@@ -1,5 +1,7 @@
 """``lightning-rl check``: show what a configuration does, and a rollout; writes nothing."""
 
+import argparse
+import math
 import sys
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
@@ -14,13 +16,13 @@ from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.check.batches import with_longest_whole
 from lightning_rl.cli.check.mesh import choose
 from lightning_rl.cli.check.training import card_plan, planned_device, training_plan
-from lightning_rl.cli.parser import card_of, gpus_of
+from lightning_rl.cli.process import CommandParser
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_groups
 from lightning_rl.config.lightning_flags import warn_of_flags
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.learn.base import FiniteStepsModule, RecordingModule
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.files.rundir import require_writable
@@ -42,13 +44,6 @@ Prints the algebra of the batches and an estimate of the memory. Writes nothing.
   --gpus N       say how N such GPUs should share the model; reads no weights and starts no engine
 """
 
-
-OPTIONS = ("--no_rollout", "--dry_run", "--run")
-"""Options of the command itself; all others are those of ``fit``."""
-
-_WAYS = ("--no_rollout", "--run")
-"""Mutually exclusive options."""
-
 TRIED_GROUPS, TRIED_PROMPTS = 2, 4
 """Groups, and held-out prompts, of an iteration that is tried, where the settings permit."""
 
@@ -58,38 +53,68 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
-    card_gb, others = card_of(arguments)
-    gpus, others = gpus_of(others)
-    if gpus is not None and card_gb is None:
-        raise ConfigError(f"--gpus={gpus} needs the memory of one GPU; pass --gpu_memory_gb too")
-    rest = [argument for argument in others if argument not in OPTIONS]
-    ways = [way for way in _WAYS if way in arguments]
-    if len(ways) > 1:
-        raise ConfigError(f"{' and '.join(ways)} exclude each other; pass one of them")
+    own, rest = own_options(arguments)
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
         # A process that rank 0 started, which tells.
-        if "--run" in ways and rank_zero_only.rank > 0:  # type: ignore[attr-defined]
+        if own.run and rank_zero_only.rank > 0:  # type: ignore[attr-defined]
             _run(Built(rest, scratch, fast_dev_run=1))
             return 0
         cli = Built(rest, scratch)
-        fits = _check(cli, with_rollout=not ways, card_gb=card_gb, gpus=gpus)
+        with_rollout = not own.run and not own.no_rollout
+        fits = _check(cli, with_rollout, own.gpu_memory_gb, own.gpus)
         del cli  # and its weights
-        if "--run" in ways:
+        if own.run:
             print(_run(Built(rest, scratch, fast_dev_run=1)))
     if not fits:
         print("not good: the GPU is too small, as said above", file=sys.stderr)
         return 1
-    if gpus is None:
+    if own.gpus is None:
         print("good: `lightning-rl fit` with the same options would start")
     return 0
+
+
+def own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of the command itself, and all others, which are those of ``fit``.
+
+    Raises:
+        ConfigError: if options have an invalid value, or exclude or need each other.
+    """
+    parser = CommandParser("check", "")
+    for name in ("--no_rollout", "--run", "--dry_run"):
+        parser.add_argument(name, action="store_true")
+    for name in ("--gpu_memory_gb", "--gpus"):
+        parser.add_argument(name, nargs="?", const="")
+    own, others = parser.parse_known_args(arguments)
+    if (card := own.gpu_memory_gb) is not None:
+        own.gpu_memory_gb = _number(card)
+        if not 0 < own.gpu_memory_gb < math.inf:
+            raise ConfigError(
+                f"--gpu_memory_gb={card!r} must be a number > 0, the memory of one GPU in GiB"
+            )
+    if (gpus := own.gpus) is not None:
+        if not gpus.isdecimal() or int(gpus) < 1:
+            raise ConfigError(f"--gpus={gpus!r} must be a whole number >= 1")
+        if card is None:
+            raise ConfigError(
+                f"--gpus={gpus} needs the memory of one GPU; pass --gpu_memory_gb too"
+            )
+        own.gpus = int(gpus)
+    if own.no_rollout and own.run:
+        raise ConfigError("--no_rollout and --run exclude each other; pass one of them")
+    return own, others
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | None) -> bool:
     """Print the findings; returns False if the GPUs are too small."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     names = (type(module).__name__, type(data).__name__)
-    if isinstance(module, FiniteStepsModule):
-        module.check_trainer(trainer)
     warn_of_flags(trainer)
     print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
     if isinstance(data, CollectingDataModule):

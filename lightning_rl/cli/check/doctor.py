@@ -22,20 +22,25 @@ from packaging.requirements import Requirement
 
 from lightning_rl.cli.check.doctor_gpu import (
     Check,
+    check_driver,
     check_gpus,
+    check_nvcc,
     check_sandbox,
-    gpu_checks,
+    check_triton,
 )
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.run.processes.machine import (
     GPU,
     IN_PROCESS,
+    c_compiler,
     cpu_model,
+    cuda_compiler,
     driver_gpus,
     installed_version,
     is_supported,
     lacking,
     memory_bytes,
+    python_header,
     read_vllm_version,
     usable_cores,
 )
@@ -233,12 +238,14 @@ def torch_checks(gpus: list[GPU]) -> list[Check]:
     """Return the checks that import torch."""
     import torch  # here, so that a machine without torch still gets its report
 
-    load = os.getloadavg()[0]
+    load, header = os.getloadavg()[0], python_header()
     wait_policy = os.environ.get("OMP_WAIT_POLICY")
     return [
         check_torchvision(),
         check_gpus(gpus, torch.cuda.device_count(), torch.version.cuda),
-        *gpu_checks(gpus, torch.version.cuda),
+        check_driver(gpus),
+        check_nvcc(cuda_compiler(), torch.version.cuda),
+        check_triton(c_compiler(), header, header.exists(), bool(gpus)),
         check_threads(torch.get_num_threads(), usable_cores(), load, wait_policy),
     ]
 

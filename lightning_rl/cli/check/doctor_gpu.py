@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.sandbox import sandboxed
-from lightning_rl.run.processes.machine import GPU, c_compiler, cuda_compiler, python_header
+from lightning_rl.run.processes.machine import GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,3 @@ def check_sandbox() -> Check:
     except ConfigError as error:
         return Check("sandbox", "not possible", "PythonTests cannot run here", str(error))
     return Check("sandbox", "works (for PythonTests)")
-
-
-def gpu_checks(gpus: Sequence[GPU], torch_cuda: str | None) -> list[Check]:
-    """Check the driver, the compilers and the GPUs themselves."""
-    header = python_header()
-    return [
-        check_driver(gpus),
-        check_nvcc(cuda_compiler(), torch_cuda),
-        check_triton(c_compiler(), header, header.exists(), bool(gpus)),
-    ]

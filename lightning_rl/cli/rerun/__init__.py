@@ -42,12 +42,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE", type=Path, help=out)
     start = "with --iteration: start from the kept weights of version C (default: the nearest)"
     parser.add_argument("--since", metavar="C", type=int, help=start)
-    parser.add_argument(
-        "--trusted_only", action="store_true", help="build the run from this library's code only"
-    )
-    parser.add_argument(
-        "--trust", metavar="MODULE", action="append", default=[], help="and from this module's code"
-    )
+    parser.add_trust()
     parsed = parser.parse_args(arguments)
     for option, partner in (
         ("version", "rollout"),

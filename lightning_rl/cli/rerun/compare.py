@@ -51,9 +51,8 @@ class IterationRerun:
         metrics = self.again.metrics
         for name in (n for n in SHOWN if n in metrics):
             was, now = self.recorded.metrics.get(name, float("nan")), metrics[name]
-            lines.append(
-                f"  {name:<18} recorded {was!r:<24} again {now!r:<24} {_verdict(was, now)}"
-            )
+            verdict = "equal" if identical(was, now) else f"differs by {abs(was - now):.2g}"
+            lines.append(f"  {name:<18} recorded {was!r:<24} again {now!r:<24} {verdict}")
         others = [n for n in metrics if n not in SHOWN]
         differ = [n for n in self.differing if n not in SHOWN]
         verdict = "equal" if not differ else f"{len(differ)} differ, first {differ[0]}"
@@ -127,7 +126,3 @@ def _compared(checkpoint: dict[str, Any], made: Remade) -> str:
 def identical(was: float, now: float) -> bool:
     """Return True for equal numbers, and for NaN both times: the same update gives it again."""
     return was == now or (math.isnan(was) and math.isnan(now))
-
-
-def _verdict(was: float, now: float) -> str:
-    return "equal" if identical(was, now) else f"differs by {abs(was - now):.2g}"

@@ -1,6 +1,5 @@
 """Rebuilds a run's parts from its configuration, and its weights from those that were kept."""
 
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,6 @@ from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
-from lightning_rl.config.names import HOME
-from lightning_rl.config.packages import OPTIONAL_CLASSES
 from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
@@ -51,7 +48,7 @@ class _Rebuilt(RLCLI):
 
     def __init__(self, run: RecordedRun, version: int, scratch: str) -> None:
         self._scratch = scratch
-        config = _readable(run.config_of(version)[1], Path(scratch))
+        config = run.config_of(version)[1]
         super().__init__(["fit", "--config", str(config), "--ckpt_path=null", *run.options])
 
     def before_instantiate_classes(self) -> None:
@@ -65,26 +62,6 @@ class _Rebuilt(RLCLI):
 def callbacks_that_rerun(callbacks: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks that take part in a rerun, which set ``reruns``."""
     return [callback for callback in callbacks if getattr(callback, "reruns", False)]
-
-
-def _readable(config: Path, scratch: Path) -> Path:
-    """Copy a recorded configuration, with our classes' present import paths."""
-    copy = scratch / config.name
-    copy.write_text(with_public_names(config.read_text(encoding="utf-8")), encoding="utf-8")
-    return copy
-
-
-_OUR_PATH = re.compile(r"(?<![\w.])lightning_rl(?:\.\w+)*\.(\w+)")
-
-
-def with_public_names(text: str) -> str:
-    """Update our classes' modules in a recorded configuration, as they may have moved."""
-
-    def public(path: re.Match[str]) -> str:
-        name, home = path[1], HOME | OPTIONAL_CLASSES
-        return f"{home[name]}.{name}" if name in home else path[0]
-
-    return _OUR_PATH.sub(public, text)
 
 
 @dataclass

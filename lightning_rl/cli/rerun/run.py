@@ -1,8 +1,9 @@
 """A run directory as a rerun reads it: configuration, rerun log, checkpoints, rollouts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,9 @@ class RecordedRun:
             DataError: if there is none.
         """
         last = None
-        for last in self._rollouts():
+        files = recorded_files(self.path)
+        others = (found.rollout for file in files for found in file.read())
+        for last in chain(self.log.all_rollouts(), others):
             if last.id == rollout_id:
                 return last
         example = "no rollouts" if last is None else f"others, such as {last.id!r}"
@@ -188,8 +191,3 @@ class RecordedRun:
             f"{self.path} holds no rollout {rollout_id!r}, but {example}; "
             f"`lightning-rl rollouts {self.log.path / FILE.format(1, 0)}` lists an iteration's"
         )
-
-    def _rollouts(self) -> Iterator[Rollout]:
-        yield from self.log.all_rollouts()
-        for file in recorded_files(self.path):
-            yield from (found.rollout for found in file.read())

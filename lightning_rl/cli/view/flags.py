@@ -37,7 +37,9 @@ def find_flags(record: Record) -> dict[str, list[int]]:
         begin += len(row["token_ids"])
     if any(_length(row, name) != len(row["token_ids"]) for row in rows for name in _PER_TOKEN):
         found["lengths"] = []
-    if record["status"] == "completed" and not all(map(_is_finite, _rewards(record))):
+    rewards = [record.get("reward"), *record.get("reward_parts", {}).values()]
+    finite = (isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards)
+    if record["status"] == "completed" and not all(finite):
         found["reward"] = []
     if record["status"] == "failed" or record.get("error"):
         found["failed"] = []
@@ -83,14 +85,6 @@ def _number(record: Record) -> list[int]:
             if too_high or not math.isfinite(value):
                 places.add(i)
     return sorted(places)
-
-
-def _rewards(record: Record) -> list[Any]:
-    return [record.get("reward"), *record.get("reward_parts", {}).values()]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _length(record: Record, name: str) -> int:

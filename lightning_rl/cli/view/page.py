@@ -5,7 +5,6 @@ import html
 import json
 import math
 import re
-import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
@@ -169,7 +168,10 @@ def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:
     columns = {name: array("f") for name in TOKEN_COLUMNS}
     versions, mask = array("i"), array("B")
     for row in chain.from_iterable(map(rows_of, records)):
-        numbers = pieces_of(_numbers, row, row["prompt_ids"], row["token_ids"])
+        # What is shown for tokens whose own text is unknown.
+        numbers = pieces_of(
+            lambda ids: [f"⟨{i}⟩" for i in ids], row, row["prompt_ids"], row["token_ids"]
+        )
         for target, name in ((prompts, "prompt_pieces"), (completions, "pieces")):
             words = numbers[name] if row.get(name) is None else row[name]
             target.extend(texts.setdefault(word, len(texts)) for word in words)
@@ -179,23 +181,12 @@ def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:
         versions.extend(_fit(row["versions"], count, -1))
         mask.extend(_fit(row["loss_mask"], count, False))
     arrays: list[array[Any]] = [prompts, completions, *columns.values(), versions, mask]
-    return b"".join(map(_little_endian, arrays))
-
-
-def _numbers(token_ids: Sequence[int]) -> list[str]:
-    """Return the texts that are shown for tokens whose own text is unknown."""
-    return [f"⟨{token}⟩" for token in token_ids]
+    return b"".join(values.tobytes() for values in arrays)
 
 
 def _fit(values: Sequence[Any], count: int, filler: Any) -> list[Any]:
     """Cut or fill a list to ``count`` values: a damaged record's may be of another length."""
     return [*values[:count], *[filler] * (count - len(values))]
-
-
-def _little_endian(values: "array[Any]") -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
 
 
 def _data_element(name: str, content: bytes) -> str:

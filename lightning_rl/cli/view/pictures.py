@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ def thumbnails(rollouts: Sequence[Record], folder: PictureFolder) -> dict[str, s
     found = {}
     for digest in _digests(rollouts):
         file = folder.file_of(digest)
-        if file is not None:
-            try:
-                found[digest] = _small(_inside(file, folder.path))
-            except PictureError:  # damaged: its place says that it is missing
-                continue
+        if file is None:
+            continue
+        if not file.resolve().is_relative_to(folder.path.resolve()):  # of an untrusted run, perhaps
+            raise DataError(f"{file} is a link to a file outside its folder; remove it")
+        with suppress(PictureError):  # damaged: its place says that it is missing
+            found[digest] = _small(file)
     return found
 
 
@@ -57,13 +59,6 @@ def _digests(rollouts: Sequence[Record]) -> Iterator[str]:
     rows = (row for record in rollouts for row in record["rows"])
     told = (picture for row in rows for picture in row.get("pictures") or ())
     yield from dict.fromkeys(str(picture["digest"]) for picture in told)
-
-
-def _inside(file: Path, folder: Path) -> Path:
-    """Require that a file is in its folder: an untrusted run must not show other files."""
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{file} is a link to a file outside its folder; remove it")
-    return file
 
 
 def _small(file: Path) -> str:

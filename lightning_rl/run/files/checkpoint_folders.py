@@ -42,12 +42,17 @@ def save_folder(trainer: Trainer, path: Path) -> None:
             write_whole(partial / _SIZES, json.dumps(sizes, indent=1) + "\n")
             put_in_place(partial, path)
     except (OSError, CheckpointException) as error:
-        raise CheckpointError(
-            f"{path} could not be written: {error} ({free_space(path)}); the checkpoint saved "
-            "before is intact. Free some disk space, or lower keep_last and keep_best, and resume "
-            "from the last checkpoint"
-        ) from error
+        raise unwritten(path, error) from error
     trainer.strategy.barrier("checkpoint folder is complete")
+
+
+def unwritten(path: Path, error: object) -> CheckpointError:
+    """Return the error of a checkpoint that could not be written."""
+    return CheckpointError(
+        f"{path} could not be written: {error} ({free_space(path)}); the checkpoint saved "
+        "before is intact. Free some disk space, or lower keep_last and keep_best, and resume "
+        "from the last checkpoint"
+    )
 
 
 def damage_of_folder(path: Path) -> str | None:

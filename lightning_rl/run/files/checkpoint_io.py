@@ -13,8 +13,8 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.errors import CheckpointError
-from lightning_rl.run.files.checkpoint_folders import damage_of_folder
-from lightning_rl.run.files.rundir import free_space, sync_directory
+from lightning_rl.run.files.checkpoint_folders import damage_of_folder, unwritten
+from lightning_rl.run.files.rundir import sync_directory
 from lightning_rl.run.host_memory import in_host_memory
 
 # torch.save writes a zip archive, and a zip archive may end with a comment: so the checksum travels
@@ -83,11 +83,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         sync_directory(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{path} could not be written: {error.strerror or error} ({free_space(path)}); the "
-            "checkpoint saved before is intact. Free some disk space, or lower keep_last and "
-            "keep_best, and resume from the last checkpoint"
-        ) from error
+        raise unwritten(path, error.strerror or error) from error
 
 
 def written_digest(path: Path) -> str | None:

@@ -156,17 +156,14 @@ class MetricsLog:
         if Path(state["file"]) == file.absolute() and file.exists():
             text = file.read_text(encoding="utf-8", errors="replace")
             rows = [row for row in read_rows(text) if row["iteration"] <= state["iteration"]]
-            self._begin = 0
-            self._rewrite(_lines(rows))
+            kept, self._begin = _lines(rows), 0
+            write_whole(file, kept)
+            self._end, self._checksum = len(kept.encode()), zlib.crc32(kept.encode())
         self.rows = rows
         rank_zero_warn(
             f"{state['file']} has changed since the checkpoint was saved; continuing "
             f"with the {len(rows)} rows of metrics that remain"
         )
-
-    def _rewrite(self, text: str) -> None:
-        write_whole(self._path(), text)
-        self._end, self._checksum = len(text.encode()), zlib.crc32(text.encode())
 
 
 def read_rows(text: str) -> list[Row]:

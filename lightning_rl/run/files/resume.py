@@ -140,7 +140,7 @@ def enter_run(trainer: Trainer, module: Any, checkpoints: Path) -> str:
     start = {
         "iteration": module.iteration,
         "from": None if source is None else str(source),
-        "changed": {change.key: [change.then, change.now] for change in _changes_of(module)},
+        "changed": {change.key: [change.then, change.now] for change in module.changes or ()},
     }
     path = _identity_file(checkpoints)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -391,7 +391,7 @@ def _require_fitting(module: Any, theirs: dict[str, Any], path: str) -> None:
 
 def use_new_optimizer_settings(module: Any) -> None:
     """Load only the state, not the settings, of an optimizer or schedule that may change."""
-    changed = (_POLICY.sub("model.", change.key) for change in _changes_of(module))
+    changed = (_POLICY.sub("model.", change.key) for change in module.changes or ())
     if not any(_below(key, OPTIMIZER) for key in changed):
         return
     optimizers, schedulers = _in_lists(module.configure_optimizers())
@@ -417,10 +417,6 @@ def _in_lists(made: Any) -> tuple[list[Any], list[Any]]:
         schedule = schedule["scheduler"] if isinstance(schedule, dict) else schedule
         return [made["optimizer"]], [schedule]
     return [made], []
-
-
-def _changes_of(module: Any) -> list[Change]:
-    return module.changes or []
 
 
 def _penalised(table: Table) -> bool:

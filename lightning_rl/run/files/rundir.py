@@ -318,7 +318,7 @@ def _takes_files(directory: Path) -> bool:
 
 
 def refused(path: Path, error: OSError) -> DiskError:
-    """Try to write; permissions do not tell, as root cannot write to /proc or some disks."""
+    """Return the error of a file that could not be written, with the space that is left."""
     return DiskError(
         f"{path} could not be written: {error.strerror or error} ({free_space(path)}); the file "
         "there is unchanged. Free some disk space, or write elsewhere (trainer.logger, "

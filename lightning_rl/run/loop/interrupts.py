@@ -139,7 +139,8 @@ def stopped_while_starting() -> Iterator[None]:
         raise
     finally:
         _stop = None
-        _leave_signals()
+        while _before_start:
+            signal.signal(*_before_start.popitem())
         signal.set_wakeup_fd(before)
         os.close(writer)
 
@@ -168,11 +169,6 @@ def _forget_pipe() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pipe)
-
-
-def _leave_signals() -> None:
-    while _before_start:
-        signal.signal(*_before_start.popitem())
 
 
 def _stop_starting(number: int, frame: FrameType | None) -> None:

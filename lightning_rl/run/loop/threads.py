@@ -107,8 +107,10 @@ class CallingThread:
 
     def _make(self, future: Future[Any], call: Callable[[], Any]) -> bool:
         """Make a call; returns False if another thread has taken over meanwhile."""
-        if not self._take(future):
-            return True
+        with self._lock:
+            if future.cancelled():
+                return True
+            self._current = future
         result, error = _outcome(call)
         with self._lock:
             mine = self._current is future
@@ -118,13 +120,6 @@ class CallingThread:
         with suppress(InvalidStateError):
             future.set_result(result) if error is None else future.set_exception(error)
         return mine
-
-    def _take(self, future: Future[Any]) -> bool:
-        with self._lock:
-            if future.cancelled():
-                return False
-            self._current = future
-            return True
 
 
 def _work(owner: "weakref.ref[CallingThread]", waiting: "_Waiting", device: int | None) -> None:

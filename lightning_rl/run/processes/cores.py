@@ -75,7 +75,8 @@ def share_cores(trainer: Trainer, chosen: int | None = None) -> None:
         os.environ["OMP_NUM_THREADS"] = str(share)  # for what this process starts
     threads = torch.get_num_threads()
     if world_size() > 1:
-        rank_zero_info(f"using {processes} processes of {_threads(threads)} each on {cores} cores")
+        each = "1 thread" if threads == 1 else f"{threads} threads"
+        rank_zero_info(f"using {processes} processes of {each} each on {cores} cores")
         if on_cpu and processes * threads > cores:
             rank_zero_warn(_too_many(processes, threads, cores))
     if spin_briefly() and on_cpu and threads > 1 and (told := why_slow()):
@@ -135,7 +136,3 @@ def _too_many(processes: int, threads: int, cores: int) -> str:
         f"{processes * threads} threads compete for {cores} cores, which can make them many times "
         f"slower; set OMP_NUM_THREADS={max(1, cores // processes)}"
     )
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"

@@ -73,12 +73,8 @@ def _install_for_functions() -> None:
     # Not for the time of a call either.
     for name in _SIGNALS:
         setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
-    os.register_at_fork(before=_remember_parent, after_in_child=_end_with_the_run)
+    os.register_at_fork(before=lambda: _forking.set(os.getpid()), after_in_child=_end_with_the_run)
     name_crashes()
-
-
-def _remember_parent() -> None:
-    _forking.set(os.getpid())
 
 
 def _end_with_the_run() -> None:

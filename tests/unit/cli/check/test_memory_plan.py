@@ -6,9 +6,9 @@ import torch
 from lightning_rl import NF4, Int8, LoRA
 from lightning_rl.cli.check.batches import largest_rollouts, widest
 from lightning_rl.cli.check.card import CardPlan
+from lightning_rl.cli.check.command import own_options
 from lightning_rl.cli.check.memory import MemoryPlan, bytes_of_all_keys, training_memory
 from lightning_rl.cli.check.placement import Placement
-from lightning_rl.cli.parser import card_of, gpus_of
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.vllm.local import VLLMLocal
@@ -285,19 +285,16 @@ def test_what_engines_take_of_a_gpu():
     assert Elsewhere().memory_here(billion, 80 * GIB) == (0, 0)
 
 
-def test_the_size_of_a_gpu_is_taken_from_the_arguments():
-    assert card_of(["--config", "a.yaml"]) == (None, ["--config", "a.yaml"])
-    assert card_of(["--gpu_memory_gb", "80", "--run"]) == (80.0, ["--run"])
-    assert card_of(["--run", "--gpu_memory_gb=24.5"]) == (24.5, ["--run"])
+def test_the_options_of_the_command_itself_are_taken_from_those_of_fit():
+    own, rest = own_options(["--config", "a.yaml", "--data.seed", "-1", "--trainer.callbacks+=X"])
+    assert (own.gpu_memory_gb, own.gpus, own.run) == (None, None, False)
+    assert rest == ["--config", "a.yaml", "--data.seed", "-1", "--trainer.callbacks+=X"]
+    own, rest = own_options(["--gpu_memory_gb", "24.5", "--x", "1", "--run", "--gpus=8", "-c", "b"])
+    assert (own.gpu_memory_gb, own.gpus, own.run) == (24.5, 8, True)
+    assert rest == ["--x", "1", "-c", "b"]
     for wrong in (["--gpu_memory_gb"], ["--gpu_memory_gb", "H100"], ["--gpu_memory_gb=-1"]):
         with pytest.raises(ConfigError, match="must be a number > 0, the memory of one GPU"):
-            card_of(wrong)
-
-
-def test_the_number_of_gpus_too():
-    assert gpus_of(["--run"]) == (None, ["--run"])
-    assert gpus_of(["--gpus", "8", "--run"]) == (8, ["--run"])
-    assert gpus_of(["--gpus=1"]) == (1, [])
-    for wrong in (["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus=-8"]):
+            own_options(wrong)
+    for wrong in (["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus=-8"], ["--gpus=1.5"]):
         with pytest.raises(ConfigError, match="must be a whole number >= 1"):
-            gpus_of(wrong)
+            own_options(wrong)
