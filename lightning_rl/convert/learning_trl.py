@@ -135,7 +135,7 @@ def _aggregation(given: Given, result: Conversion, updates: Updates) -> None:
             "few of them counts more in TRL",
         )
     if given["mask_truncated_completions"]:
-        result.put("model.mask_truncated", True)
+        result.put("model.update.mask_truncated", True)
 
 
 def _entropy(given: Given, result: Conversion, updates: Updates) -> None:

@@ -55,12 +55,12 @@ class StoredDtypes:
     others: Mapping[str, torch.dtype]
 
     @classmethod
-    def of(cls, model: str, loading: Loading, weights: bool = True) -> "StoredDtypes":
-        """Read ``config.json``, and with ``weights`` the headers of the weight files."""
+    def of(cls, model: str, loading: Loading) -> "StoredDtypes":
+        """Read ``config.json``, and the headers of the weight files that are used."""
         config = load_config(model, loading)
         usual = config.dtype or config.get_text_config().dtype
         folder = Path(model, loading.model_kwargs.get("subfolder", ""))
-        held = held_dtypes(folder) if weights else {}
+        held = {} if loading.random_init else held_dtypes(folder)
         if usual is None and held:
             usual = Counter(held.values()).most_common(1)[0][0]
         return cls(usual, {name: dtype for name, dtype in held.items() if dtype != usual})

@@ -78,7 +78,7 @@ class SharedModelGroup(PolicyModule):
     def starts_as(self, other: "SharedModelGroup") -> bool:
         """Return whether both start from the same weights."""
         own, others = (
-            (group.model, group.random_init, group.loading, group.quantization)
+            (group.model, group.loading.of_model, group.loading.random_init, group.quantization)
             for group in (self, other)
         )
         return own == others

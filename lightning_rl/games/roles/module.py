@@ -61,11 +61,6 @@ class RolesModule(RolloutModule, LanguageModule):
         _ = self.roles  # does everyone have their own?
 
     @property
-    def described_as(self) -> str:
-        """The directory or hub name of the model."""
-        return str(self.model)
-
-    @property
     def policies(self) -> Mapping[str, SharedModelGroup]:
         return {name: getattr(self, name) for name in self._names}
 
@@ -104,9 +99,7 @@ class RolesModule(RolloutModule, LanguageModule):
             if group.policy is None and group.shares_base:
                 base = next((lm for other, lm in read if group.starts_as(other)), None)
                 if base is None:
-                    base = load_lm(
-                        group.model, group.random_init, group.loading, group.quantization
-                    )
+                    base = load_lm(group.model, group.loading, group.quantization)
                     read.append((group, base))
                 group.start_from(of_same_weights(base))
             group.configure_model()
