@@ -24,7 +24,7 @@ PAGE = Path("docs/algorithms.md")
 HEAD = ("| algorithm | iterations to 0.90 | CPU s to 0.90 | accuracy after |", "|---|---|---|---|")
 
 ADVANTAGE, LOSS, AVERAGE = "advantage", "loss", "aggregation"
-ONE_STEP = {"minibatches": 1, "optimizer.init_args.lr": 2.0e-4}
+ONE_STEP = {"update.minibatches": 1, "optimizer.init_args.lr": 2.0e-4}
 
 # Options of PolicyModule (dotted) and of RLDataModule (under "data"), on top of grpo.yaml.
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "DAPO": {
         LOSS: {"PPOClip": {"clip_high": 0.28}},
-        "mask_truncated": True,
+        "update.mask_truncated": True,
         "data": {"selection": {"filters": [{"class_path": "RewardSpread"}]}},
     },
     "dual clip": {LOSS: {"PPOClip": {"dual_clip": 3.0}}},

@@ -27,7 +27,7 @@ from lightning.pytorch import Trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.support.results import parser_of, report, write_block
-from lightning_rl import PolicyModule, RLDataModule, Sampling, TransformersEngine
+from lightning_rl import PolicyModule, RLDataModule, Sampling, TransformersEngine, UpdateSettings
 from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.packing import pack_rollouts
@@ -104,9 +104,8 @@ def trained(model: Path, dtype: str, replays: bool, updates: int) -> dict[str, A
     module = PolicyModule(
         str(model),
         optimizer=partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.0),
-        minibatches=2,
         routing_replay=RolloutRouting() if replays else None,
-        seed=7,
+        update=UpdateSettings(minibatches=2, seed=7),
     )
     mixed = dtype != "float32"
     with tempfile.TemporaryDirectory() as place:

@@ -45,8 +45,8 @@ def main(config: str, *options: str) -> None:
     )
     for rollout in rollouts:  # else the update would leave them out
         rollout.reward = float(rollout.sample_index % 2)
-    settings = module.settings
-    packs = cut(pack_rollouts(rollouts), settings.minibatches, settings.max_tokens_per_pack)
+    update = module.update
+    packs = cut(pack_rollouts(rollouts), update.minibatches, update.tokens_per_pack)
     largest = max((pack for parts in packs for pack in parts), key=forward_tokens)
     others = [] if module.reference is None else [module.reference]
     placement = Placement(precision=str(cli.trainer.precision))

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 
 from benchmarks.support.allocations import peak_while
 from benchmarks.support.results import parser_of, report, write_block
-from lightning_rl import Recompute
+from lightning_rl import Loading, Recompute
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.data.packing import pack_rollouts
@@ -75,7 +75,7 @@ def uncounted_host() -> Iterator[None]:
 
 def measure(model: str, setting: bool | Recompute, pack: TensorDict) -> dict[str, Any]:
     """Bytes on the device, planned and measured; those on the host; the fastest pass's seconds."""
-    policy = Policy(model, gradient_checkpointing=setting)
+    policy = Policy(model, loading=Loading(gradient_checkpointing=setting))
     plan = training_memory(policy, [], torch.optim.AdamW, pack)
 
     def passes() -> float:

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.support.results import parser_of, report
 from benchmarks.support.task import LR, MODEL, fit, make_data, make_module, prepare
-from lightning_rl import LoRA, Rollout, Sampling, VLLMLocal, WeightSync
+from lightning_rl import LoRA, Rollout, Sampling, UpdateSettings, VLLMLocal, WeightSync
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.engines.base import Engine
 from lightning_rl.extend import Agent, Episode, RolloutModule, VLLMAdapters
@@ -63,7 +63,7 @@ def two() -> tuple[RolloutModule, Engine]:
         return SharedModelGroup(
             lora=LoRA(rank=RANK),
             optimizer=lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True),
-            seed=0,
+            update=UpdateSettings(seed=0),
         )
 
     module = RolesModule(str(MODEL), {role: group() for role in ROLES})

@@ -38,6 +38,7 @@ from lightning_rl import (
     RLDataModule,
     Sampling,
     StepTimer,
+    UpdateSettings,
     VLLMLocal,
     WeightSync,
 )
@@ -137,7 +138,7 @@ def train(size: Size, model: str, processes: int, iterations: int, directory: st
         devices=processes,
         strategy="ddp" if processes > 1 else "auto",
     )
-    trainer.fit(PolicyModule(model, seed=0), datamodule=data)
+    trainer.fit(PolicyModule(model, update=UpdateSettings(seed=0)), datamodule=data)
 
 
 # ---------------------------------------------------------------- all runs

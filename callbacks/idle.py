@@ -68,7 +68,7 @@ class Idle(Stateful):
             left_out = "all rollouts reached max_tokens, and mask_truncated leaves those out"
             return (
                 left_out
-                if truncated and isinstance(module, PolicyModule) and module.settings.mask_truncated
+                if truncated and isinstance(module, PolicyModule) and module.update.mask_truncated
                 else (self._rewards or "the gradient is zero")
             )
         if rates and not any(rates):

@@ -184,7 +184,7 @@ def token_columns(
     """Return numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
-    partial = module.settings.trust_engine_logprobs or module.left_out.zero_advantage
+    partial = module.update.trust_engine_logprobs or module.left_out.zero_advantage
     if "old_logprobs" in batch["tokens"] and not partial:
         batch["tokens"]["trainer_logprobs"] = batch["tokens", "old_logprobs"]
     else:

@@ -197,6 +197,9 @@ from lightning_rl.learn.sft import (
     SFTDataModule as SFTDataModule,
     SFTModule as SFTModule,
 )
+from lightning_rl.learn.update_settings import (
+    UpdateSettings as UpdateSettings,
+)
 from lightning_rl.models.heads import (
     SeparateValueHead as SeparateValueHead,
     SharedValueHead as SharedValueHead,
@@ -206,6 +209,9 @@ from lightning_rl.models.lora import (
 )
 from lightning_rl.models.parallel.strategy import (
     ShardedStrategy as ShardedStrategy,
+)
+from lightning_rl.models.pretrained import (
+    Loading as Loading,
 )
 from lightning_rl.models.quantization import (
     NF4 as NF4,

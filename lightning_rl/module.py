@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -35,8 +35,7 @@ from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.parallel.expert import require_experts
 from lightning_rl.models.parallel.sharding import read_by_rank_zero, shard
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import model_of
-from lightning_rl.models.recompute import Recompute
+from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.routing import require_routing
 from lightning_rl.run.files.resume import settle
@@ -79,27 +78,10 @@ class PolicyModule(RolloutModule, LearningModule):
         vision: which parts of an image-text model's vision are trained; None: none.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        trust_engine_logprobs: use the engine's logprobs as the old ones instead of recomputing
-            them.
-        mask_truncated: exclude rollouts that reached ``max_tokens`` from the loss (DAPO's overlong
-            filtering).
-        ppo_epochs: passes over each collected batch.
-        minibatches: optimizer steps per pass; whole groups are dealt to them at random.
-        target_kl: make no further pass over a batch once a pass's mean ``policy/kl_old`` exceeds
-            this; None: make all passes.
-        max_tokens_per_pack: tokens per forward/backward pass, which bounds memory. ``auto``: as
-            many as fit on the GPU, measured before the first update, and then kept in checkpoints
-            and in the run's ``config.yaml``; on a CPU 16,384.
-        max_grad_norm: clip the gradient's global norm to this; None: do not clip.
-        gradient_checkpointing: recompute activations in backward; True for all of them, or
-            ``Recompute`` to choose.
+        update: how a batch is gone through: passes, minibatches, packs and clipping.
+        loading: how the model is loaded: its own code, ``gradient_checkpointing`` and others.
         compile: compile the layers and the output with ``torch.compile``, which makes the first
             iteration slower. None: compile on CUDA, where it is tested.
-        random_init: start from random weights instead of those in ``model``.
-        cast_lm_head_to_fp32: compute logits in float32 even if the Trainer's precision has 16 bits.
-        trust_remote_code: run code that comes with the model.
-        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
-        seed: seed by which groups are dealt to minibatches; None: ``seed_everything``'s.
         learner: class of the learner: :class:`~lightning_rl.learn.learner.Learner`, or a subclass.
 
     Raises:
@@ -126,43 +108,18 @@ class PolicyModule(RolloutModule, LearningModule):
             p, lr=1e-6, weight_decay=0.0, fused=True
         ),
         lr_scheduler: LRSchedulerCallable | None = None,
-        trust_engine_logprobs: bool = False,
-        mask_truncated: bool = False,
-        ppo_epochs: int = 1,
-        minibatches: int = 1,
-        target_kl: float | None = None,
-        max_tokens_per_pack: int | Literal["auto"] = DEFAULT,
-        max_grad_norm: float | None = 1.0,
-        gradient_checkpointing: bool | Recompute = False,
+        update: UpdateSettings = UpdateSettings(),
+        loading: Loading = Loading(),
         compile: bool | None = None,
-        random_init: bool = False,
-        cast_lm_head_to_fp32: bool = False,
-        trust_remote_code: bool = False,
-        model_kwargs: dict[str, Any] | None = None,
-        seed: int | None = None,
         learner: type[Learner] = Learner,
     ) -> None:
         super().__init__(
             model=model,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
-            gradient_checkpointing=gradient_checkpointing,
-            trust_remote_code=trust_remote_code,
-            model_kwargs=model_kwargs,
-            random_init=random_init,
+            loading=loading,
             lora=lora,
             vision=vision,
-        )
-        measures = max_tokens_per_pack == "auto"
-        settings = UpdateSettings(
-            ppo_epochs,
-            minibatches,
-            target_kl,
-            DEFAULT if max_tokens_per_pack == "auto" else max_tokens_per_pack,
-            max_grad_norm,
-            trust_engine_logprobs,
-            mask_truncated,
-            run_seed(seed),
         )
         objective = Objective(
             loss,
@@ -179,33 +136,27 @@ class PolicyModule(RolloutModule, LearningModule):
             has_critic=critic is not None,
             kl_reward=kl_reward,
             reference=reference,
-            trust_engine_logprobs=trust_engine_logprobs,
+            trust_engine_logprobs=update.trust_engine_logprobs,
         )
         save_primitive_hparams(self)
         self.automatic_optimization = False
         self.advantage = advantage
         self.aggregation = aggregation
         self.objective = objective
-        self.settings = settings
-        self.left_out = LeftOut.of(advantage, objective, kl_reward, mask_truncated)
+        self.update = replace(update, seed=run_seed(update.seed))  # whatever is seeded later
+        self.left_out = LeftOut.of(advantage, objective, kl_reward, update.mask_truncated)
+        measures = update.max_tokens_per_pack == "auto"
         self.packs = AutoPacks(optimizer, self._note_packs) if measures else None
         self.routing_replay = routing_replay
         self.kl_reward = kl_reward
         self.critic = critic
         self.compile_layers = compile
-        self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.trust_remote_code = trust_remote_code
         self.reference: Reference | None = None
         self._learner = learner
         # A tuple hides modules from nn.Module until they are configured.
         self._reference = (reference,)
 
     # ---------------------------------------------------------------- set-up
-
-    @property
-    def described_as(self) -> str:
-        """Directory or hub name of the model."""
-        return str(self.model)
 
     @property
     def policies(self) -> Mapping[str, "PolicyModule"]:
@@ -224,11 +175,8 @@ class PolicyModule(RolloutModule, LearningModule):
             self.policy = Policy(
                 self.model,
                 None if self.critic is None else self.critic.head,
-                self.random_init,
-                self.gradient_checkpointing,
                 self.lora,
                 self.compile_layers,
-                self.cast_lm_head_to_fp32,
                 self.loading,
                 self.own_lm(),
                 self.vision,
@@ -262,9 +210,9 @@ class PolicyModule(RolloutModule, LearningModule):
                     )
                 if self.packs is not None:
                     raise ConfigError(
-                        "model.max_tokens_per_pack=auto cannot be measured if several processes "
-                        f"compute a pack (sequence={sequence}, or tensor > 1); set a number, such "
-                        f"as {DEFAULT}"
+                        "model.update.max_tokens_per_pack=auto cannot be measured if several "
+                        f"processes compute a pack (sequence={sequence}, or tensor > 1); set a "
+                        f"number, such as {DEFAULT}"
                     )
                 policy.share_packs(sequence)
 
@@ -322,7 +270,7 @@ class PolicyModule(RolloutModule, LearningModule):
             self.advantage,
             self.objective,
             self.aggregation,
-            self.settings,
+            self.update,
             kl_reward=self.kl_reward,
             reference=self.reference,
             routing_replay=self.routing_replay,
@@ -365,7 +313,7 @@ class PolicyModule(RolloutModule, LearningModule):
                 skip = skip or not left
             if decision.correction is not None:
                 objective = replace(objective, correction=decision.correction)
-                if self.settings.trust_engine_logprobs:  # else every weight would be 1
+                if self.update.trust_engine_logprobs:  # else every weight would be 1
                     batch["tokens", "old_logprobs"] = self.learner.trainer_logprobs(batch)
         return None if skip else objective
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import begin_peak, give_back, peak_bytes, settle
 from benchmarks.gpu.made import FIRST, LAST, model_of, trainer_of
 from benchmarks.gpu.updates import RewardItself
-from lightning_rl import PolicyModule, Prompt, Recompute, Rollout
+from lightning_rl import Loading, PolicyModule, Prompt, Recompute, Rollout
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.extend import Policy, RolloutStatus, Row, pack_rollouts
@@ -24,8 +24,8 @@ from recipes.sort_digits.prepare import make_tokenizer
 UPDATES = 4
 """Updates are made this often in each way; the first compiles and makes the optimizer's state."""
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"compile": False},
-    "compiled": {"compile": True},
+    "plain": {"compile": False, "gradient_checkpointing": False},
+    "compiled": {"compile": True, "gradient_checkpointing": False},
     "compiled, every second layer recomputed": {
         "compile": True,
         "gradient_checkpointing": Recompute(every=2),
@@ -46,9 +46,11 @@ def compiled(bench: Bench, shape: str) -> None:
             give_back(bench)
             module = PolicyModule(
                 str(_model(bench, shape)),
-                random_init=True,
+                loading=Loading(
+                    random_init=True, gradient_checkpointing=options["gradient_checkpointing"]
+                ),
                 advantage=RewardItself(),
-                **options,
+                compile=options["compile"],
             )
             watch = Clock(bench)
             trainer = trainer_of(bench, precision="bf16-mixed", callbacks=[watch])
@@ -70,7 +72,9 @@ def rounding(bench: Bench, shape: str) -> None:
         give_back(bench)
         torch.manual_seed(0)
         policy = Policy(
-            str(_model(bench, shape)), random_init=True, compile_layers=compile_layers
+            str(_model(bench, shape)),
+            loading=Loading(random_init=True),
+            compile_layers=compile_layers,
         ).to(bench.device)
         with torch.autocast(bench.device, torch.bfloat16, enabled=rough):
             scores = policy(pack)

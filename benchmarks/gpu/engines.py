@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import device_work, settle, used_bytes
 from benchmarks.gpu.made import model_of, prompts_of, quantiles, warm_model
-from lightning_rl import MemoryTransport, Prompt, Rollout, VLLMLocal
+from lightning_rl import Loading, MemoryTransport, Prompt, Rollout, VLLMLocal
 from lightning_rl.agents.base import append_written
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -54,7 +54,7 @@ def policy_of(bench: Bench, model: Path, seed: int) -> Policy:
     """Random weights, on the device."""
     torch.manual_seed(seed)
     with torch.device(bench.device):
-        return Policy(str(model), random_init=True)
+        return Policy(str(model), loading=Loading(random_init=True))
 
 
 def push_to(engine: VLLMLocal, policy: Policy, version: int) -> None:

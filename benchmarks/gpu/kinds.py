@@ -16,6 +16,7 @@ from lightning_rl import (
     GAE,
     Int8,
     IterablePrompts,
+    Loading,
     LoRA,
     Recompute,
     SharedValueHead,
@@ -102,7 +103,9 @@ _TRAINED_TOWER = {"vision": Vision(train_tower=True, train_projector=True)}
 KINDS = {
     "grpo": Kind(_tiny, _digits),
     "critic": Kind(
-        _tiny, _digits, {"advantage": GAE(), "critic": SharedValueHead(), "minibatches": 2}
+        _tiny,
+        _digits,
+        {"advantage": GAE(), "critic": SharedValueHead(), "update": {"minibatches": 2}},
     ),
     "lora": Kind(_tiny, _digits, {"lora": LoRA(rank=4)}),
     "nf4": Kind(_tiny, _digits, {"lora": {"rank": 4, "quantization": "NF4"}}, needs="bitsandbytes"),
@@ -110,7 +113,11 @@ KINDS = {
     "recomputed": Kind(
         _tiny,
         _digits,
-        {"gradient_checkpointing": Recompute(inputs="host", keep="attention", mlp_tokens=8)},
+        {
+            "loading": Loading(
+                gradient_checkpointing=Recompute(inputs="host", keep="attention", mlp_tokens=8)
+            )
+        },
     ),
     "adamw8bit": Kind(_tiny, _digits, {"optimizer": _adamw8bit}, needs="bitsandbytes"),
     "vllm-lora": Kind(_tiny, _digits, {"lora": LoRA(rank=4)}, _vllm),

@@ -9,7 +9,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import begin_peak, give_back, milliseconds, peak_bytes, settle
 from benchmarks.gpu.made import model_of, rollouts_of
 from benchmarks.gpu.updates import PLAN_IS_OFF
-from lightning_rl import Recompute
+from lightning_rl import Loading, Recompute
 from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.extend import Policy, pack_rollouts
@@ -38,7 +38,9 @@ def host_inputs(bench: Bench) -> None:
             give_back(bench)
             torch.manual_seed(0)
             model = str(model_of(bench, "tiny" if bench.tiny else "0.5B"))
-            policy = Policy(model, random_init=True, gradient_checkpointing=setting)
+            policy = Policy(
+                model, loading=Loading(random_init=True, gradient_checkpointing=setting)
+            )
             figures = _measured(bench, policy.to(bench.device), pack)
             bench.note({name: figures})
             grads = [p.grad for p in policy.parameters() if p.grad is not None]

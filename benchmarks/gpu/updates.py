@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import begin_peak, counted_waits, give_back, peak_bytes, settle
 from benchmarks.gpu.made import adamw, model_of, rollouts_of, trainer_of
-from lightning_rl import PolicyModule
+from lightning_rl import Loading, PolicyModule, UpdateSettings
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli.check.memory import training_memory
@@ -57,11 +57,10 @@ def _measure(
     give_back(bench)
     module = PolicyModule(
         str(model_of(bench, shape)),
-        random_init=True,
         advantage=RewardItself(),
         optimizer=adamw(1e-6),
-        max_tokens_per_pack=2 * count * (tokens + 64),  # one pack
-        gradient_checkpointing=recompute,
+        update=UpdateSettings(max_tokens_per_pack=2 * count * (tokens + 64)),  # one pack
+        loading=Loading(random_init=True, gradient_checkpointing=recompute),
         compile=False,  # the plan is of layers that are not
     )
     watch = Stages(bench)

@@ -38,7 +38,7 @@ def configuration(
         "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
         "lr_scheduler": {"class_path": "WarmupCosine",
                          "init_args": {"warmup_steps": 2, "total_steps": 24}},
-        "minibatches": 2, "ppo_epochs": 2,
+        "update": {"minibatches": 2, "ppo_epochs": 2},
     }  # fmt: skip
     if quantization is not None:
         model["lora"] = {"rank": 4, "quantization": quantization}

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.parallel.layouts import LAYOUTS, share
 from benchmarks.support.allocations import FollowAllocations
 from benchmarks.support.task import quiet_trainer
+from lightning_rl import Loading, UpdateSettings
 from lightning_rl.algos.experts import RolloutRouting
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.cli.check.fakes import copy_of
@@ -28,7 +29,6 @@ from lightning_rl.models.parallel.sharing import head_counts, head_ranks
 from lightning_rl.models.parallel.strategy import ShardedStrategy
 from lightning_rl.models.parallel.tensor import TensorRanks
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout, Row
 from tests.support.followed import kept_for_backward
@@ -110,7 +110,7 @@ def kept(model: str, layout: str) -> dict[str, float]:
 def kept_recomputed(model: str, layout: str) -> dict[str, float]:
     """As :func:`kept`, of layers that are recomputed; with the ``share`` of what one rank keeps."""
     shares = LAYOUTS[layout](dist.get_world_size()).sequence
-    policy = Policy(model, gradient_checkpointing=True)
+    policy = Policy(model, loading=Loading(gradient_checkpointing=True))
     alone, together, _ = kept_alone_and_together(policy, layout)
     return {"share": alone / shares, "together": together}
 
@@ -228,7 +228,7 @@ def peak(model: str, layout: str) -> dict[str, int]:
     for rollout in rollouts:  # else the update would leave them out
         rollout.reward = float(rollout.sample_index % 2)
     batch = pack_rollouts(rollouts)
-    policy = Policy(model, random_init=True, loading=Loading(model_kwargs=settings))
+    policy = Policy(model, loading=Loading(random_init=True, model_kwargs=settings))
     replay = None
     if experts_of(policy):
         route_evenly(policy, batch)
@@ -242,7 +242,8 @@ def peak(model: str, layout: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(folder, [follow], devices=world, strategy=strategy)
         module = PolicyModule(
-            model, random_init=True, model_kwargs=settings, max_tokens_per_pack=1 << 20,
+            model, update=UpdateSettings(max_tokens_per_pack=1 << 20),
+            loading=Loading(random_init=True, model_kwargs=settings),
             routing_replay=replay, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4),
         )  # fmt: skip
         trainer.fit(module, LazyLoader(lambda _: batch, 5))

@@ -19,6 +19,7 @@ from lightning_rl.models.lora import LoRA
 from lightning_rl.models.parallel.expert import experts_of
 from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, SamplingDistribution
 
@@ -28,9 +29,13 @@ KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "separate": lambda model: {"value_head": SeparateValueHead(model)},
     "lora": lambda model: {"lora": LoRA(rank=4)},
     "recomputed": lambda model: {
-        "gradient_checkpointing": Recompute(inputs="host", keep="attention", mlp_tokens=8)
+        "loading": Loading(
+            gradient_checkpointing=Recompute(inputs="host", keep="attention", mlp_tokens=8)
+        )
     },
-    "again": lambda model: {"gradient_checkpointing": Recompute(inputs="host", keep="attention")},
+    "again": lambda model: {
+        "loading": Loading(gradient_checkpointing=Recompute(inputs="host", keep="attention"))
+    },
 }
 OTHERS = ("one_silent", "all_silent", "brief", "float32")
 FEATURES = ("plain", "shared", "separate", "lora", "recomputed", *OTHERS)

@@ -18,6 +18,7 @@ from lightning_rl import (
     RLDataModule,
     Rollout,
     Sampling,
+    UpdateSettings,
     VLLMLocal,
 )
 from lightning_rl.callbacks import RLCallback
@@ -41,12 +42,19 @@ def prepare() -> None:
         subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
 
 
-def make_module(model: Path = MODEL, lr: float = LR, **options: Any) -> PolicyModule:
+def make_module(
+    model: Path = MODEL,
+    lr: float = LR,
+    minibatches: int = 1,
+    seed: int | None = None,
+    **options: Any,
+) -> PolicyModule:
     """GRPO; ``options`` of :class:`PolicyModule`."""
     return PolicyModule(
         str(model),
         advantage=GRPO(),
         optimizer=lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0, fused=True),
+        update=UpdateSettings(minibatches=minibatches, seed=seed),
         **options,
     )
 

@@ -31,7 +31,7 @@ def configuration(task: Task, folder: Path) -> Path:
     config = yaml.safe_load(CONFIG.read_text())
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     del data["engine"], data["evaluation"], config["trainer"]["devices"]
-    model |= {"model": str(task.model), "minibatches": 1}
+    model |= {"model": str(task.model), "update": {"minibatches": 1}}
     model["optimizer"]["init_args"]["lr"] = 1e-4
     data["train_prompts"]["init_args"]["path"] = str(task.prompts)
     data["sampling"]["max_tokens"] = task.max_tokens

@@ -251,7 +251,7 @@ def _start_loggers(trainer: Trainer) -> None:
 def _planned_steps(trainer: Trainer, data: Any, policy: Any) -> int:
     """Return the most optimizer steps that a policy can take in a run; 1 if not known yet."""
     length, epochs = getattr(data, "iterations_per_epoch", None), trainer.max_epochs
-    each, bounds = policy.settings.steps, []
+    each, bounds = policy.update.steps, []
     if length is not None and epochs is not None and epochs >= 0:
         schedule = getattr(policy, "schedule", EveryIteration())
         bounds.append(schedule.count(epochs * limited_epoch(trainer, length)) * each)

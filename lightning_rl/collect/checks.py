@@ -191,11 +191,11 @@ def check_streaming(
         "data.buffer mixes other groups into the batch": buffer,
         "data.demonstrations adds rows to the batch": demonstrations,
         "data.selection.filters leaves open which groups are in the first of several "
-        "model.minibatches": filtered_minibatches,
+        "model.update.minibatches": filtered_minibatches,
         "sharded weights are gathered by all ranks at once": sharded,
         "engine.sleep_level requires an engine that is idle while the trainer trains": sleeps,
         "rank 0 collects for all ranks from one engine": shared,
-        "model.max_tokens_per_pack=auto is measured on a complete batch": measures,
+        "model.update.max_tokens_per_pack=auto is measured on a complete batch": measures,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:

@@ -207,7 +207,7 @@ def warn_if_uncorrected(kind: str, objective: Objective, trust_engine_logprobs: 
     if not trust_engine_logprobs and objective.correction is None:
         warnings.warn(
             f"{kind} rollouts are off-policy, but nothing corrects for it; set "
-            "model.trust_engine_logprobs: true, or model.correction, e.g. TokenTIS",
+            "model.update.trust_engine_logprobs: true, or model.correction, e.g. TokenTIS",
             stacklevel=3,
         )
 

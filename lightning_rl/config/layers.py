@@ -64,7 +64,7 @@ class Sources:
             if depth == len(parts) - 1:
                 break
             child = node.get(part)
-            if isinstance(child, str):  # --model PolicyModule --model.seed 1
+            if isinstance(child, str):  # --model PolicyModule --model.compile true
                 child = node[part] = {"class_path": child}
             if isinstance(child, list) and child and isinstance(child[-1], str):
                 child[-1] = {"class_path": child[-1]}

@@ -20,7 +20,7 @@ def carry(given: Given, result: Conversion) -> None:
     _optimizer(given, result)
     kind = result.choose(given, _ALGO + "type")
     # The ratio is to the engine's probabilities.
-    result.put("model.trust_engine_logprobs", True)
+    result.put("model.update.trust_engine_logprobs", True)
     result.put_class("model.aggregation", "TokenMean")
     result.put("data.rewards", [_REWARD])
     if kind in _DISTILS:
@@ -79,7 +79,7 @@ def _optimizer(given: Given, result: Conversion) -> None:
     else:
         betas = [given[_OPTIM + "betas1"], given[_OPTIM + "betas2"]]
         result.put_class("model.optimizer", "torch.optim.AdamW", **options, betas=betas, fused=True)
-    result.put("model.max_grad_norm", given[_OPTIM + "max_norm"])
+    result.put("model.update.max_grad_norm", given[_OPTIM + "max_norm"])
     _scheduler(given, result, rate)
 
 

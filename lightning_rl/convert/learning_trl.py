@@ -112,7 +112,7 @@ def _aggregation(given: Given, result: Conversion, updates: Updates) -> None:
     if by_step or (kind == "bnpo" and updates.micro_batches > 1):
         result.leave(given, "loss_type")
     if given["mask_truncated_completions"]:
-        result.put("model.mask_truncated", True)
+        result.put("model.update.mask_truncated", True)
 
 
 def _entropy(given: Given, result: Conversion, updates: Updates) -> None:

@@ -235,7 +235,7 @@ def _optimizer(given: Given, result: Conversion, total: int | None) -> None:
     )
     newer = name + "clip_grad"  # a configuration that verl wrote has the older one, too
     unset = given.look(newer) == given.row(newer).default
-    result.put("model.max_grad_norm", given[ACTOR + "grad_clip" if unset else newer])
+    result.put("model.update.max_grad_norm", given[ACTOR + "grad_clip" if unset else newer])
     kind, warmup = given[name + "lr_scheduler_type"], given[name + "lr_warmup_steps"]
     if warmup is None or warmup <= 0:
         share = given.look(name + "lr_warmup_steps_ratio")

@@ -79,8 +79,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _model(given: Given, result: Conversion) -> None:
     result.put_model(given["model.name"])
-    result.carry(given, {"trainer.model.trust_remote_code": "model.trust_remote_code"})
-    result.put("model.gradient_checkpointing", given["trainer.model.ac"] is not None)
+    result.carry(given, {"trainer.model.trust_remote_code": "model.loading.trust_remote_code"})
+    result.put("model.loading.gradient_checkpointing", given["trainer.model.ac"] is not None)
     if given["trainer.model.compile"] is not None:
         result.put("model.compile", True)
     if given.has("trainer.model.lora"):
@@ -104,8 +104,8 @@ def _batches(given: Given, result: Conversion, size: int) -> None:
         )
     result.put("data.group_size", size)
     result.put("data.groups_per_iteration", rollouts // size)
-    result.put("model.minibatches", 1)
-    result.put("model.ppo_epochs", 1)
+    result.put("model.update.minibatches", 1)
+    result.put("model.update.ppo_epochs", 1)
     ahead = {"max_staleness": given["orchestrator.max_off_policy_steps"], "abort_stale": True}
     if (most := given["orchestrator.concurrency.max_inflight"]) is not None:
         ahead["max_groups_in_flight"] = max(1, most // size)

@@ -29,7 +29,7 @@ def carry_correction(given: Given, result: Conversion) -> str | None:
 
 def _bypassed(given: Given, result: Conversion) -> str:
     """Use the engine's logprobs as the old ones, so that PPO's own ratio is already the weight."""
-    result.put("model.trust_engine_logprobs", True)
+    result.put("model.update.trust_engine_logprobs", True)
     key = _IS
     weighs, mode = result.choose(given, key), "actor_rollout_ref.actor.policy_loss.loss_mode"
     if given.says(mode) and given[mode] != "vanilla":

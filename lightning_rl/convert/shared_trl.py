@@ -27,8 +27,8 @@ def put_model(given: Given, result: Conversion) -> None:
     result.carry(
         given,
         {
-            "gradient_checkpointing": "model.gradient_checkpointing",
-            "trust_remote_code": "model.trust_remote_code",
+            "gradient_checkpointing": "model.loading.gradient_checkpointing",
+            "trust_remote_code": "model.loading.trust_remote_code",
         },
     )
     _model_kwargs(given, result)
@@ -42,7 +42,7 @@ def _model_kwargs(given: Given, result: Conversion) -> None:
         value = kwargs.pop(name)
         result.left.append(Left(f"model_init_kwargs.{name}", value, REFUSED[name]))
     if kwargs:
-        result.put("model.model_kwargs", kwargs)
+        result.put("model.loading.model_kwargs", kwargs)
 
 
 def put_adapters(given: Given, result: Conversion) -> None:

@@ -69,7 +69,7 @@ def convert_trl(
     put_model(given, result)
     unlike = {
         "torch_compile": "model.compile",
-        "cast_lm_head_to_fp32": "model.cast_lm_head_to_fp32",
+        "cast_lm_head_to_fp32": "model.loading.cast_lm_head_to_fp32",
     }
     result.carry(given, unlike)
     put_adapters(given, result)
@@ -84,7 +84,7 @@ def convert_trl(
         put_rewards(given, result)
         learning.carry(given, result, updates)
     learning.put_optimizer(given, result, total)
-    result.put("model.max_grad_norm", given["max_grad_norm"] or None)
+    result.put("model.update.max_grad_norm", given["max_grad_norm"] or None)
     put_trainer(given, result, devices)
     _callbacks(given, result, updates.steps, eval_prompts)
     result.leave_rest(given)
@@ -176,8 +176,8 @@ def _batches(given: Given, result: Conversion, devices: int) -> Updates:
         minibatches = chosen
     result.put("data.group_size", group_size)
     result.put("data.groups_per_iteration", groups)
-    result.put("model.minibatches", int(minibatches))
-    result.put("model.ppo_epochs", given["num_iterations"])
+    result.put("model.update.minibatches", int(minibatches))
+    result.put("model.update.ppo_epochs", given["num_iterations"])
     return Updates(int(minibatches), given["num_iterations"], accumulated * devices)
 
 

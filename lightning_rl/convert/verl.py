@@ -116,9 +116,9 @@ def _left_out(values: Mapping[str, Any], result: Conversion) -> None:
 def _model(given: Given, result: Conversion) -> None:
     result.put_model(given[_MODEL + "path"])
     names = {
-        _MODEL + "enable_gradient_checkpointing": "model.gradient_checkpointing",
-        _MODEL + "trust_remote_code": "model.trust_remote_code",
-        "data.trust_remote_code": "model.trust_remote_code",
+        _MODEL + "enable_gradient_checkpointing": "model.loading.gradient_checkpointing",
+        _MODEL + "trust_remote_code": "model.loading.trust_remote_code",
+        "data.trust_remote_code": "model.loading.trust_remote_code",
     }
     result.carry(given, names)
     if rank := given[_MODEL + "lora_rank"]:
@@ -237,10 +237,10 @@ def _batches(given: Given, result: Conversion) -> int:
         )
     result.put("data.group_size", learning.group_size(given))
     result.put("data.groups_per_iteration", prompts)
-    result.put("model.minibatches", prompts // size)
-    result.put("model.ppo_epochs", given[_ACTOR + "ppo_epochs"])
+    result.put("model.update.minibatches", prompts // size)
+    result.put("model.update.ppo_epochs", given[_ACTOR + "ppo_epochs"])
     if given[_ACTOR + "use_dynamic_bsz"] or given.says(_ACTOR + "ppo_max_token_len_per_gpu"):
-        result.put("model.max_tokens_per_pack", given[_ACTOR + "ppo_max_token_len_per_gpu"])
+        result.put("model.update.max_tokens_per_pack", given[_ACTOR + "ppo_max_token_len_per_gpu"])
     return int(prompts // size * given[_ACTOR + "ppo_epochs"])
 
 

@@ -182,9 +182,6 @@ from lightning_rl.learn.update_schedules import (
     Periodic as Periodic,
     UpdateSchedule as UpdateSchedule,
 )
-from lightning_rl.learn.update_settings import (
-    UpdateSettings as UpdateSettings,
-)
 from lightning_rl.models.attention.packed import (
     PackLayout as PackLayout,
 )

@@ -87,8 +87,8 @@ class AutoPacks:
             tokens = -int(all_max(torch.tensor(-fits)))
             if rank() == 0:
                 _log.info(
-                    "model.max_tokens_per_pack: auto is %d from now on: %.1f GiB of GPU memory are "
-                    "free, of which the optimizer takes %.1f GiB",
+                    "model.update.max_tokens_per_pack: auto is %d from now on: %.1f GiB of GPU "
+                    "memory are free, of which the optimizer takes %.1f GiB",
                     tokens,
                     free / 2**30,
                     owed / 2**30,

@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,10 +25,10 @@ from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.learn.frozen_base import adapted, leave_out_base, put_back_base
 from lightning_rl.learn.gradients import skip_step, step_norm
 from lightning_rl.learn.schedulers import step_plateaus
+from lightning_rl.learn.update_settings import UpdateSettings
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import GivenModel, Loading
-from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.tokenizer import RunDay
 from lightning_rl.run.clock import StageClock
 from lightning_rl.run.files.metrics import named
@@ -52,6 +53,9 @@ def save_primitive_hparams(module: LightningModule) -> None:
         if "__class__" in frame.f_locals:
             module.save_hyperparameters(frame=frame)
         frame = frame.f_back
+    for name, value in list(module.hparams.items()):
+        if isinstance(value, Loading | UpdateSettings):
+            module.hparams[name] = vars(module)["_hparams_initial"][name] = asdict(value)
     for name in [n for n, v in module.hparams.items() if not _primitive(v)]:
         del module.hparams[name]
         vars(module)["_hparams_initial"].pop(name, None)
@@ -120,90 +124,6 @@ class FiniteStepsModule(LightningModule):
         self._warned = True
 
 
-class LanguageModule(FiniteStepsModule):
-    """A module that trains language models."""
-
-    def require_packed(self, batch: Any) -> None:
-        """Check that a batch consists of packed rollouts.
-
-        Raises:
-            ConfigError: if it contains anything else, such as rows of a data set.
-        """
-        if not isinstance(batch, TensorDict) or not {"tokens", "rollouts"} <= set(batch.keys()):
-            raise ConfigError(
-                f"{type(self).__name__} trains on packed rollouts, but got a batch of type "
-                f"{type(batch).__name__}; pass trainer.fit a data module that packs rows "
-                "(RLDataModule, SFTDataModule, PairDataModule) instead of a DataLoader"
-            )
-
-    @property
-    def strict_loading(self) -> bool:
-        """False if shards are read before a LoRA's base can be restored, since they already hold
-        it.
-        """
-        shards = isinstance(getattr(self._trainer, "strategy", None), ModelParallelStrategy)
-        return self._strict_loading in (None, True) and not (shards and adapted(self))
-
-    @strict_loading.setter
-    def strict_loading(self, strict_loading: bool) -> None:
-        self._strict_loading = strict_loading
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        leave_out_base(self, checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        put_back_base(self, checkpoint)
-
-    @property
-    @abstractmethod
-    def loaded_policies(self) -> dict[str, Policy]:
-        """The policies by name, once ``configure_model`` has loaded them; a single one has the name
-        "".
-        """
-
-
-class LearningModule(LanguageModule):
-    """A module whose policy is a language model."""
-
-    def __init__(
-        self,
-        model: str,
-        optimizer: OptimizerCallable,
-        lr_scheduler: LRSchedulerCallable | None,
-        gradient_checkpointing: bool | Recompute,
-        trust_remote_code: bool,
-        model_kwargs: dict[str, Any] | None,
-        random_init: bool = False,
-        lora: LoRA | None = None,
-        vision: Vision | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.gradient_checkpointing = gradient_checkpointing
-        self.loading = Loading(trust_remote_code, model_kwargs or {})
-        self.random_init = random_init
-        self.lora = lora
-        self.vision = vision
-        self.policy: Policy | None = None
-
-    @property
-    def loaded_policies(self) -> dict[str, Policy]:
-        return {"": self.loaded_policy}
-
-    @property
-    def loaded_policy(self) -> Policy:
-        """The policy, once ``configure_model`` has loaded it.
-
-        Raises:
-            ConfigError: if it is not loaded yet.
-        """
-        if self.policy is None:
-            raise ConfigError("the model is not loaded yet; call configure_model() first")
-        return self.policy
-
-
 class RecordingModule(FiniteStepsModule):
     """A module that counts iterations, times stages and records metrics, for any kind of policy.
 
@@ -216,8 +136,8 @@ class RecordingModule(FiniteStepsModule):
     default_save_every: ClassVar[int] = 10
     """Iterations between two checkpoints, where the configuration does not say."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)  # of the class beside this one
+    def __init__(self) -> None:
+        super().__init__()
         self.clock = StageClock()
         self._recorded: dict[str, float] = {}
         self._written = -1  # the iteration whose row was written last
@@ -341,7 +261,6 @@ class RecordingModule(FiniteStepsModule):
         return gather_random_states()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
         # Most checkpoints are taken before the iteration's row is written.
         checkpoint["lightning_rl"] = {
             "iteration": self.iteration,
@@ -358,7 +277,6 @@ class RecordingModule(FiniteStepsModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
         state = checkpoint["lightning_rl"]
         check_resume(self, checkpoint)
         self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
@@ -390,3 +308,91 @@ class RecordingModule(FiniteStepsModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.iteration_ended:
             self.flush_metrics()
+
+
+class LanguageModule(RecordingModule):
+    """A module that trains language models."""
+
+    model: str
+
+    @property
+    def described_as(self) -> str:
+        """Directory or hub name of the model."""
+        return str(self.model)
+
+    def require_packed(self, batch: Any) -> None:
+        """Check that a batch consists of packed rollouts.
+
+        Raises:
+            ConfigError: if it contains anything else, such as rows of a data set.
+        """
+        if not isinstance(batch, TensorDict) or not {"tokens", "rollouts"} <= set(batch.keys()):
+            raise ConfigError(
+                f"{type(self).__name__} trains on packed rollouts, but got a batch of type "
+                f"{type(batch).__name__}; pass trainer.fit a data module that packs rows "
+                "(RLDataModule, SFTDataModule, PairDataModule) instead of a DataLoader"
+            )
+
+    @property
+    def strict_loading(self) -> bool:
+        """False if shards are read before a LoRA's base can be restored, since they already hold
+        it.
+        """
+        shards = isinstance(getattr(self._trainer, "strategy", None), ModelParallelStrategy)
+        return self._strict_loading in (None, True) and not (shards and adapted(self))
+
+    @strict_loading.setter
+    def strict_loading(self, strict_loading: bool) -> None:
+        self._strict_loading = strict_loading
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        leave_out_base(self, checkpoint)
+        super().on_save_checkpoint(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        put_back_base(self, checkpoint)
+        super().on_load_checkpoint(checkpoint)
+
+    @property
+    @abstractmethod
+    def loaded_policies(self) -> dict[str, Policy]:
+        """The policies by name, once ``configure_model`` has loaded them; a single one has the name
+        "".
+        """
+
+
+class LearningModule(LanguageModule):
+    """A module whose policy is a language model."""
+
+    def __init__(
+        self,
+        model: str,
+        optimizer: OptimizerCallable,
+        lr_scheduler: LRSchedulerCallable | None,
+        loading: Loading,
+        lora: LoRA | None = None,
+        vision: Vision | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.loading = loading
+        self.lora = lora
+        self.vision = vision
+        self.policy: Policy | None = None
+
+    @property
+    def loaded_policies(self) -> dict[str, Policy]:
+        return {"": self.loaded_policy}
+
+    @property
+    def loaded_policy(self) -> Policy:
+        """The policy, once ``configure_model`` has loaded it.
+
+        Raises:
+            ConfigError: if it is not loaded yet.
+        """
+        if self.policy is None:
+            raise ConfigError("the model is not loaded yet; call configure_model() first")
+        return self.policy

@@ -22,8 +22,7 @@ from lightning_rl.learn.sft import SFTDataModule
 from lightning_rl.learn.supervised import Pairs, SupervisedModule
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Scores
-from lightning_rl.models.pretrained import model_of
-from lightning_rl.models.recompute import Recompute
+from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.vision.training import Vision
@@ -52,10 +51,7 @@ class ComparedModule(SupervisedModule):
         optimizer: called with the trained parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         lora: train only adapters; None: train all weights.
-        gradient_checkpointing: recompute activations in backward; True for all of them, or
-            ``Recompute`` to choose.
-        trust_remote_code: run code that comes with the model.
-        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+        loading: how the model is loaded: its own code, ``gradient_checkpointing`` and others.
         vision: which parts of an image-text model's vision are trained; None: none.
 
     Raises:
@@ -70,18 +66,14 @@ class ComparedModule(SupervisedModule):
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=5e-7, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
         lora: LoRA | None = None,
-        gradient_checkpointing: bool | Recompute = False,
-        trust_remote_code: bool = False,
-        model_kwargs: dict[str, Any] | None = None,
+        loading: Loading = Loading(),
         vision: Vision | None = None,
     ) -> None:
         super().__init__(
             model=model,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
-            gradient_checkpointing=gradient_checkpointing,
-            trust_remote_code=trust_remote_code,
-            model_kwargs=model_kwargs,
+            loading=loading,
             lora=lora,
             vision=vision,
         )

@@ -65,7 +65,7 @@ def check_run(
     check_policies(len(module.policies), streams=streams, **added)
     for policy in module.policies.values():
         if fits:
-            learns = policy.advantage, policy.objective, policy.settings
+            learns = policy.advantage, policy.objective, policy.update
             check_learning(*learns, tasks, collector, selection, buffer, groups_per_iteration)
         if fits and streams:
             check_streaming(
@@ -73,7 +73,7 @@ def check_run(
                 policy.aggregation,
                 **added,
                 of_batch=grader_of(tasks).of_batch,
-                filtered_minibatches=bool(selection.filters) and policy.settings.minibatches > 1,
+                filtered_minibatches=bool(selection.filters) and policy.update.minibatches > 1,
                 sharded=policy.device_mesh is not None,
                 sleeps=engine.sleep_level is not None,
                 shared=engine.serves_all_ranks and world_size() > 1,
@@ -130,7 +130,7 @@ def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> N
         of_policy = engine.of_policy(name)
         replay = policy.routing_replay
         of_policy.follow_routing(replay is not None and replay.from_engine)
-        of_policy.follow_head(policy.cast_lm_head_to_fp32 or computes_in == "float32")
+        of_policy.follow_head(policy.loading.cast_lm_head_to_fp32 or computes_in == "float32")
         follow_lora(of_policy, policy)
 
 

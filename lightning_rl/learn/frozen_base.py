@@ -63,7 +63,7 @@ def adapted(module: nn.Module) -> dict[str, Policy | RewardModel]:
         if isinstance(policy, Policy | RewardModel)
         and policy.lora is not None
         and policy.lora.quantization is None
-        and not policy.random_init
+        and not policy.loading.random_init
         and any(parameter.requires_grad for parameter in policy.lm.parameters())
     }
 

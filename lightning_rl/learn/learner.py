@@ -27,7 +27,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import Reference
 from lightning_rl.run.clock import StageClock
 from lightning_rl.run.processes.dist import world_size
-from lightning_rl.run.seeding import derived_generator
+from lightning_rl.run.seeding import derived_generator, run_seed
 from lightning_rl.run.token_metrics import TokenMetrics
 
 
@@ -105,7 +105,7 @@ class Learner:
     def max_tokens_per_pack(self) -> int:
         """The tokens of a forward and backward pass: as measured, else as set."""
         measured = None if self.packs is None else self.packs.tokens
-        return measured or self.settings.max_tokens_per_pack
+        return measured or self.settings.tokens_per_pack
 
     def step(
         self, batch: TensorDict, decide: Callable[[TensorDict], Objective | None] | None = None
@@ -256,7 +256,7 @@ class Learner:
 
     def dealing(self, epoch: int) -> torch.Generator:
         """Return the random generator that deals this iteration's groups to minibatches."""
-        return derived_generator(self.settings.seed, self.iteration, epoch)
+        return derived_generator(run_seed(self.settings.seed), self.iteration, epoch)
 
     def accumulate(
         self, minibatch: TensorDict, objective: Objective, metrics: TokenMetrics

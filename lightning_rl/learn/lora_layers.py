@@ -30,7 +30,7 @@ def merged_only(
     if lora.trains_base:
         return "lora.options train weights of the model too (modules_to_save or bias)"
     with torch.device("meta"):
-        lm = load_lm(model, True, loading)
+        lm = load_lm(model, loading)
         family = family_of(lm.config)
         seeing = set() if family is None else in_tower(family, lm)
         lora.attach(lm, None if family is None else (vision or Vision()).adapted(family, lm))

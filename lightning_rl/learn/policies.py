@@ -69,7 +69,7 @@ class RolloutModule(RecordingModule):
         """
         told = []
         for policy in self.policies.values():
-            own = policy.model, policy.random_init, policy.loading
+            own = policy.model, policy.loading
             if own not in told:
                 require_sound_model(*own)
                 told.append(own)
@@ -80,10 +80,10 @@ class RolloutModule(RecordingModule):
         A policy whose model differs from the first one's gets its own, in a subdirectory of its
         name.
         """
-        first, *others = self.policies.items()
-        save_skeleton(first[1].model, directory, first[1].loading)
-        for name, policy in others:
-            if (policy.model, policy.loading) != (first[1].model, first[1].loading):
+        first, *_ = self.policies.values()
+        save_skeleton(first.model, directory, first.loading)
+        for name, policy in self.policies.items():
+            if (policy.model, policy.loading.of_model) != (first.model, first.loading.of_model):
                 save_skeleton(policy.model, Path(directory, name), policy.loading)
 
     @property

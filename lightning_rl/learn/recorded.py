@@ -94,8 +94,8 @@ class OfflineDataModule(LightningDataModule):
     """Batches of groups from a rollout file, for a ``PolicyModule``; no engine, no ``WeightSync``.
 
     The rollouts are off-policy, increasingly so during training: they keep the logprobs of the
-    engine that wrote them. With ``trust_engine_logprobs: true``, ``PPOClip`` limits how far the
-    policy moves away from it; otherwise use a correction such as ``TokenTIS``. Rollouts that a
+    engine that wrote them. With ``update.trust_engine_logprobs: true``, ``PPOClip`` limits how far
+    the policy moves away from it; otherwise use a correction such as ``TokenTIS``. Rollouts that a
     teacher has read while they were recorded keep its logprobs, so ``TeacherDivergence`` learns
     from them as it does from new ones.
 
@@ -147,8 +147,8 @@ class OfflineDataModule(LightningDataModule):
         assert self.trainer is not None
         share_cores(self.trainer)
         enter_directory(self.trainer)
-        check_groups(self.groups_per_iteration, module.settings.minibatches)
-        trusts_engine = module.settings.trust_engine_logprobs
+        check_groups(self.groups_per_iteration, module.update.minibatches)
+        trusts_engine = module.update.trust_engine_logprobs
         warn_if_uncorrected("recorded", module.objective, trusts_engine)
         if self._groups is None:
             groups = self._read(module)

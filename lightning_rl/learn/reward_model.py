@@ -18,7 +18,8 @@ from lightning_rl.learn.dpo import PairDataModule
 from lightning_rl.learn.supervised import Pairs, SupervisedModule
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.parallel.strategy import refuse_mesh
-from lightning_rl.models.pretrained import model_of
+from lightning_rl.models.pretrained import Loading, model_of
+from lightning_rl.models.recompute import as_recompute
 from lightning_rl.models.reward_model import RewardModel, padded, padding_of, scored_text
 from lightning_rl.rollout import Prompt
 
@@ -57,9 +58,8 @@ class RewardModelModule(SupervisedModule):
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         lora: train only adapters, and the head; None: train all weights.
-        gradient_checkpointing: recompute activations in backward.
-        trust_remote_code: run code that comes with the model.
-        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+        loading: how the model is loaded. A reward model has its weights from files, and no LM head:
+            without ``random_init`` and ``cast_lm_head_to_fp32``.
 
     Raises:
         ConfigError: for values out of range.
@@ -74,22 +74,23 @@ class RewardModelModule(SupervisedModule):
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
         lora: LoRA | None = None,
-        gradient_checkpointing: bool = False,
-        trust_remote_code: bool = False,
-        model_kwargs: dict[str, Any] | None = None,
+        loading: Loading = Loading(),
     ) -> None:
         super().__init__(
             model=model,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
-            gradient_checkpointing=gradient_checkpointing,
-            trust_remote_code=trust_remote_code,
-            model_kwargs=model_kwargs,
+            loading=loading,
             lora=lora,
         )
         require_finite(centering=centering)
         if centering < 0:
             raise ConfigError(f"RewardModelModule(centering={centering}) must be >= 0")
+        if loading.random_init or loading.cast_lm_head_to_fp32:
+            raise ConfigError(
+                f"RewardModelModule({loading}): a reward model has its weights from files, and no "
+                "LM head; leave out random_init and cast_lm_head_to_fp32"
+            )
         save_primitive_hparams(self)
         self.centering = centering
 
@@ -98,9 +99,8 @@ class RewardModelModule(SupervisedModule):
         refuse_mesh(self)
         if self.policy is None:
             model: Any = RewardModel(str(self.model), self.loading, new_head=True, lora=self.lora)
-            if self.gradient_checkpointing:
-                # Reentrant, layers whose inputs are frozen would have no gradient.
-                model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+            if (recompute := as_recompute(self.loading.gradient_checkpointing)) is not None:
+                recompute.apply(model.lm)
             self.policy = model.train()  # or nothing is recomputed
 
     def weight(self, batch: TensorDict) -> Tensor:

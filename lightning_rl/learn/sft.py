@@ -23,8 +23,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.supervised import Pairs, SupervisedModule
 from lightning_rl.learn.windows import HeldOut, Windows
-from lightning_rl.models.pretrained import load_config, model_of, positions_of
-from lightning_rl.models.recompute import Recompute
+from lightning_rl.models.pretrained import Loading, load_config, model_of, positions_of
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.files.resume import enter_directory, leave_directory
@@ -45,11 +44,7 @@ class SFTModule(SupervisedModule):
         aggregation: how token losses are averaged.
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        gradient_checkpointing: recompute activations in backward; True for all of them, or
-            ``Recompute`` to choose.
-        random_init: start from random weights instead of those in ``model``.
-        trust_remote_code: run code that comes with the model.
-        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+        loading: how the model is loaded: its own code, ``gradient_checkpointing`` and others.
         vision: which parts of an image-text model's vision are trained; None: none.
     """
 
@@ -61,20 +56,14 @@ class SFTModule(SupervisedModule):
         aggregation: Aggregation = TokenMean(),
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
-        gradient_checkpointing: bool | Recompute = False,
-        random_init: bool = False,
-        trust_remote_code: bool = False,
-        model_kwargs: dict[str, Any] | None = None,
+        loading: Loading = Loading(),
         vision: Vision | None = None,
     ) -> None:
         super().__init__(
             model=model,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
-            gradient_checkpointing=gradient_checkpointing,
-            trust_remote_code=trust_remote_code,
-            model_kwargs=model_kwargs,
-            random_init=random_init,
+            loading=loading,
             vision=vision,
         )
         save_primitive_hparams(self)

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.lightning_flags import refuse_precision
-from lightning_rl.learn.base import LearningModule, RecordingModule
+from lightning_rl.learn.base import LearningModule
 from lightning_rl.learn.loop_places import continue_at, place_of, rewind
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
 from lightning_rl.learn.schedulers import automatic, check_automatic, make_scheduler
@@ -25,7 +25,7 @@ Pairs = dict[str, tuple[Tensor, Tensor | float]]
 """Sums by name, each with the count that it is divided by; that of the loss is the weight."""
 
 
-class SupervisedModule(RecordingModule, LearningModule):
+class SupervisedModule(LearningModule):
     """Learns from fixed completions: the common part of SFT, DPO, KTO and reward models.
 
     An iteration is one optimizer step: all batches that are accumulated for it, of all ranks. Loss
@@ -54,11 +54,6 @@ class SupervisedModule(RecordingModule, LearningModule):
         """Called before the first batch of an optimizer step, with all of this rank's batches."""
 
     @property
-    def described_as(self) -> str:
-        """Directory or hub name of the model."""
-        return str(self.model)
-
-    @property
     def iteration_ended(self) -> bool:
         return not self.trainer.fit_loop._should_accumulate()
 
@@ -82,12 +77,7 @@ class SupervisedModule(RecordingModule, LearningModule):
         refuse_mesh(self)
         if self.policy is None:
             self.policy = Policy(
-                self.model,
-                random_init=self.random_init,
-                gradient_checkpointing=self.gradient_checkpointing,
-                lora=self.lora,
-                loading=self.loading,
-                vision=self.vision,
+                self.model, lora=self.lora, loading=self.loading, vision=self.vision
             )
 
     def configure_optimizers(self) -> Any:

@@ -55,12 +55,12 @@ class StoredDtypes:
     others: Mapping[str, torch.dtype]
 
     @classmethod
-    def of(cls, model: str, loading: Loading, weights: bool = True) -> "StoredDtypes":
-        """Read ``config.json``, and with ``weights`` the headers of the weight files."""
+    def of(cls, model: str, loading: Loading) -> "StoredDtypes":
+        """Read ``config.json``, and the headers of the weight files that are used."""
         config = load_config(model, loading)
         usual = config.dtype or config.get_text_config().dtype
         folder = Path(model, loading.model_kwargs.get("subfolder", ""))
-        found = held(folder) if weights else ()
+        found = () if loading.random_init else held(folder)
         dtypes = {name: dtype for name, _, dtype in found if dtype is not None}
         if usual is None and dtypes:
             usual = Counter(dtypes.values()).most_common(1)[0][0]

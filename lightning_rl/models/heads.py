@@ -25,7 +25,7 @@ from lightning_rl.models.logit_map import LogitMap
 from lightning_rl.models.parallel.tensor import TensorRanks, replicate, split
 from lightning_rl.models.parallel.vocabulary import WHOLE, Sums, Vocabulary
 from lightning_rl.models.pretrained import (
-    PLAIN,
+    Loading,
     keep_own_attention,
     model_of,
     skeleton,
@@ -334,7 +334,7 @@ def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
         ConfigError: if the model cannot be loaded.
     """
     if without_weights():
-        body = skeleton(AutoConfig.from_pretrained(model), PLAIN, ATTENTION, AutoModel).train()
+        body = skeleton(AutoConfig.from_pretrained(model), Loading(), ATTENTION, AutoModel).train()
         return body, _zero_linear(body)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)

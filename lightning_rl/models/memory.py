@@ -85,16 +85,16 @@ def smaller_budget(
     if count == 1:
         raise PackMemoryError(
             f"a rollout of {tokens} tokens does not fit into memory by itself; lower "
-            f"data.sampling.max_tokens, or set model.gradient_checkpointing=true ({what})"
+            f"data.sampling.max_tokens, or set model.loading.gradient_checkpointing=true ({what})"
         ) from error
     if world_size() > 1:
         raise PackMemoryError(
             f"{count} rollouts of {tokens} tokens together do not fit into memory; set "
-            f"model.max_tokens_per_pack to {tokens // 2 // size} or less ({what})"
+            f"model.update.max_tokens_per_pack to {tokens // 2 // size} or less ({what})"
         ) from error
     _log.warning(
         "out of memory with %d tokens in a pack; retrying with packs of at most %d. "
-        "Lower model.max_tokens_per_pack to that to save the time",
+        "Lower model.update.max_tokens_per_pack to that to save the time",
         tokens,
         tokens // 2,
     )

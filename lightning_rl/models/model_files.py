@@ -9,7 +9,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from lightning_rl.data.ends import ends_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import (
-    PLAIN,
     Loading,
     load_config,
     load_lm,
@@ -26,7 +25,7 @@ from lightning_rl.models.soundness import (
 from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
 
 
-def require_sound_model(model: str, random_init: bool = False, loading: Loading = PLAIN) -> None:
+def require_sound_model(model: str, loading: Loading = Loading()) -> None:
     """Check that a model can be loaded, without keeping its weights in memory.
 
     Raises:
@@ -36,11 +35,11 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
     folder = Path(model, loading.model_kwargs.get("subfolder", ""))
     if not folder.is_dir():  # a hub name is checked when it is loaded
         return
-    require_sound(folder, weights=not random_init)
-    if random_init:
+    require_sound(folder, weights=not loading.random_init)
+    if loading.random_init:
         return
     with torch.device("meta"):
-        lm = load_lm(model, random_init, loading)
+        lm = load_lm(model, loading)
     shapes = {name: shape for name, shape, _ in held(folder)}
     if not shapes and not any(file.suffix in (".bin", ".gguf") for file in folder.iterdir()):
         raise ConfigError(not_found(model, "causal LM", OSError("it has no model.safetensors")))
@@ -62,7 +61,7 @@ def positions_in(directory: Path, trusted: bool = False) -> int | None:
     return min((positions for positions in named if positions is not None), default=None)
 
 
-def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
+def save_skeleton(model: str, directory: str | Path, loading: Loading = Loading()) -> None:
     """Write a model's configuration and tokenizer without weights, for an engine to push to.
 
     Its ``generation_config.json`` holds only the end tokens, because requests bring all sampling

@@ -42,8 +42,8 @@ from lightning_rl.models.preparation import (
     compiles_by_default,
     disable_dropout,
 )
-from lightning_rl.models.pretrained import PLAIN, Loading, load_lm, model_of
-from lightning_rl.models.recompute import Recompute
+from lightning_rl.models.pretrained import Loading, load_lm, model_of
+from lightning_rl.models.recompute import as_recompute
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import penalties_of, settings_in_use
 from lightning_rl.models.soundness import require_embedded
@@ -64,16 +64,12 @@ class Policy(nn.Module):
     Args:
         model: a directory (or hub name) that ``AutoModelForCausalLM.from_pretrained`` loads.
         value_head: critic, for PPO; None: without.
-        random_init: take only the configuration of ``model`` and start from random weights.
-        gradient_checkpointing: recompute activations in backward: less memory, about a third
-            more compute. True: ``Recompute()``.
         lora: train adapters only; None: all weights.
         vision: which parts of an image-text model's vision tower are trained; None: none.
         compile_layers: let ``torch.compile`` make the model's layers and its output faster;
             needs a C++ compiler, on CUDA Triton. None: on CUDA, where that is proven
             (:func:`lightning_rl.models.preparation.compiles_by_default`).
-        cast_lm_head_to_fp32: compute logits in float32 whatever ``Trainer(precision=...)`` is.
-        loading: how the model's files are read.
+        loading: how the model is loaded.
         lm: the model if it has been read already; None: it is read here.
     """
 
@@ -81,27 +77,22 @@ class Policy(nn.Module):
         self,
         model: str,
         value_head: ValueHead | None = None,
-        random_init: bool = False,
-        gradient_checkpointing: bool | Recompute = False,
         lora: LoRA | None = None,
         compile_layers: bool | None = False,
-        cast_lm_head_to_fp32: bool = False,
-        loading: Loading = PLAIN,
+        loading: Loading = Loading(),
         lm: PreTrainedModel | None = None,
         vision: Vision | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loading = loading
-        self.random_init = random_init
-        self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         quantization = None if lora is None else lora.quantization
         if compile_layers and quantization is not None:
             raise ConfigError(
                 "compile_layers: quantised weights (lora.quantization) are unpacked by kernels "
                 "that are not tested with torch.compile; leave out one of the two"
             )
-        self.lm = load_lm(model, random_init, loading, quantization) if lm is None else lm
+        self.lm = load_lm(model, loading, quantization) if lm is None else lm
         self.lora = lora
         self.sequence: PackRanks | None = None
         """Ranks that compute packs together with this one; None: it computes its own alone."""
@@ -114,7 +105,7 @@ class Policy(nn.Module):
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.rows)
         self.ends = ends_of(self.tokenizer).token_ids
-        self.stored = StoredDtypes.of(model, loading, weights=not random_init)
+        self.stored = StoredDtypes.of(model, loading)
         if self.lm.can_generate():  # so that who generates with an export stops there, too
             self.lm.generation_config.eos_token_id = list(self.ends)
         self.reader = reader_of(self.tokenizer)
@@ -123,8 +114,7 @@ class Policy(nn.Module):
         # transformers recomputes activations in training mode only, and without dropout the mode
         # decides nothing else.
         self.lm.train()
-        again = gradient_checkpointing
-        self.recompute = (Recompute() if again else None) if isinstance(again, bool) else again
+        self.recompute = as_recompute(loading.gradient_checkpointing)
         if self.recompute is not None:
             self.recompute.apply(self.lm)
         self.value_head = value_head
@@ -263,7 +253,7 @@ class Policy(nn.Module):
             self.ends,
             rollouts["min_p"] if min_p else None,
             penalties_of(pack, layout.live),
-            self.cast_lm_head_to_fp32,
+            self.loading.cast_lm_head_to_fp32,
             self.vocabulary,
             self.compiled,
             self.logit_map,

@@ -3,7 +3,6 @@
 import logging
 import re
 import shutil
-from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +24,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.packed import ATTENTION
 from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.packed_reading import PackedReading
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantize
+from lightning_rl.models.recompute import Recompute
 from lightning_rl.models.soundness import require_complete, require_finite
 from lightning_rl.run.interpreter import require_docstrings
 from lightning_rl.vision.reader import attention, family_of, supported
@@ -62,21 +63,29 @@ _OF_FILES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "lo
 """Arguments that locate files, which tokenizers and processors need too."""
 
 
+@configurable
 @dataclass(frozen=True)
 class Loading:
-    """Arguments of all ``from_pretrained`` that a model takes.
+    """How a model is loaded, and how its layers are then set up.
 
     Args:
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``AutoModelForCausalLM.from_pretrained``: ``revision``
             and others of files, which the tokenizer gets too, or settings of the configuration.
+        random_init: start from random weights instead of those in the model's files.
+        gradient_checkpointing: recompute activations in backward: less memory, about a third more
+            compute. True for all of them, or ``Recompute`` to choose.
+        cast_lm_head_to_fp32: compute logits in float32 even if the Trainer's precision has 16 bits.
 
     Raises:
         ConfigError: for an argument that the library decides itself.
     """
 
     trust_remote_code: bool = False
-    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    random_init: bool = False
+    gradient_checkpointing: bool | Recompute = False
+    cast_lm_head_to_fp32: bool = False
 
     def __post_init__(self) -> None:
         for name in self.model_kwargs:
@@ -99,9 +108,6 @@ class Loading:
         if self.trust_remote_code and Path(model).is_dir():
             for file in Path(model).glob("*.py"):
                 shutil.copy(file, directory)
-
-
-PLAIN = Loading()
 
 
 def has_code_of_its_own(error: Exception) -> bool:
@@ -130,7 +136,7 @@ def device_of(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
+def load_config(model: str, loading: Loading = Loading()) -> PretrainedConfig:
     """Load the configuration of a model directory or hub name.
 
     Raises:
@@ -179,14 +185,13 @@ def lm_class(config: PretrainedConfig) -> Any:
 
 
 def load_lm(
-    model: str, random_init: bool, loading: Loading, quantization: Quantization | None = None
+    model: str, loading: Loading, quantization: Quantization | None = None
 ) -> PreTrainedModel:
     """Load the causal LM of a model directory or hub name; on the meta device only its shapes.
 
     Args:
         model: the model's directory or name.
-        random_init: use random weights instead of the model's own.
-        loading: how its files are read.
+        loading: how its files are read, if its weights are not random.
         quantization: the form of its linear layers; None: not quantised.
 
     Raises:
@@ -198,9 +203,9 @@ def load_lm(
     transformers_logging.set_verbosity_error()  # its report on a refused model fills a page
     try:
         try:
-            lm = _made(model, random_init, loading, quantization, ATTENTION)
+            lm = _made(model, loading, quantization, ATTENTION)
         except KeyError:  # an architecture with its own table of attentions
-            lm = _made(model, random_init, loading, quantization, None)
+            lm = _made(model, loading, quantization, None)
         keep_own_attention(lm)
         if quantization is not None:
             require_finite(model, lm.named_parameters())  # while they are numbers
@@ -229,7 +234,6 @@ def keep_own_attention(lm: PreTrainedModel) -> None:
 
 def _made(
     model: str,
-    random_init: bool,
     loading: Loading,
     quantization: Quantization | None,
     attention_name: str | None,
@@ -237,7 +241,7 @@ def _made(
     """Load the model with this attention; None: with its own."""
     if without_weights():
         return skeleton(load_config(model, loading), loading, attention_name)
-    if random_init:
+    if loading.random_init:
         with torch.device("cpu"):  # the same numbers for every device
             return skeleton(load_config(model, loading), loading, attention_name)
     return _read_lm(model, loading, quantization, attention_name)

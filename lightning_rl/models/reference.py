@@ -45,11 +45,12 @@ class FrozenReference(Reference):
 
     def configure(self, policy: Policy) -> None:
         if self.model is not None:
-            loading = Loading(policy.loading.trust_remote_code)
-            require_same_tokens(self.model, policy.model, loading)
-            self.policy = Policy(
-                self.model, cast_lm_head_to_fp32=policy.cast_lm_head_to_fp32, loading=loading
+            loading = Loading(
+                policy.loading.trust_remote_code,
+                cast_lm_head_to_fp32=policy.loading.cast_lm_head_to_fp32,
             )
+            require_same_tokens(self.model, policy.model, loading)
+            self.policy = Policy(self.model, loading=loading)
             require_rows(self.model, self.policy.rows, policy.tokenizer)
             if policy.reader is not None and not policy.reader.reads_as(self.policy.reader):
                 raise ConfigError(

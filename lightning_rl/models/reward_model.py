@@ -21,7 +21,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.export import StoredDtypes
 from lightning_rl.models.lora import LoRA, merged_weights
 from lightning_rl.models.preparation import disable_dropout
-from lightning_rl.models.pretrained import PLAIN, Loading, load_config, not_found, positions_of
+from lightning_rl.models.pretrained import Loading, load_config, not_found, positions_of
 from lightning_rl.models.sampling import at_least_float32
 from lightning_rl.models.soundness import require_complete, require_finite
 from lightning_rl.models.stacked import FileNames
@@ -49,12 +49,12 @@ class RewardModel(nn.Module):
     """
 
     reader = None
-    sharded = random_init = False
+    sharded = False
 
     def __init__(
         self,
         model: str,
-        loading: Loading = PLAIN,
+        loading: Loading = Loading(),
         new_head: bool = False,
         dtype: torch.dtype = torch.float32,
         lora: LoRA | None = None,

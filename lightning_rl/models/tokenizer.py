@@ -19,7 +19,6 @@ from lightning_rl.data.ends import find_ends
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.generation_config import stated_ends
 from lightning_rl.models.pretrained import (
-    PLAIN,
     Loading,
     has_code_of_its_own,
     load_config,
@@ -30,7 +29,7 @@ from lightning_rl.models.soundness import of_other_modality
 from lightning_rl.vision.reader import load_reader, reader_of
 
 
-def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str, loading: Loading = Loading()) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub name.
 
     It may be a processor's, and so may its chat template. It brings the tokens that end a turn
@@ -55,7 +54,7 @@ def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def require_same_tokens(other: str, model: str, loading: Loading = PLAIN) -> None:
+def require_same_tokens(other: str, model: str, loading: Loading = Loading()) -> None:
     """Refuse another model that reads the policy's tokens otherwise.
 
     What lies without a tokenizer is not compared, and tokens that only one of them has are ignored.
@@ -84,7 +83,7 @@ def require_same_tokens(other: str, model: str, loading: Loading = PLAIN) -> Non
 
 def vocabulary_rows(model: str) -> int | None:
     """Return how many rows a model's vocabulary has, unused ones included; None if unknown."""
-    config = _read_config(model, PLAIN)
+    config = _read_config(model, Loading())
     rows = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
     return rows
 

@@ -15,7 +15,16 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 
-from lightning_rl import GRPO, JSONLPrompts, PolicyModule, Rewards, Sampling, SingleTurn, VLLMLocal
+from lightning_rl import (
+    GRPO,
+    JSONLPrompts,
+    PolicyModule,
+    Rewards,
+    Sampling,
+    SingleTurn,
+    UpdateSettings,
+    VLLMLocal,
+)
 from lightning_rl.extend import FabricDDP, GroupSource, OwnLoop, RolloutPipeline, pack_rollouts
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.run.processes.dist import all_reduce_max, every_rank, global_mean_std
@@ -33,7 +42,7 @@ def train(model: str, prompts_path: str, iterations: int, devices: int = 1) -> l
         model,
         advantage=GRPO(),
         optimizer=lambda p: torch.optim.AdamW(p, lr=2e-4, weight_decay=0.0),
-        minibatches=2,
+        update=UpdateSettings(minibatches=2),
     )
     loop = OwnLoop(module, fabric)
     learner, tokenizer = loop.learner, module.tokenizer

@@ -88,7 +88,7 @@ def test_ppo_raises_reward_on_cuda(tiny_model: Path, tmp_path: Path, precision: 
         advantage=GAE(),
         critic=SharedValueHead(),
         optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3),
-        minibatches=2,
+        update={"minibatches": 2},
     )
     data = RLDataModule(
         IterablePrompts([{"prompt": f"{i}="} for i in range(100)]),

@@ -98,7 +98,7 @@ class FirstNeverEnds(SlowTurns):
 
 def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, agent=None, **options):
     module = PolicyModule(
-        str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=7
+        str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), update={"seed": 7}
     )
     data = RLDataModule(
         numbers(100, 300, seed=1),

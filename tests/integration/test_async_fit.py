@@ -60,7 +60,9 @@ def data_module(collector, **options) -> RLDataModule:
 
 
 def make_module(tiny_model) -> PolicyModule:
-    return PolicyModule(str(tiny_model), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=7)
+    return PolicyModule(
+        str(tiny_model), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), update={"seed": 7}
+    )
 
 
 def make_trainer(tmp_path, *callbacks, **options) -> Trainer:

@@ -63,7 +63,7 @@ def run(tiny_model, tmp_path, rewards, weights, callbacks, iterations):
         seed=1,
     )
     module = PolicyModule(
-        str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=1
+        str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), update={"seed": 1}
     )
     trainer_of(tmp_path, [WeightSync(), *callbacks, report], logger=False).fit(module, data)
     return report.history[1:]

@@ -278,7 +278,13 @@ def test_what_recomputed_layers_keep_is_planned_on_fake_tensors(workplace, capsy
 
     monkeypatch.setattr("lightning_rl.cli.check.memory.follow", followed)
     recompute = "{inputs: host, keep: attention, mlp_tokens: 4}"
-    command = ["check", "--config", "good.yaml", "--model.gradient_checkpointing", recompute]
+    command = [
+        "check",
+        "--config",
+        "good.yaml",
+        "--model.loading.gradient_checkpointing",
+        recompute,
+    ]
     assert main([*command, "--gpus", "2", "--gpu_memory_gb", "80"]) == 0
     said = capsys.readouterr().out
     assert "sequence 2 x tensor 1: " in said

@@ -34,9 +34,9 @@ def test_a_compiled_module_trains_the_same_whatever_the_pack(
             str(tiny_model),
             kl=K3Penalty(0.1),
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-            minibatches=2,
             compile=compiled,
-            gradient_checkpointing=compiled and recomputes,
+            update={"minibatches": 2},
+            loading={"gradient_checkpointing": compiled and recomputes},
         )
         train_on(module, [random_batch(1, groups=3), random_batch(2, groups=8)])
         weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))

@@ -113,7 +113,10 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, train_on, top_k, top
         assert not {1, 5} & set(rollout.token_ids[:-1])
     loss = Recorded()
     module = PolicyModule(
-        str(model), loss=loss, minibatches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)
+        str(model),
+        loss=loss,
+        update={"minibatches": 2},
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
     )
     module.configure_model()
     module.policy.double()

@@ -29,7 +29,14 @@ def configuration(workplace):
         own = {"trainer": CONFIG["trainer"] | flags | trainer}
         (workplace / "full.yaml").write_text(yaml.safe_dump(CONFIG | own))
         buffer = ["--data.buffer", "ReplayBuffer", "--data.buffer.path", "kept/buffer.sqlite"]
-        return ["fit", "--config", "full.yaml", *buffer, "--model.trust_engine_logprobs", "true"]
+        return [
+            "fit",
+            "--config",
+            "full.yaml",
+            *buffer,
+            "--model.update.trust_engine_logprobs",
+            "true",
+        ]
 
     (workplace / "kept").mkdir()
     (workplace / "kept/iteration_1.ckpt").write_text("an earlier run's")

@@ -11,7 +11,7 @@ def test_a_run_on_a_model_object_leaves_it_and_exports_another(tiny_model, tmp_p
     lm = AutoModelForCausalLM.from_pretrained(tiny_model)
     start = lm.model.norm.weight.clone()
 
-    module = PolicyModule(lm, optimizer=adamw(1e-2), seed=7)
+    module = PolicyModule(lm, optimizer=adamw(1e-2), update={"seed": 7})
     prompts = [f"{n}=" for n in range(100, 120)]
     data = data_module(train_prompts=prompts, evaluation=None, iterations_per_epoch=2)
     export = HFExport(str(tmp_path / "hf"))

@@ -32,7 +32,7 @@ def run(tiny_model, tmp_path, rewards=None, callbacks=(), iterations=4, **option
     more = {} if rewards is None else {"rewards": rewards}
     data = data_module(evaluation=None, iterations_per_epoch=iterations, **more)
     trainer = trainer_of(tmp_path, callbacks)
-    trainer.fit(PolicyModule(str(tiny_model), seed=0, **options), data)
+    trainer.fit(PolicyModule(str(tiny_model), update={"seed": 0}, **options), data)
     return json.loads((tmp_path / "csv" / "version_0" / "summary.json").read_text())
 
 

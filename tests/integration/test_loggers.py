@@ -52,7 +52,7 @@ def fit(tiny_model, *loggers: Logger) -> Rows:
     ]
     trainer = trainer_of(Path.cwd(), callbacks, logger=list(loggers), enable_checkpointing=True)
     optimizer = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
-    trainer.fit(PolicyModule(str(tiny_model), seed=7, **optimizer), data)
+    trainer.fit(PolicyModule(str(tiny_model), update={"seed": 7}, **optimizer), data)
     lines = (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines()
     table = {row.pop("iteration"): row for row in map(json.loads, lines)}
     for row in table.values():

@@ -154,7 +154,7 @@ def test_the_example_for_two_nodes_is_planned_without_weights(tmp_path):
     files = ["recipes/math/grpo.yaml", f"{VARIANTS}/qwen3_8b.yaml", f"{VARIANTS}/rows.yaml"]
     command = [sys.executable, "-m", "lightning_rl", "check"]
     command += [word for file in files for word in ("--config", file)]
-    command += ["--model.model", "runs/math/qwen3-8b", "--model.random_init", "true"]
+    command += ["--model.model", "runs/math/qwen3-8b", "--model.loading.random_init", "true"]
     command += ["--gpus", "8", "--gpu_memory_gb", "80", "--data.sampling.max_tokens", "128"]
     command += ["--data.agent.max_thinking_tokens", "64"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

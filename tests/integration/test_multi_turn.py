@@ -131,7 +131,7 @@ def test_the_reward_of_an_environment_rises(tiny_model, tmp_path, engine):
     module = PolicyModule(
         str(tiny_model),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0),
-        seed=7,
+        update={"seed": 7},
     )
     data = RLDataModule(
         numbers(10, 30, seed=1),

@@ -31,6 +31,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.teachers import ModelTeacher
 from lightning_rl.rollout import RolloutStatus
 from tests.support.engine_checks import ROUNDING
+from tests.support.grouped import grouped
 from tests.support.small_run import SaveAfter, trainer_of
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def policy_module(tiny_model, **options) -> PolicyModule:
         "trust_engine_logprobs": True,
         "seed": 7,
     } | options
-    return PolicyModule(str(tiny_model), **options)
+    return PolicyModule(str(tiny_model), **grouped(**options))
 
 
 def fit(module, data, tmp_path, *callbacks, epochs=1, **options):

@@ -53,7 +53,7 @@ def config(model: str, turns: str) -> dict:
             "init_args": {
                 "model": model,
                 "advantage": "TreeRLOO",
-                "minibatches": 2,
+                "update": {"minibatches": 2},
                 "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
             },
         },

@@ -114,11 +114,12 @@ def test_what_auto_was_settled_to_is_in_the_configuration(run, monkeypatch):
     monkeypatch.setattr(
         auto_packs, "peak_bytes", lambda compute, pack, device: 1_000 * forward_tokens(pack)
     )
-    auto = ("--model.max_tokens_per_pack", "auto")
+    auto = ("--model.update.max_tokens_per_pack", "auto")
     assert main(["fit", "--config", "run.yaml", *auto]) == 0
 
     def settled(name):
-        return yaml.safe_load((run / name).read_text())["model"]["init_args"]["max_tokens_per_pack"]
+        model = yaml.safe_load((run / name).read_text())["model"]["init_args"]
+        return model["update"]["max_tokens_per_pack"]
 
     assert settled("config.yaml") == 2_048
     # Whoever goes on says auto again, which is what it was settled to.

@@ -62,7 +62,9 @@ def fit(tiny_model, tmp_path, functions, fates, **options):
         **options,
     )
     report = RunReport()
-    trainer_of(tmp_path, [WeightSync(), report]).fit(PolicyModule(str(tiny_model), seed=0), data)
+    trainer_of(tmp_path, [WeightSync(), report]).fit(
+        PolicyModule(str(tiny_model), update={"seed": 0}), data
+    )
     return report.history[-1]
 
 

@@ -179,7 +179,7 @@ def test_scancel_signals_all_tasks_while_a_run_starts(slurm, tiny_model, tmp_pat
 
 SMALL = """
 model:
-  init_args: {{model: {model}, random_init: false, gradient_checkpointing: false}}
+  init_args: {{model: {model}, loading: {{random_init: false, gradient_checkpointing: false}}}}
 data:
   init_args:
     train_prompts: {{class_path: JSONLPrompts, init_args: {{path: {rows}/train.jsonl}}}}

@@ -196,7 +196,7 @@ def saved(tiny_model, tmp_path_factory):
 def test_a_checkpoint_holds_nothing_that_weights_only_refuses(saved, tiny_model):
     kept = torch.load(saved, weights_only=True)["hyper_parameters"]
     assert kept["model"] == str(tiny_model)
-    assert (kept["ppo_epochs"], kept["minibatches"]) == (2, 2)
+    assert (kept["update"]["ppo_epochs"], kept["update"]["minibatches"]) == (2, 2)
     assert "advantage" not in kept  # an object: to be given again
 
 

@@ -45,6 +45,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Rollout
 from lightning_rl.vision.loading import decode
 from tests.support.engine_checks import ROUNDING
+from tests.support.grouped import grouped
 from tests.support.lots import LotEngine
 from tests.support.recorded_run import make_place, stand_in, train
 from tests.support.small_run import adamw, data_module, trainer_of
@@ -80,7 +81,7 @@ def rows(tmp_path_factory):
 
 def run(model, rows, tmp_path, callbacks=(), data=None, **options):
     options = {"optimizer": adamw(3e-3), "seed": 7} | options
-    module = PolicyModule(str(model), **options)
+    module = PolicyModule(str(model), **grouped(**options))
     settings = {
         "train_prompts": JSONLPrompts(str(rows), seed=1),
         "evaluation": None,

@@ -26,6 +26,7 @@ from lightning_rl.errors import WeightSyncError
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.memory import MemoryTransport
 from tests.support.engine_checks import ROUNDING
+from tests.support.grouped import grouped
 from tests.support.small_run import data_module, numbers, share_of_sevens, trainer_of
 from tests.support.tolerances import bfloat16_rounding
 
@@ -39,8 +40,7 @@ def fit(tiny_model, tmp_path, engine, *callbacks, iterations=2, trainer=None, da
     module = PolicyModule(
         str(tiny_model),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0),
-        seed=7,
-        **module,
+        **grouped(seed=7, **module),
     )
     data = data_module(
         train_prompts=prompts,
@@ -68,7 +68,7 @@ def column(history, name: str) -> list[float]:
 def test_a_model_object_a_list_and_a_function_are_enough(tiny_model, tmp_path):
     """The engine is its own, and built from the copy that was made of the object."""
     lm = AutoModelForCausalLM.from_pretrained(tiny_model)
-    module = PolicyModule(lm, optimizer=torch.optim.SGD, seed=7)
+    module = PolicyModule(lm, optimizer=torch.optim.SGD, update={"seed": 7})
     data = RLDataModule(
         [f"{PREFIX}{n}=" for n in range(8)],
         share_of_sevens,

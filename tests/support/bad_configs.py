@@ -75,8 +75,8 @@ CONFIG: dict[str, Any] = {
 SECTIONS: dict[str, dict[str, list[str]]] = {
     "typos": {
         "--trainer.max_epoch 3": ["trainer.max_epoch: no such key", "did you mean max_epochs?"],
-        "--model.ppo_epoch 2": [
-            "model.init_args.ppo_epoch: no such key",
+        "--model.update.ppo_epoch 2": [
+            "model.init_args.update.ppo_epoch: no such key",
             "did you mean ppo_epochs?",
         ],
         "--data.group_sizes 8": ["data.init_args.group_sizes", "did you mean group_size?"],
@@ -168,11 +168,15 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.collector StreamedCollector --data.collector.max_groups_in_flight 0": [
             "max_groups_in_flight=0 must be >= 1"
         ],
-        "--model.minibatches 0": ["minibatches=0 must be >= 1"],
-        "--model.minibatches 5": ["minibatches=5 exceeds groups_per_iteration=4"],
-        "--model.ppo_epochs 0": ["ppo_epochs=0 must be >= 1"],
-        "--model.max_tokens_per_pack 0": ["max_tokens_per_pack=0 must be >= 1"],
-        "--model.max_grad_norm -1": ["max_grad_norm=-1", "must be > 0", "null for no clipping"],
+        "--model.update.minibatches 0": ["minibatches=0 must be >= 1"],
+        "--model.update.minibatches 5": ["minibatches=5 exceeds groups_per_iteration=4"],
+        "--model.update.ppo_epochs 0": ["ppo_epochs=0 must be >= 1"],
+        "--model.update.max_tokens_per_pack 0": ["max_tokens_per_pack=0 must be >= 1"],
+        "--model.update.max_grad_norm -1": [
+            "max_grad_norm=-1",
+            "must be > 0",
+            "null for no clipping",
+        ],
         "--model.optimizer.lr -1.0": ["Invalid learning rate: -1.0"],
         "--model.optimizer.lr .inf": ["optimizer.lr=inf must be finite"],
         "--data.reward_weights [.nan]": ["reward_weights=[nan] must be finite"],
@@ -224,11 +228,14 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.chat_template_kwargs '{enable_thinking: false}'": [
             "chat_template_kwargs.enable_thinking: the tokenizer has no chat template"
         ],
-        "--model.model_kwargs '{attn_implementation: sdpa}'": [
+        "--model.loading.model_kwargs '{attn_implementation: sdpa}'": [
             "model_kwargs.attn_implementation cannot be set",
             "an attention of the library's own",
         ],
-        "--model.model_kwargs '{dtype: bfloat16}'": ["model_kwargs.dtype", "trainer.precision"],
+        "--model.loading.model_kwargs '{dtype: bfloat16}'": [
+            "model_kwargs.dtype",
+            "trainer.precision",
+        ],
         "--model.advantage GAE": ["advantage=GAE needs a critic", "SharedValueHead"],
         "--model.advantage PassAtK --model.kl_reward K3Penalty": [
             "advantage=PassAtK needs the reward as it was graded",
@@ -238,7 +245,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "critic.warmup_iterations=3 needs an advantage that reads values"
         ],
         "--model.reference FrozenReference": ["reference=FrozenReference is not used by any KL"],
-        "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],
+        "--model.update.trust_engine_logprobs true --model.correction TokenTIS": [
+            "nothing to correct"
+        ],
         "--data.evaluation null": ["Evaluate has nothing to evaluate on", "data.evaluation"],
         "--trainer.callbacks+=WeightSync": ["there are 2 WeightSync", "remove all but one"],
         "--trainer.callbacks+=RunReport --trainer.callbacks+=RunReport": [
@@ -256,13 +265,13 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "model's ReinforcePlusPlus may need the whole batch",
             "use SyncCollector, or parts that need one group",
         ],
-        "--data.collector StreamedCollector --model.max_tokens_per_pack auto": [
-            "model.max_tokens_per_pack=auto is measured on a complete batch"
+        "--data.collector StreamedCollector --model.update.max_tokens_per_pack auto": [
+            "model.update.max_tokens_per_pack=auto is measured on a complete batch"
         ],
         "--data.collector StreamedCollector --data.selection.filters+=RewardSpread "
-        "--model.minibatches 2": [
+        "--model.update.minibatches 2": [
             "data.selection.filters leaves open which groups are in the first of several "
-            "model.minibatches"
+            "model.update.minibatches"
         ],
         "--trainer.enable_checkpointing true --trainer.callbacks+=IterationCheckpoint "
         "--trainer.callbacks.monitor eval/acuracy": [
@@ -298,8 +307,8 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
     },
     "configurations of strangers": {
         "--trusted_only": ["my_rewards.length", "--trust my_rewards"],
-        "--trust my_rewards --model.trust_remote_code true": [
-            "model.init_args.trust_remote_code: True runs code that comes with a model"
+        "--trust my_rewards --model.loading.trust_remote_code true": [
+            "model.init_args.loading.trust_remote_code: True runs code that comes with a model"
         ],
         "--trust my_rewards --data.rewards+=os.system": [
             "os.system",

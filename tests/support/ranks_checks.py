@@ -85,7 +85,7 @@ def guarded(model: str, *, where: Path) -> dict[str, Any]:
         prompts(), [share_of_even_digits], TransformersEngine(), sampling=Sampling(6),
         group_size=3, groups_per_iteration=4, iterations_per_epoch=5, seed=5,
     )  # fmt: skip
-    module = PolicyModule(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=7)
+    module = PolicyModule(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), update={"seed": 7})
     try:
         trainer.fit(module, data)
     except GuardError as stopped:
@@ -129,7 +129,7 @@ def command(*arguments: str, folders: Sequence[Path] = ()) -> tuple[int, str, st
 def _config(model: str, where: Path, prompts: Path) -> dict[str, Any]:
     return {
         "model": {"class_path": "PolicyModule", "init_args": {
-            "model": model, "minibatches": 2,
+            "model": model, "update": {"minibatches": 2},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
         }},
         "data": {"class_path": "RLDataModule", "init_args": {

@@ -48,7 +48,7 @@ def loaded(model: str, *, where: Path, **layout: Any) -> dict[str, int]:
     """The most memory that building and sharding a model takes, and the bytes of the model."""
     strategy = ShardedStrategy(**layout)
     trainer = trainer_of(where, devices=2, strategy=strategy, logger=False)
-    module = PolicyModule(model, random_init=True, kl=K3Penalty())
+    module = PolicyModule(model, loading={"random_init": True}, kl=K3Penalty())
     module.trainer = trainer
     trainer.strategy.connect(module)
     strategy.setup_environment()

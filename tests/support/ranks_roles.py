@@ -31,6 +31,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.extend import Agent, Episode, Periodic
 from lightning_rl.games import RolesModule, SharedModelGroup
 from lightning_rl.run.digest import digests
+from tests.support.grouped import grouped
 from tests.support.lots import LotAdapters
 from tests.support.ranks_run import failure, strategy_of
 from tests.support.small_run import data_module, numbers, trainer_of
@@ -90,7 +91,7 @@ class Watch(RLCallback):
 def policy(lr: float, **options: Any) -> SharedModelGroup:
     # Not Adam, to which a gradient that is twice too large is the same.
     made = {"lora": LoRA(rank=4), "optimizer": lambda p: SGD(p, lr=lr), "max_grad_norm": None}
-    return SharedModelGroup(**(made | options), max_tokens_per_pack=24, seed=7)
+    return SharedModelGroup(**grouped(**(made | options), max_tokens_per_pack=24, seed=7))
 
 
 def three_policies(model: str) -> RolesModule:

@@ -17,6 +17,7 @@ from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.parallel.strategy import ShardedStrategy
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
+from tests.support.grouped import grouped
 from tests.support.lots import LotEngine
 from tests.support.small_run import trainer_of
 
@@ -98,15 +99,17 @@ def fit(
     }
     module = PolicyModule(
         model,
-        **{
-            # Not Adam, to which a gradient that is twice too large is the same.
-            "optimizer": lambda p: torch.optim.SGD(p, lr=0.01),
-            "max_grad_norm": None,
-            "max_tokens_per_pack": 24,
-            "ppo_epochs": 2,
-            "seed": 7,
-            **options,
-        },
+        **grouped(
+            **{
+                # Not Adam, to which a gradient that is twice too large is the same.
+                "optimizer": lambda p: torch.optim.SGD(p, lr=0.01),
+                "max_grad_norm": None,
+                "max_tokens_per_pack": 24,
+                "ppo_epochs": 2,
+                "seed": 7,
+                **options,
+            }
+        ),
     )
     seen = Seen()
     trainer = trainer_of(

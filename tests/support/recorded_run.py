@@ -38,7 +38,7 @@ def config_of(model: Path) -> dict[str, Any]:
             "class_path": "PolicyModule",
             "init_args": {
                 "model": str(model),
-                "minibatches": 2,
+                "update": {"minibatches": 2},
                 "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
                 "lr_scheduler": {
                     "class_path": "WarmupLinear",

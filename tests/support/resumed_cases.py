@@ -68,7 +68,7 @@ def everything(model, **options):
 
 def given_model(model):
     lm = AutoModelForCausalLM.from_pretrained(model)
-    return rl.PolicyModule(lm, optimizer=adamw(1e-2), seed=7)
+    return rl.PolicyModule(lm, optimizer=adamw(1e-2), update={"seed": 7})
 
 
 def sgd(parameters):

@@ -14,6 +14,7 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
+from tests.support.grouped import grouped
 
 
 def share_of_sevens(completions, completion_ids, **columns):
@@ -94,11 +95,13 @@ def adamw(lr: float):
 
 
 def grpo(tiny_model, **options) -> PolicyModule:
-    return PolicyModule(str(tiny_model), **({"optimizer": adamw(1e-2), "seed": 7} | options))
+    return PolicyModule(
+        str(tiny_model), **grouped(**({"optimizer": adamw(1e-2), "seed": 7} | options))
+    )
 
 
 def ppo(tiny_model, **options) -> PolicyModule:
     options = {"optimizer": adamw(1e-2), "ppo_epochs": 2, "minibatches": 2, "seed": 7} | options
     return PolicyModule(
-        str(tiny_model), advantage=GAE(), critic=SharedValueHead(detach=True), **options
+        str(tiny_model), advantage=GAE(), critic=SharedValueHead(detach=True), **grouped(**options)
     )

@@ -4,6 +4,7 @@ from lightning_rl import LoRA
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.extend import Agent, Episode, PolicyEngines
 from lightning_rl.games import RolesModule, SharedModelGroup
+from tests.support.grouped import grouped
 from tests.support.small_run import adamw, data_module
 
 
@@ -29,7 +30,7 @@ def total(completions, completion_ids, **columns):
 
 def group(**options) -> SharedModelGroup:
     options = {"lora": LoRA(rank=4), "optimizer": adamw(1e-2), "seed": 7} | options
-    return SharedModelGroup(**options)
+    return SharedModelGroup(**grouped(**options))
 
 
 def roles_module(tiny_model, first=None, second=None, **options) -> RolesModule:

@@ -33,6 +33,7 @@ from lightning_rl import (
     Sampling,
     StepTimer,
     TransformersEngine,
+    UpdateSettings,
     WeightSync,
 )
 from lightning_rl.callbacks import RLCallback
@@ -59,7 +60,7 @@ def run(bench: Bench, side: str, **options: Any) -> None:
     seed_everything(0, verbose=False)
     given: dict[str, Any] = {}
     if task.max_tokens_per_pack is not None:
-        given["max_tokens_per_pack"] = task.max_tokens_per_pack
+        given["update"] = UpdateSettings(max_tokens_per_pack=task.max_tokens_per_pack)
     fused = bench.device == "cuda"
     module = PolicyModule(
         str(task.directory(bench) / "model"),

@@ -8,7 +8,9 @@ from lightning_rl.models.policy import Policy
 SHARE = "share the weights: strategy ShardedStrategy with more devices, or its cpu_offload: true"
 LESS_STATE = f"train with lora, or {SHARE}"
 LONGER = "for long rollouts ShardedStrategy(sequence=2)"
-LESS_ACTIVATIONS = f"lower max_tokens_per_pack, or set gradient_checkpointing: true; {LONGER}"
+LESS_ACTIVATIONS = (
+    f"lower update.max_tokens_per_pack, or set loading.gradient_checkpointing: true; {LONGER}"
+)
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ def next_advice(
         if wide_state:
             ways.append("set optimizer: bitsandbytes.optim.AdamW8bit")
         ways.append(SHARE)
-    recompute, lower = policy.recompute, f"lower max_tokens_per_pack; {LONGER}"
+    recompute, lower = policy.recompute, f"lower update.max_tokens_per_pack; {LONGER}"
     if recompute is None:
         less = LESS_ACTIVATIONS
     elif recompute.inputs == "device" and (recompute.mlp_tokens or 2 * kept > states):
-        less = f"set gradient_checkpointing: {{inputs: host}}, or {lower}"
+        less = f"set loading.gradient_checkpointing: {{inputs: host}}, or {lower}"
     elif recompute.mlp_tokens is None and states > kept:
-        less = f"set gradient_checkpointing.mlp_tokens: 4096, or {lower}"
+        less = f"set loading.gradient_checkpointing.mlp_tokens: 4096, or {lower}"
     else:
         less = lower
     return Advice(", or ".join(ways), less)

@@ -127,7 +127,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | No
         print("nothing more is checked: rollouts need a PolicyModule and an RLDataModule")
         return True
     try:
-        minibatches = max(policy.settings.minibatches for policy in module.policies.values())
+        minibatches = max(policy.update.minibatches for policy in module.policies.values())
         check_groups(data.groups_per_iteration, minibatches, gpus or trainer.world_size)
         data.load_prompts("fit")
         each = (prompt for _, prompt in data.train_prompts.numbered())
@@ -223,7 +223,7 @@ def _run(cli: RLCLI) -> str:
     """Train for one iteration of a few groups as ``fit`` would, and return its metrics as text."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     if isinstance(module, RolloutModule) and isinstance(data, RLDataModule):
-        minibatches = max(policy.settings.minibatches for policy in module.policies.values())
+        minibatches = max(policy.update.minibatches for policy in module.policies.values())
         fewest = trainer.world_size * max(minibatches, TRIED_GROUPS)
         data.groups_per_iteration = min(data.groups_per_iteration, fewest)
         data.held_out.limit = min(data.held_out.limit or TRIED_PROMPTS, TRIED_PROMPTS)

@@ -103,13 +103,13 @@ class Learning:
         group_size = max(task.group_size for task in data.train_tasks)
         written = group_size * rows
         batch = self._largest(groups, written, tokens)
-        budget = policy.settings.max_tokens_per_pack * placement.sequence
+        budget = policy.update.tokens_per_pack * placement.sequence
         filling = policy.loaded_policy.filling
         if ranks == 1:
-            parts = cut(batch, policy.settings.minibatches, budget, filling)
+            parts = cut(batch, policy.update.minibatches, budget, filling)
         else:
             # Each minibatch is dealt of all ranks' groups, and may take most from this one.
-            share = largest_share(data.groups_per_iteration, ranks, policy.settings.minibatches)
+            share = largest_share(data.groups_per_iteration, ranks, policy.update.minibatches)
             parts = cut(self._largest(share, written, tokens), 1, budget, filling)
         packs = [pack for packs in parts for pack in packs]
         largest = max(packs, key=lambda pack: forward_tokens(pack, filling))
@@ -120,8 +120,8 @@ class Learning:
             group_size=group_size,
             ranks=ranks,
             tokens=len(batch["tokens"]) * ranks,
-            minibatches=policy.settings.minibatches,
-            ppo_epochs=policy.settings.ppo_epochs,
+            minibatches=policy.update.minibatches,
+            ppo_epochs=policy.update.ppo_epochs,
             packs=max(len(packs) for packs in parts),
             pack_tokens=forward_tokens(largest, filling),
             iterations_per_epoch=data.iterations_per_epoch,
@@ -206,8 +206,8 @@ def _open(policy: PolicyModule) -> Iterator[str]:
     """Yield notes on settings that only the run itself determines."""
     if policy.packs is not None:
         yield (
-            "max_tokens_per_pack auto is measured on a GPU before the first update, to fit beside "
-            f"the engine; it is planned as {policy.settings.max_tokens_per_pack:,} here"
+            "update.max_tokens_per_pack auto is measured on a GPU before the first update, to fit "
+            f"beside the engine; it is planned as {policy.update.tokens_per_pack:,} here"
         )
 
 

@@ -216,7 +216,7 @@ def pushed_engine(made: Remade, data: RLDataModule) -> Iterator[None]:
     module = made.policy
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as directory:
         save_skeleton(module.model, directory, module.loading)
-        data.engine.trust_remote_code = module.trust_remote_code
+        data.engine.trust_remote_code = module.loading.trust_remote_code
         try:
             follow_trainer(data.engine, made.module, compute_dtype(made.trainer))
             data.engine.start(Path(directory))

@@ -139,7 +139,7 @@ class GameRolesModule(RolesModule):
         """Refuse minibatches with fewer groups than the estimates that the update multiplies."""
         groups = getattr(datamodule_of(self.trainer), "groups_per_iteration", None)
         parts = self.game_update.parts(self._levels(self._names), len(self._names))
-        minibatches = self.policies[self._names[0]].settings.minibatches
+        minibatches = self.policies[self._names[0]].update.minibatches
         if groups is not None and groups < parts * minibatches:
             raise ConfigError(
                 f"groups_per_iteration={groups} must be >= {parts * minibatches}: "
@@ -177,7 +177,7 @@ class GameRolesModule(RolesModule):
 
     def _update(self, batch: TensorDict, learning: Mapping[str, _Part]) -> None:
         """Take ``ppo_epochs`` x ``minibatches`` optimizer steps for all players."""
-        first = next(iter(learning.values())).group.settings
+        first = next(iter(learning.values())).group.update
         draw = derived_generator(self.seed, self.iteration, first.ppo_epochs)
         with self.clock("train"):
             for epoch in range(first.ppo_epochs):
@@ -268,16 +268,16 @@ def _check_policies(policies: Mapping[str, SharedModelGroup]) -> None:
                 f"{where}.loss={type(group.objective.loss).__name__}: in a game the update defines "
                 "the loss; leave it out, or give it to the update: PSPG(loss=...)"
             )
-        settings = group.settings
+        settings = group.update
         if settings.target_kl is not None:
             raise ConfigError(
-                f"{where}.target_kl={settings.target_kl}: players take their steps together, so no "
-                "pass can be skipped for one of them; leave it out"
+                f"{where}.update.target_kl={settings.target_kl}: players take their steps "
+                "together, so no pass can be skipped for one of them; leave it out"
             )
         for key in ("ppo_epochs", "minibatches"):
-            given, others = getattr(settings, key), getattr(policies[first].settings, key)
+            given, others = getattr(settings, key), getattr(policies[first].update, key)
             if given != others:
                 raise ConfigError(
-                    f"{where}.{key}={given}, but policies.{first}.{key}={others}: players take "
-                    "their steps together; set the same value for all policies"
+                    f"{where}.update.{key}={given}, but policies.{first}.update.{key}={others}: "
+                    "players take their steps together; set the same value for all policies"
                 )

@@ -1,6 +1,7 @@
 """SharedModelGroup: the roles that one policy plays, and its learning settings."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -74,7 +75,9 @@ class SharedModelGroup(PolicyModule):
         """How to load its base weights, if they never change; None: others cannot share them."""
         if self.lora is None or self.lora.trains_base:
             return None
-        return self.model, self.random_init, self.loading, self.lora.quantization
+        # What is set up after loading is each policy's own.
+        loading = replace(self.loading, gradient_checkpointing=False, cast_lm_head_to_fp32=False)
+        return self.model, loading, self.lora.quantization
 
     def start_from(self, lm: PreTrainedModel) -> None:
         """Use a causal LM that was loaded already; call it before ``configure_model``."""

@@ -61,11 +61,6 @@ class RolesModule(RolloutModule, LanguageModule):
         _ = self.roles  # does everyone have their own?
 
     @property
-    def described_as(self) -> str:
-        """The directory or hub name of the model."""
-        return str(self.model)
-
-    @property
     def policies(self) -> Mapping[str, SharedModelGroup]:
         return {name: getattr(self, name) for name in self._names}
 

@@ -47,9 +47,9 @@ ALTERING = (
 HARMLESS = (
     "trainer",
     "model.model",  # the weights are the checkpoint's
-    "model.gradient_checkpointing",
+    "model.loading.gradient_checkpointing",
     "model.compile",
-    "model.max_tokens_per_pack",
+    "model.update.max_tokens_per_pack",
     "data.engine",
     "data.evaluation",
     "data.max_failed_share",
@@ -234,7 +234,8 @@ class KeepConfigs(SaveConfigCallback):
 
 
 def settle(trainer: Trainer, policy: str, setting: str, value: int) -> None:
-    """Write the value that a run has chosen for a policy's setting to its newest configuration.
+    """Write the value that a run has chosen for a setting of a policy's ``update`` to its newest
+    configuration.
 
     It replaces ``auto``, so that resuming or repeating the run uses the same value.
     """
@@ -248,8 +249,8 @@ def settle(trainer: Trainer, policy: str, setting: str, value: int) -> None:
     if policy:
         settings = settings["policies"][policy]
         settings = settings.get("init_args", settings)
-    if settings.get(setting) == _OPEN:
-        settings[setting] = value
+    if settings["update"].get(setting) == _OPEN:
+        settings["update"][setting] = value
         head = "".join(line + "\n" for line in text.splitlines() if line.startswith("#"))
         write_whole(path, head + yaml.safe_dump(config, sort_keys=False))
 

@@ -117,8 +117,9 @@ def test_gradients_do_not_depend_on_packs_or_order(tiny_model, train_on, random_
 
     def gradient(arranged, budget: int) -> Tensor:
         module = PolicyModule(
-            str(tiny_model), aggregation=rule, advantage=GRPO(False), max_grad_norm=None,
-            max_tokens_per_pack=budget, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            str(tiny_model), aggregation=rule, advantage=GRPO(False),
+            update={"max_grad_norm": None, "max_tokens_per_pack": budget},
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         )  # fmt: skip
         train_on(module, [pack_rollouts(arranged)])
         return torch.cat([p.grad.flatten() for p in module.policy.parameters()])

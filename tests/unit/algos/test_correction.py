@@ -200,7 +200,9 @@ def test_metrics_of_an_iteration_do_not_depend_on_packs(
     tiny_model, train_on, random_batch, make, budget
 ):
     module = PolicyModule(
-        str(tiny_model), correction=make(cap=1.5), max_tokens_per_pack=budget, ppo_epochs=2
+        str(tiny_model),
+        correction=make(cap=1.5),
+        update={"max_tokens_per_pack": budget, "ppo_epochs": 2},
     )
     module.configure_model()
 

@@ -179,8 +179,8 @@ def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_
     given = taught(make_rollout, [-0.5], group_id="e", demonstration=True)
     loss = Noting()
     module = PolicyModule(
-        str(tiny_model), advantage=Distillation(3.0, beside), loss=loss, ppo_epochs=2,
-        optimizer=sgd, max_grad_norm=None,
+        str(tiny_model), advantage=Distillation(3.0, beside), loss=loss,
+        optimizer=sgd, update={"ppo_epochs": 2, "max_grad_norm": None},
     )  # fmt: skip
     train_on(module, [pack_rollouts([*rollouts, given])])
     (before, tokens), (after, later) = loss.seen

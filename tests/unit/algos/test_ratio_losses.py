@@ -293,8 +293,9 @@ def test_updates_do_not_depend_on_packs_or_order(tiny_model, train_on, random_ro
     rollouts = random_rollouts(31)
     for budget, arranged in ((100_000, rollouts), (25, rollouts[::-1])):
         module = PolicyModule(
-            str(tiny_model), loss=loss, ppo_epochs=2, max_tokens_per_pack=budget,
-            max_grad_norm=None, optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
+            str(tiny_model), loss=loss,
+            update={"ppo_epochs": 2, "max_tokens_per_pack": budget, "max_grad_norm": None},
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
         )  # fmt: skip
         train_on(module, [pack_rollouts(arranged)])
         clipped.append(module.trainer.callback_metrics["policy/kl_old"])

@@ -35,6 +35,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, GuardError
 from lightning_rl.module import PolicyModule
+from tests.support.grouped import grouped
 from tests.support.small_run import adamw, data_module, grpo, trainer_of
 from tests.support.tolerances import rounding
 
@@ -61,7 +62,7 @@ def batch_of(make_rollout, *rollouts):
 @pytest.fixture
 def scored(tiny_model, make_rollout):
     """A module and a batch whose engine logprobs are the trainer's own, so without a gap."""
-    module = PolicyModule(str(tiny_model), optimizer=adamw(1e-2), seed=7)
+    module = PolicyModule(str(tiny_model), optimizer=adamw(1e-2), update={"seed": 7})
     module.configure_model()
     batch = batch_of(
         make_rollout, ([4, 5, 1], 1.0, {}), ([6, 1], 0.0, {}), ([7, 8, 9, 1], 0.0, {})
@@ -141,7 +142,7 @@ def test_the_trainer_is_scored_once_and_not_taken_from_the_engine(tiny_model, sc
     _, batch = scored
     shift(batch, {2: 0.9})
     for options in ({}, {"trust_engine_logprobs": True}, {"ppo_epochs": 2}):
-        module = PolicyModule(str(tiny_model), optimizer=adamw(0.0), **options)
+        module = PolicyModule(str(tiny_model), optimizer=adamw(0.0), **grouped(**options))
         rows = Rows()
         guards = [LogprobGapGuard(), LogprobSpikeGuard(), rows]
         train_on(module, [batch.clone()], callbacks=guards)
@@ -153,7 +154,7 @@ def test_the_trainer_is_scored_once_and_not_taken_from_the_engine(tiny_model, sc
 
 
 def weights_after(tiny_model, train_on, batch, *callbacks, **options):
-    module = PolicyModule(str(tiny_model), optimizer=adamw(1e-2), seed=7, **options)
+    module = PolicyModule(str(tiny_model), optimizer=adamw(1e-2), **grouped(seed=7, **options))
     rows = Rows()
     train_on(module, [batch.clone()], callbacks=[*callbacks, rows])
     assert module.iteration == 1
@@ -268,7 +269,7 @@ def test_a_gradient_that_is_no_number_never_reaches_the_weights(
     bad["tokens", "rollout_logprobs"][2] = -9.0
     rows = Rows()
     options = {"loss": Poison(), "max_grad_norm": clip, "optimizer": adamw(1e-2)}
-    clean, ours = (PolicyModule(str(tiny_model), **options) for _ in range(2))
+    clean, ours = (PolicyModule(str(tiny_model), **grouped(**options)) for _ in range(2))
     train_on(clean, [batch.clone(), batch.clone()])
     batches = [batch.clone(), bad.clone(), batch.clone(), bad.clone()]
     with caplog.at_level(logging.WARNING, "lightning_rl"):

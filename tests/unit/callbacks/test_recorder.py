@@ -23,6 +23,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
+from tests.support.grouped import grouped
 from tests.support.small_run import data_module, numbers, trainer_of
 
 
@@ -37,7 +38,7 @@ def fit(tiny_model, tmp_path, *callbacks, iterations=2, **module) -> list[dict]:
     )
     trainer = trainer_of(tmp_path, [WeightSync(), *callbacks])
     optimizer = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
-    trainer.fit(PolicyModule(str(tiny_model), seed=7, **(optimizer | module)), data)
+    trainer.fit(PolicyModule(str(tiny_model), **grouped(seed=7, **(optimizer | module))), data)
     file = tmp_path / "csv" / "version_0" / "recorded.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

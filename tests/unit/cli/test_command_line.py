@@ -119,7 +119,7 @@ def test_help_fits_a_screen_and_says_where_more_is(capsys):
     assert len(text.splitlines()) < 24
     assert "--model.help PolicyModule" in text
     assert "--output" in printed(capsys, "rollout", "--help")
-    assert "--model.ppo_epochs" in printed(capsys, "fit", "--model.help", "PolicyModule")
+    assert "--model.update.ppo_epochs" in printed(capsys, "fit", "--model.help", "PolicyModule")
     assert "--trainer.max_epochs" in printed(capsys, "fit", "--trainer.help")
 
 

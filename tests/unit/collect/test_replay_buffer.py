@@ -27,6 +27,7 @@ from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
+from tests.support.grouped import grouped
 from tests.support.small_run import share_of_sevens, trainer_of
 
 
@@ -338,7 +339,7 @@ def replaying_run(tiny_model, tmp_path, model=None, sampler=None):
     module = PolicyModule(
         str(tiny_model),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0),
-        **(model or {"correction": TokenTIS(), "minibatches": 2}),
+        **grouped(**(model or {"correction": TokenTIS(), "minibatches": 2})),
     )
     report = RunReport()
     trainer = trainer_of(tmp_path, [WeightSync(), report], logger=False, max_epochs=2)

@@ -34,6 +34,7 @@ from lightning_rl import (
     SingleTurn,
     TokenSum,
     TransformersEngine,
+    UpdateSettings,
     VLLMServer,
     WeightSync,
 )
@@ -150,7 +151,7 @@ SAME_WORDS = {
     "--model.advantage GPRO": lambda: PolicyModule("model", advantage="GPRO"),
     "--model.loss torch.nn.MSELoss": lambda: PolicyModule("model", loss="torch.nn.MSELoss"),
     "--model.kl 0.1": lambda: PolicyModule("model", kl=0.1),
-    "--model.ppo_epoch 2": lambda: PolicyModule("model", ppo_epoch=2),
+    "--model.update.ppo_epoch 2": lambda: PolicyModule("model", update={"ppo_epoch": 2}),
     "--model.aggregation TokenSum": lambda: TokenSum(),
     "--model.advantage GRPO --model.advantage.eps tiny": lambda: GRPO(eps="tiny"),
     "--data.collector AsyncCollector --data.collector.max_staleness one": lambda: AsyncCollector(
@@ -294,9 +295,10 @@ def test_hyper_parameters_of_a_subclass_are_kept():
             super().__init__(**options)
             self.extra = extra
 
-    hparams = Mine(extra=3, model="model", ppo_epochs=2).hparams
-    assert (hparams["extra"], hparams["model"], hparams["ppo_epochs"]) == (3, "model", 2)
-    assert type(PolicyModule("model", ppo_epochs=np.int64(2)).hparams["ppo_epochs"]) is int
+    hparams = Mine(extra=3, model="model", update={"ppo_epochs": 2}).hparams
+    assert (hparams["extra"], hparams["model"], hparams["update"]["ppo_epochs"]) == (3, "model", 2)
+    update = UpdateSettings(ppo_epochs=np.int64(2))
+    assert type(PolicyModule("model", update=update).hparams["update"]["ppo_epochs"]) is int
 
 
 def test_a_model_object_is_copied_and_the_copy_goes_with_the_module(tiny_model):

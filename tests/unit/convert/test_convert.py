@@ -187,9 +187,9 @@ def test_what_changes_the_model_and_the_sampling_is_carried_over():
         "generation_kwargs": {"frequency_penalty": 0.2},
     }  # fmt: skip
     for path, value in {
-        "model.trust_remote_code": True,
-        "model.cast_lm_head_to_fp32": True,
-        "model.model_kwargs": {"subfolder": "x", "revision": "v2"},
+        "model.loading.trust_remote_code": True,
+        "model.loading.cast_lm_head_to_fp32": True,
+        "model.loading.model_kwargs": {"subfolder": "x", "revision": "v2"},
         "model.lora.options": {"use_rslora": True, "modules_to_save": ["norm"]},
         "data.sampling.min_p": 0.05,
         "data.sampling.repetition_penalty": 1.1,
@@ -215,7 +215,7 @@ def test_batches_are_counted_as_trl_counts_them():
     result = convert_trl(values, devices=2).config
     data, model = result["data"]["init_args"], result["model"]["init_args"]
     assert (data["groups_per_iteration"], data["group_size"]) == (8, 8)
-    assert (model["minibatches"], model["ppo_epochs"]) == (2, 2)
+    assert (model["update"]["minibatches"], model["update"]["ppo_epochs"]) == (2, 2)
     assert data["iterations_per_epoch"] == 25
     assert model["lr_scheduler"]["init_args"] == {"warmup_steps": 0, "total_steps": 100}
     with pytest.raises(ConfigError, match="12 completions per iteration do not divide into groups"):
@@ -443,7 +443,7 @@ def test_either_bound_that_verl_has_for_a_gradient_is_carried_over(older, newer)
     values = {"grad_clip": older, "optim.clip_grad": newer}
     said = [f"actor_rollout_ref.actor.{key}={bound}" for key, bound in values.items() if bound]
     done = convert_verl(said)
-    assert done.config["model"]["init_args"]["max_grad_norm"] == 0.5
+    assert done.config["model"]["init_args"]["update"]["max_grad_norm"] == 0.5
     assert [item.value for item in done.left] == [
         bound for bound in (older, newer) if bound not in (0.5, None)
     ]
@@ -465,7 +465,7 @@ def test_verl_as_hydra_keeps_it(tmp_path, capsys):
     assert main([str(tmp_path / "overrides.yaml"), "--model", "m", "--rewards", "a.b"]) == 0
     printed = capsys.readouterr()
     model = yaml.safe_load(printed.out)["model"]["init_args"]
-    assert (model["model"], model["minibatches"]) == ("m", 4)
+    assert (model["model"], model["update"]["minibatches"]) == ("m", 4)
     assert model["loss"] == {
         "class_path": "CISPO",
         "init_args": {"clip_low": 1.0, "clip_high": 4.0},

@@ -29,7 +29,8 @@ def test_the_distillation_trainer_of_trl():
     model, data = parts(result)
     assert model["loss"] == {"class_path": "TeacherDivergence", "init_args": {"beta": 1.0}}
     assert model["advantage"] == {"class_path": "Distillation"}
-    assert (data["group_size"], data["groups_per_iteration"], model["minibatches"]) == (1, 8, 1)
+    assert (data["group_size"], data["groups_per_iteration"]) == (1, 8)
+    assert model["update"]["minibatches"] == 1
     [teacher] = data["rewards"]
     assert teacher == {
         "class_path": "lightning_rl.ModelTeacher",

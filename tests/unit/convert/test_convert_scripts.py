@@ -104,7 +104,7 @@ def test_a_script_of_trl(converted, tmp_path):
     assert convert_trl(source.values).config["model"]["init_args"] == model
     assert (model["lora"]["rank"], model["optimizer"]["init_args"]["lr"]) == (8, 2e-6)
     assert (data["group_size"], data["rewards"]) == (4, ["my.f", "my.g"])
-    assert model["model_kwargs"] == {"subfolder": "x"}
+    assert model["loading"]["model_kwargs"] == {"subfolder": "x"}
 
 
 def test_a_command_is_converted_as_a_script_that_consists_of_it(capsys):

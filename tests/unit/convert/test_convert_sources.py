@@ -174,7 +174,7 @@ def test_what_is_removed_or_refers_to_another_is_put_in_or_named():
     model, trainer = done.config["model"]["init_args"], done.config["trainer"]
     assert model["loss"]["init_args"]["dual_clip"] == 3.0  # verl's own
     assert trainer["default_root_dir"] == "out/p"
-    assert (model["minibatches"], model["optimizer"]["init_args"]["lr"]) == (1, 2e-6)
+    assert (model["update"]["minibatches"], model["optimizer"]["init_args"]["lr"]) == (1, 2e-6)
     assert {f"~{actor}clip_ratio_c", "~gone"} <= {item.key for item in done.left}
     told = [line.partition(":")[0] for line in done.missing if "refers to" in line]
     assert told == ["critic.optim.lr", "trainer.save_freq", "trainer.test_freq"]

@@ -119,7 +119,7 @@ def test_what_they_share_is_carried_over(trainer):
     config = convert_trl(values, devices=2, trainer=trainer).config
     model, data, run = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     assert classes(config) == OURS[trainer]
-    assert (model["model"], model["gradient_checkpointing"]) == ("m", True)
+    assert (model["model"], model["loading"]) == ("m", {"gradient_checkpointing": True})
     assert model["optimizer"]["init_args"]["lr"] == 1e-5
     assert model["lr_scheduler"]["init_args"] == {"warmup_steps": 6, "total_steps": 60}
     rows = {"path": "a/hub", "name": "main"}

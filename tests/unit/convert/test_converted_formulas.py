@@ -286,7 +286,7 @@ def ours_of(result: Conversion, batch, leaves):
     parts = {name: part_of(model[name]) for name in PARTS if name in model}
     batch = batch.clone()
     tokens, rollouts = batch["tokens"], batch["rollouts"]
-    if model.get("trust_engine_logprobs"):
+    if model["update"].get("trust_engine_logprobs"):
         tokens["old_logprobs"] = tokens["rollout_logprobs"].clone()
     if (in_reward := parts.pop("kl_reward", None)) is not None:
         kl = in_reward(tokens["old_logprobs"], tokens["ref_logprobs"])
@@ -295,10 +295,10 @@ def ours_of(result: Conversion, batch, leaves):
         rollouts["reward"] = rollouts["reward"] * weight
     tokens["index"] = torch.arange(len(tokens))
     batch = parts.pop("advantage")(batch)
-    minibatches = model["minibatches"]
+    minibatches = model["update"]["minibatches"]
     first = select(batch, torch.arange(len(rollouts) // minibatches))
     tokens = first["tokens"]
-    if model.get("mask_truncated"):
+    if model["update"].get("mask_truncated"):
         cut = first["rollouts", "truncated"][token_rows(first)]
         tokens["loss_mask"] = tokens["loss_mask"] & ~cut
     weights = parts.pop("aggregation")(first)
@@ -384,9 +384,7 @@ def test_what_is_written_is_accepted_together(library, said):
         critic = dict(written["critic"])
         head, loss = part_of(critic.pop("head")), ValueLoss(**critic.pop("loss"))
         parts["critic"] = Critic(head, loss, **critic)
-    plain = ("ppo_epochs", "minibatches", "mask_truncated", "trust_engine_logprobs")
-    given = {name: written[name] for name in plain if name in written}
-    module = PolicyModule("model", **parts, **given)
+    module = PolicyModule("model", update=written["update"], **parts)
     assert module.objective.correction is parts.get("correction")
 
 

@@ -358,10 +358,10 @@ def test_a_paused_policy_is_no_player(tiny_model, train_on, conversations):
             {"second": {"advantage": GAE(), "critic": SharedValueHead()}},
             "policies.second.advantage=GAE .* one advantage per rollout.*; use GRPO",
         ),
-        ({"second": {"minibatches": 2}}, "policies.second.minibatches=2, but policies.first"),
+        ({"second": {"minibatches": 2}}, "policies.second.update.minibatches=2, but "),
         (
             {"first": {"ppo_epochs": 2, "target_kl": 0.1}},
-            "policies.first.target_kl=0.1: players take",
+            "policies.first.update.target_kl=0.1: players take",
         ),
     ],
 )

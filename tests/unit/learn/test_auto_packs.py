@@ -89,12 +89,12 @@ def test_too_little_memory_for_the_passes_themselves(gpu, random_batch):
 
 
 def test_nothing_is_measured_on_a_cpu(random_batch, tiny_model, train_on):
-    module = PolicyModule(str(tiny_model), max_tokens_per_pack="auto")
+    module = PolicyModule(str(tiny_model), update={"max_tokens_per_pack": "auto"})
     train_on(module, [random_batch(1)])
     assert module.learner.max_tokens_per_pack == module.packs.tokens == 16_384
-    assert PolicyModule(str(tiny_model), max_tokens_per_pack=7).packs is None
+    assert PolicyModule(str(tiny_model), update={"max_tokens_per_pack": 7}).packs is None
     with pytest.raises(ConfigError, match="max_tokens_per_pack=0 must be >= 1"):
-        PolicyModule(str(tiny_model), max_tokens_per_pack=0)
+        PolicyModule(str(tiny_model), update={"max_tokens_per_pack": 0})
 
 
 def test_a_run_is_that_of_the_number_and_a_resumed_one_does_not_measure(
@@ -105,8 +105,8 @@ def test_a_run_is_that_of_the_number_and_a_resumed_one_does_not_measure(
     monkeypatch.setattr(auto_packs, "free_bytes", lambda device: 500 * KB)
 
     def trained(budget, epochs=2, ckpt_path=None):
-        module = PolicyModule(str(tiny_model), optimizer=adamw(1e-2), ppo_epochs=2, seed=7,
-                              max_tokens_per_pack=budget)  # fmt: skip
+        update = {"ppo_epochs": 2, "seed": 7, "max_tokens_per_pack": budget}
+        module = PolicyModule(str(tiny_model), optimizer=adamw(1e-2), update=update)
         trainer = train_on(module, [b.clone() for b in batches], ckpt_path, max_epochs=epochs)
         trainer.save_checkpoint(tmp_path / f"{budget}-{epochs}.ckpt")
         return module, {name: w.clone() for name, w in module.state_dict().items()}

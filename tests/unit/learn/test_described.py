@@ -12,6 +12,6 @@ def test_a_module_is_described_by_the_arguments_that_it_takes(tiny_model, tmp_pa
     table = described(module, data_module(), trainer_of(tmp_path))
     names = {key.split(".")[1] for key in table if key.startswith("model.")}
     assert names <= set(inspect.signature(PolicyModule).parameters)
-    assert table["model.gradient_checkpointing"]
-    assert table["model.trust_remote_code"]
-    assert {"model.minibatches", "model.ppo_epochs", "model.learner"} <= set(table)
+    assert table["model.loading.gradient_checkpointing"]
+    assert table["model.loading.trust_remote_code"]
+    assert {"model.update.minibatches", "model.update.ppo_epochs", "model.learner"} <= set(table)

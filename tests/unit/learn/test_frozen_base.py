@@ -68,7 +68,7 @@ def test_what_no_file_has_is_kept(tiny_model):
     policy = Policy(str(tiny_model), lora=LoRA(rank=2))
     reference = PeriodicReference(every_n_iterations=1)
     reference.configure(policy)
-    random = Policy(str(tiny_model), lora=LoRA(rank=2), random_init=True)
+    random = Policy(str(tiny_model), lora=LoRA(rank=2), loading={"random_init": True})
     for module in (Holder(reference), Holder(random)):
         checkpoint = saved(module)
         assert checkpoint.keys() == {"state_dict"}

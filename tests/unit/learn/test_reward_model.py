@@ -13,7 +13,7 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.reward_model import RewardModelModule, RewardPairDataModule, bradley_terry
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import PLAIN, load_lm
+from lightning_rl.models.pretrained import Loading, load_lm
 from lightning_rl.models.reward_model import RewardModel, padded, padding_of, scored_text
 from tests.support.small_run import adamw, trainer_of
 from tests.support.tiny_models import CHATML, byte_tokenizer, save_random_model
@@ -103,7 +103,7 @@ def test_length_bias_counts_pairs_in_which_length_misleads(tiny_model):
 def test_a_run_learns_and_its_export_is_a_reward_and_a_critic(tiny_model, tmp_path, lora):
     module = RewardModelModule(
         str(tiny_model), centering=0.01, optimizer=adamw(1e-2), lora=lora,
-        gradient_checkpointing=lora is not None,
+        loading={"gradient_checkpointing": lora is not None},
     )  # fmt: skip
     data = RewardPairDataModule(
         IterablePrompts(ROWS[:24]), IterablePrompts(ROWS[24:]), batch_size=8, seed=3
@@ -143,7 +143,7 @@ def test_a_lora_trains_adapters_and_the_head_and_its_checkpoint_holds_these(tiny
     assert {name for name in trained if ".lora_" not in name} == {"policy.lm.score.weight"}
     # Of two layers with seven linear layers each, the head not among them.
     assert len(trained) == 2 * 7 * 2 + 1
-    files = dict(load_lm(str(tiny_model), False, PLAIN).base_model.named_parameters())
+    files = dict(load_lm(str(tiny_model), Loading()).base_model.named_parameters())
     for name, weight in module.policy.lm.base_model.named_parameters():
         if ".lora_" not in name:
             assert torch.equal(weight, files[name.replace(".base_layer", "")]), name

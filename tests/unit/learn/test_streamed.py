@@ -40,6 +40,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.calling import batch_reward
 from lightning_rl.rollout import SamplingDistribution
 from tests.support.doubles import EXACT, doubled
+from tests.support.grouped import grouped
 from tests.support.lots import LotEngine
 from tests.support.mixtures import saved_mixture
 from tests.support.small_run import data_module, grpo, trainer_of
@@ -63,7 +64,7 @@ def sgd(parameters):
 
 
 def module_of(tiny_model, **options) -> PolicyModule:
-    module = PolicyModule(str(tiny_model), **({"optimizer": sgd, "seed": 3} | options))
+    module = PolicyModule(str(tiny_model), **grouped(**({"optimizer": sgd, "seed": 3} | options)))
     OwnLoop(module).module.double()
     return module
 

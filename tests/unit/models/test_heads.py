@@ -281,7 +281,7 @@ def test_a_separate_body_shares_nothing_with_the_policy(tiny_model, random_batch
 @pytest.mark.parametrize("fp32", [False, True])
 def test_logits_in_float32_under_bfloat16(tiny_model, random_batch, fp32):
     """Of states in bfloat16 the head itself then rounds no more, forward and backward."""
-    policy = Policy(str(tiny_model), cast_lm_head_to_fp32=fp32)
+    policy = Policy(str(tiny_model), loading={"cast_lm_head_to_fp32": fp32})
     batch, head = random_batch(1), policy.lm.get_output_embeddings().weight
     states = []
     policy.lm.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
@@ -307,7 +307,7 @@ def test_logits_in_float32_under_bfloat16(tiny_model, random_batch, fp32):
 
 def test_logits_in_float32_of_weights_in_bfloat16(tiny_model, random_batch):
     """As with ``precision: bf16-true``: exact of the states and weights as they are."""
-    policy = Policy(str(tiny_model), cast_lm_head_to_fp32=True).bfloat16()
+    policy = Policy(str(tiny_model), loading={"cast_lm_head_to_fp32": True}).bfloat16()
     batch, states = random_batch(1), []
     policy.lm.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
     scores = policy(batch)

@@ -15,7 +15,7 @@ from lightning_rl.learn.lora_layers import largest_rank, merged_only
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import PLAIN
+from lightning_rl.models.pretrained import Loading
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
@@ -249,7 +249,7 @@ def test_an_engine_in_this_process_takes_adapters(tiny_model, tmp_path, kind):
 
 def test_what_only_a_merge_can_do(tiny_model, untied_model):
     def why(model=tiny_model, **options):
-        return merged_only(LoRA(rank=4, **options), str(model), PLAIN)
+        return merged_only(LoRA(rank=4, **options), str(model), Loading())
 
     assert why() is None
     assert why(target_modules=r".*layers\.1\..*(q|up)_proj") is None

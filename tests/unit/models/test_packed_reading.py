@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.support.allocations import peak_while
 from lightning_rl import NF4, Int8
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.pretrained import PLAIN, load_lm
+from lightning_rl.models.pretrained import Loading, load_lm
 from lightning_rl.models.quantized_layers import quantize, quantized_layers
 from tests.support.tiers import follows_memory
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
@@ -40,9 +40,9 @@ def changed(tiny_model, tmp_path):
 
 
 def test_it_is_the_model_that_was_whole_before(tiny_model, tmp_path, form):
-    whole = load_lm(str(tiny_model), False, PLAIN)
+    whole = load_lm(str(tiny_model), Loading())
     quantize(whole, form)
-    read = load_lm(str(tiny_model), False, PLAIN, form)
+    read = load_lm(str(tiny_model), Loading(), form)
     expected, state = whole.state_dict(), read.state_dict()
     assert list(state) == list(expected)
     for name, tensor in state.items():
@@ -56,7 +56,7 @@ def test_it_is_the_model_that_was_whole_before(tiny_model, tmp_path, form):
     assert "quantization" not in (tmp_path / "config.json").read_text()
     assert not getattr(read, "is_quantized", False)
     with torch.device("meta"):
-        shapes = load_lm(str(tiny_model), False, PLAIN, form).state_dict()
+        shapes = load_lm(str(tiny_model), Loading(), form).state_dict()
     assert {n: (t.shape, t.dtype) for n, t in shapes.items()} == {
         n: (t.shape, t.dtype) for n, t in state.items()
     }
@@ -71,17 +71,17 @@ def test_it_is_never_whole_in_memory(tmp_path, form, monkeypatch):
     )  # fmt: skip
     lm = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     lm.save_pretrained(tmp_path)
-    load_lm(str(tmp_path), False, PLAIN, form)  # imports what it needs
+    load_lm(str(tmp_path), Loading(), form)  # imports what it needs
     whole = sum(p.numel() for p in lm.parameters()) * 4
     largest = max(p.numel() for p in lm.parameters()) * 4
     assert whole > 15 * largest
-    packed = load_lm(str(tmp_path), False, PLAIN, form)
+    packed = load_lm(str(tmp_path), Loading(), form)
     # What is packed, and weights of one layer in several forms on the way there.
     most = sum(p.nbytes for p in packed.parameters()) + 4 * largest
     del packed
     mapped = (tmp_path / "model.safetensors").stat().st_size  # is counted, but takes no memory
-    assert peak_while(lambda: load_lm(str(tmp_path), False, PLAIN, form)) - mapped < most
-    assert peak_while(lambda: load_lm(str(tmp_path), False, PLAIN)) - mapped >= whole > 2 * most
+    assert peak_while(lambda: load_lm(str(tmp_path), Loading(), form)) - mapped < most
+    assert peak_while(lambda: load_lm(str(tmp_path), Loading())) - mapped >= whole > 2 * most
 
 
 def test_what_is_wrong_with_files_is_said_as_of_a_whole_model(changed, form):
@@ -92,9 +92,9 @@ def test_what_is_wrong_with_files_is_said_as_of_a_whole_model(changed, form):
 
     model = changed(damage)
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.q_proj\.weight") as whole:
-        load_lm(model, False, PLAIN)
+        load_lm(model, Loading())
     with pytest.raises(ConfigError) as packed:
-        load_lm(model, False, PLAIN, form)
+        load_lm(model, Loading(), form)
     assert str(packed.value) == str(whole.value)
     assert name not in str(whole.value)
 
@@ -110,9 +110,9 @@ def test_missing_and_misshapen_weights_are_refused(changed, form, name, change):
 
     model = changed(damage)
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")) as whole:
-        load_lm(model, False, PLAIN)
+        load_lm(model, Loading())
     with pytest.raises(ConfigError) as packed:
-        load_lm(model, False, PLAIN, form)
+        load_lm(model, Loading(), form)
     assert str(packed.value) == str(whole.value)
 
 
@@ -123,4 +123,4 @@ def test_files_that_are_quantised_already_are_refused(tiny_model, tmp_path, form
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": theirs}))
     assert AutoConfig.from_pretrained(tmp_path / "theirs").quantization_config
     with pytest.raises(ConfigError, match="quantised already"):
-        load_lm(str(tmp_path / "theirs"), False, PLAIN, form)
+        load_lm(str(tmp_path / "theirs"), Loading(), form)

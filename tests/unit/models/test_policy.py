@@ -161,7 +161,9 @@ def layer_runs(policy: Policy, batch) -> tuple[int, dict[str, Tensor]]:
 def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny_model, random_batch):
     batch = random_batch(3)
     plainly, expected = layer_runs(Policy(str(tiny_model)), batch)
-    again, grads = layer_runs(Policy(str(tiny_model), gradient_checkpointing=True), batch)
+    again, grads = layer_runs(
+        Policy(str(tiny_model), loading={"gradient_checkpointing": True}), batch
+    )
     assert (plainly, again) == (1, 2)
     for name in expected:
         torch.testing.assert_close(grads[name], expected[name])
@@ -171,7 +173,9 @@ def test_adapters_have_the_same_gradients_with_recomputed_layers(tiny_model, ran
     """The base is frozen, so that nothing that enters the first layer has a gradient."""
     batch, grads = random_batch(3), []
     for recomputes in (False, True):
-        policy = Policy(str(tiny_model), lora=LoRA(rank=2), gradient_checkpointing=recomputes)
+        policy = Policy(
+            str(tiny_model), lora=LoRA(rank=2), loading={"gradient_checkpointing": recomputes}
+        )
         generator = torch.Generator().manual_seed(1)
         adapters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
         for parameter in adapters.values():
@@ -185,7 +189,7 @@ def test_adapters_have_the_same_gradients_with_recomputed_layers(tiny_model, ran
 
 def test_random_init_takes_only_the_configuration(tiny_model, policy):
     torch.manual_seed(1)  # the fixture was made with 0
-    fresh = Policy(str(tiny_model), random_init=True)
+    fresh = Policy(str(tiny_model), loading={"random_init": True})
     name, weight = next(iter(fresh.named_weights()))
     mine = dict(policy.named_weights())[name]
     assert weight.shape == mine.shape

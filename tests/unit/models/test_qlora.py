@@ -105,7 +105,7 @@ def test_the_base_is_near_the_models_weights(tiny_model, form):
 
 
 def test_policies_on_one_base_have_one_in_memory(tiny_model, form):
-    lm = load_lm(str(tiny_model), False, Loading(), form)
+    lm = load_lm(str(tiny_model), Loading(), form)
     one, other = (of_same_weights(lm) for _ in range(2))
     for name, layer in quantized_layers(one).items():
         for part, tensor in layer.parts.items():

@@ -17,6 +17,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.recompute import FUSED_ATTENTION, TiledMLP, layers_of, tiled_mlps
 from lightning_rl.rollout import Prompt
 from tests.support.followed import kept_for_backward
+from tests.support.grouped import grouped
 from tests.support.mixtures import saved_mixture
 from tests.support.tolerances import scores_rounding
 
@@ -37,7 +38,7 @@ def pack():
 
 
 def gradients(model, pack, dtype=torch.float32, **options) -> dict[str, Tensor]:
-    policy = Policy(str(model), **options).to(dtype)
+    policy = Policy(str(model), **grouped(**options)).to(dtype)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
         if "lora_" in name:  # one of the two factors starts at zero
@@ -67,7 +68,8 @@ def test_mlps_in_tiles_have_the_same_gradients_but_for_rounding(tiny_model, pack
 
 
 def test_a_tile_at_a_time_is_computed(tiny_model, pack):
-    policy, seen = Policy(str(tiny_model), gradient_checkpointing=Recompute(mlp_tokens=100)), []
+    policy = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(mlp_tokens=100)})
+    seen = []
     mlp = tiled_mlps(policy)[-1]
     mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[-2]))
     policy(pack).logprobs.sum().backward()
@@ -80,7 +82,7 @@ def test_a_tile_at_a_time_is_computed(tiny_model, pack):
 
 
 def test_inputs_leave_the_device_and_come_back_one_ahead(tiny_model, pack):
-    policy = Policy(str(tiny_model), gradient_checkpointing=Recompute(inputs="host"))
+    policy = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(inputs="host")})
     inputs: list[weakref.ref] = []
     handles = [
         layer.register_forward_pre_hook(
@@ -94,7 +96,7 @@ def test_inputs_leave_the_device_and_come_back_one_ahead(tiny_model, pack):
     scores.logprobs.sum().backward()
     bytes_of_input = (forward_tokens(pack) - 8) * 64 * 4  # of two; the last is there
     on_device, on_host = (
-        kept_for_backward(Policy(str(tiny_model), gradient_checkpointing=kind), pack)
+        kept_for_backward(Policy(str(tiny_model), loading={"gradient_checkpointing": kind}), pack)
         for kind in (True, Recompute(inputs="host"))
     )
     assert on_device - on_host == bytes_of_input
@@ -117,7 +119,7 @@ def test_a_copy_is_fetched_before_it_is_needed():
 
 
 def test_a_graph_can_be_gone_through_twice(tiny_model, pack):
-    policy = Policy(str(tiny_model), gradient_checkpointing=Recompute(inputs="host"))
+    policy = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(inputs="host")})
     loss, weight = policy(pack).logprobs.sum(), policy.lm.model.layers[0].mlp.up_proj.weight
     first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -125,7 +127,7 @@ def test_a_graph_can_be_gone_through_twice(tiny_model, pack):
 
 @pytest.mark.parametrize(("every", "recomputed"), [(1, [1, 1]), (2, [1, 0]), (3, [0, 0])])
 def test_some_layers_are_recomputed_but_the_last_only_with_all(tiny_model, every, recomputed):
-    policy = Policy(str(tiny_model), gradient_checkpointing=Recompute(every=every))
+    policy = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(every=every)})
     assert [layer.gradient_checkpointing for layer in layers_of(policy)] == recomputed
 
 
@@ -141,7 +143,7 @@ class Attended(TorchDispatchMode):
 
 def test_attention_that_is_kept_is_not_computed_again(tiny_model, pack):
     for kind, again in ((True, True), (Recompute(keep="attention"), False)):
-        policy = Policy(str(tiny_model), gradient_checkpointing=kind)
+        policy = Policy(str(tiny_model), loading={"gradient_checkpointing": kind})
         with Attended() as forward:
             loss = policy(pack).logprobs.sum()
         with Attended() as backward:
@@ -153,12 +155,12 @@ def test_attention_that_is_kept_is_not_computed_again(tiny_model, pack):
 def test_mlps_of_experts_are_left_alone(tmp_path):
     mixture = str(saved_mixture("qwen3_moe", tmp_path))
     with pytest.raises(ConfigError, match=r"mlp_tokens=8: no layer of Qwen3Moe\w+ has a dense MLP"):
-        Policy(mixture, gradient_checkpointing=Recompute(mlp_tokens=8))
+        Policy(mixture, loading={"gradient_checkpointing": Recompute(mlp_tokens=8)})
 
 
 def test_tiles_need_no_gradient(tiny_model, pack):
     plain = Policy(str(tiny_model))
-    tiled = Policy(str(tiny_model), gradient_checkpointing=Recompute(mlp_tokens=100))
+    tiled = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(mlp_tokens=100)})
     assert all(isinstance(mlp.forward, TiledMLP) for mlp in tiled_mlps(tiled))
     with torch.no_grad():
         ours, theirs = tiled(pack).logprobs, plain(pack).logprobs
@@ -167,10 +169,12 @@ def test_tiles_need_no_gradient(tiny_model, pack):
 
 
 def test_it_is_written_as_a_dictionary_too():
-    module = PolicyModule("model", gradient_checkpointing={"inputs": "host", "every": 2})
-    assert module.gradient_checkpointing == Recompute(every=2, inputs="host")
+    module = PolicyModule(
+        "model", loading={"gradient_checkpointing": {"inputs": "host", "every": 2}}
+    )
+    assert module.loading.gradient_checkpointing == Recompute(every=2, inputs="host")
     for wrong in ({"every": 0}, {"mlp_tokens": 0}):
         with pytest.raises(ConfigError, match=r"gradient_checkpointing\.\w+=0 must be >= 1"):
-            PolicyModule("model", gradient_checkpointing=wrong)
+            PolicyModule("model", loading={"gradient_checkpointing": wrong})
     with pytest.raises(ConfigError, match="host"):
-        PolicyModule("model", gradient_checkpointing={"inputs": "disk"})
+        PolicyModule("model", loading={"gradient_checkpointing": {"inputs": "disk"}})

@@ -154,7 +154,7 @@ def test_tokens_without_given_experts_are_the_routers(policy, batch):
 def test_gradients_go_through_gates_also_if_layers_are_computed_again(mixture, batch):
     gradients = []
     for checkpointing in (False, True):
-        policy = Policy(str(mixture), gradient_checkpointing=checkpointing)
+        policy = Policy(str(mixture), loading={"gradient_checkpointing": checkpointing})
         turned(policy, batch)
         policy.replays, policy.routing.balanced = True, True
         scores = policy(batch)

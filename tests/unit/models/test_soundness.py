@@ -14,6 +14,7 @@ from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import require_sound_model
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading
 from tests.support.small_run import data_module, grpo, trainer_of
 
 
@@ -151,5 +152,5 @@ def test_no_engine_starts_for_it(broken, tmp_path, monkeypatch):
 def test_a_good_model_passes_and_draws_no_random_numbers(tiny_model):
     before = torch.get_rng_state()
     require_sound_model(str(tiny_model))
-    require_sound_model(str(tiny_model), random_init=True)
+    require_sound_model(str(tiny_model), Loading(random_init=True))
     assert torch.equal(torch.get_rng_state(), before)  # a critic is drawn from them afterwards

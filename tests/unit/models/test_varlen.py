@@ -21,6 +21,7 @@ from lightning_rl.models.attention.varlen import (
 )
 from lightning_rl.run.processes import dist as fallbacks
 from lightning_rl.run.processes.dist import fell_back
+from tests.support.grouped import grouped
 
 
 def test_segments_by_hand():
@@ -84,7 +85,7 @@ def windowed(tiny_model, tmp_path_factory):
 
 
 def gradients(model, pack, **options):
-    policy = Policy(str(model), **options)
+    policy = Policy(str(model), **grouped(**options))
     varlen.kernel_works.cache_clear()  # on a GPU a policy is checked in float32, without the kernel
     scores = policy(pack)
     (scores.logprobs.sum() + scores.entropy.sum()).backward()

@@ -19,12 +19,13 @@ from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.reference import FrozenReference
 from lightning_rl.module import PolicyModule
+from tests.support.grouped import grouped
 from tests.support.tolerances import distance, gradient_rounding
 
 
 def module_of(tiny_model, **options) -> PolicyModule:
     options = {"max_grad_norm": None, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)} | options
-    module = PolicyModule(str(tiny_model), **options)
+    module = PolicyModule(str(tiny_model), **grouped(**options))
     module.configure_model()
     return module
 
@@ -249,4 +250,4 @@ def test_right_engine_logprobs_change_nothing(tiny_model, train_on, random_batch
 )
 def test_options_that_do_nothing_are_refused(tiny_model, options, message):
     with pytest.raises(ConfigError, match=message):
-        PolicyModule(str(tiny_model), **options)
+        PolicyModule(str(tiny_model), **grouped(**options))

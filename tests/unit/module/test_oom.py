@@ -59,8 +59,7 @@ def train(tiny_model, train_on, batch, budget=10_000):
         str(tiny_model),
         loss=Hungry(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        max_grad_norm=None,
-        max_tokens_per_pack=budget,
+        update={"max_grad_norm": None, "max_tokens_per_pack": budget},
     )
     train_on(module, [batch.clone()], callbacks=[recorded])
     return last_gradients(module), recorded.row
@@ -82,14 +81,14 @@ def test_the_gradient_is_that_of_the_whole_pack(
     # The packs that worked out before the one that did not are done again, and count once.
     assert our_row == pytest.approx(row, rel=1e-5, abs=1e-7)
     assert "out of memory with" in caplog.text
-    assert "Lower model.max_tokens_per_pack" in caplog.text
+    assert "Lower model.update.max_tokens_per_pack" in caplog.text
 
 
 def test_a_rollout_that_does_not_fit_is_named(tiny_model, train_on, random_batch, monkeypatch):
     monkeypatch.setattr(Hungry, "limit", 0)
     message = (
         r"a rollout of \d+ tokens does not fit into memory by itself; lower data.sampling."
-        r"max_tokens, or set model.gradient_checkpointing=true \(.*memory"
+        r"max_tokens, or set model.loading.gradient_checkpointing=true \(.*memory"
     )
     with pytest.raises(PackMemoryError, match=message):
         train(tiny_model, train_on, random_batch(12))
@@ -157,7 +156,7 @@ def test_old_and_reference_logprobs_do_not_stop_a_run(
     """Two updates per batch, so that the old logprobs are scored, and a reference."""
 
     def weights():
-        module = HungryModule(str(tiny_model), ppo_epochs=2, kl=K3Penalty(0.1),
+        module = HungryModule(str(tiny_model), update={"ppo_epochs": 2}, kl=K3Penalty(0.1),
                               optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
         train_on(module, [random_batch(12, groups=5)])
         return dict(module.policy.named_weights())

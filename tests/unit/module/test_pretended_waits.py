@@ -24,7 +24,7 @@ def counted(module, batch: TensorDict, train_on, max_tokens: int) -> Counter[str
         seen.update(waits)
 
     module.training_step = watched
-    module.settings = replace(module.settings, max_tokens_per_pack=max_tokens)
+    module.update = replace(module.update, max_tokens_per_pack=max_tokens)
     with moving_in_place():
         train_on(module, [batch], **on_the_device())
     return seen

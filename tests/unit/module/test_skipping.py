@@ -14,6 +14,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.learn.left_out import has_zero_advantage, without
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
+from tests.support.grouped import grouped
 from tests.support.losses import public_losses
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
 
@@ -42,7 +43,7 @@ def adamw(parameters):
 
 def weights_after(tiny_model, train_on, batches, skip, **options):
     """Weights after training with or without skipping, and the metrics of the last iteration."""
-    module = PolicyModule(str(tiny_model), optimizer=adamw, **options)
+    module = PolicyModule(str(tiny_model), optimizer=adamw, **grouped(**options))
     assert module.left_out.zero_advantage
     module.left_out.zero_advantage = skip
     trainer = train_on(module, batches())
@@ -140,7 +141,7 @@ class Anchored(PolicyLoss):
 )
 def test_nothing_is_skipped_where_more_than_advantages_moves_the_policy(options):
     assert PolicyModule("model").left_out.zero_advantage
-    assert not PolicyModule("model", **options).left_out.zero_advantage
+    assert not PolicyModule("model", **grouped(**options)).left_out.zero_advantage
 
 
 def test_is_idle_by_hand(make_rollout):

@@ -13,6 +13,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.critic import Critic
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
+from tests.support.grouped import grouped
 from tests.support.updates import Recorder, sgd
 
 
@@ -23,7 +24,9 @@ def passes_of(tiny_model, train_on, random_batch):
     def train(passes: int, target_kl: float | None):
         recorder = Recorder()
         module = PolicyModule(
-            str(tiny_model), optimizer=sgd, ppo_epochs=passes, minibatches=2, target_kl=target_kl
+            str(tiny_model),
+            optimizer=sgd,
+            update={"ppo_epochs": passes, "minibatches": 2, "target_kl": target_kl},
         )
         train_on(module, [random_batch(3)], callbacks=[recorder])
         [row] = recorder.rows
@@ -78,7 +81,7 @@ def test_what_is_compared_is_the_farthest_of_several_policies():
 @pytest.mark.parametrize("options", [{"target_kl": 0.0}, {"target_kl": 0.1, "ppo_epochs": 1}])
 def test_a_target_that_could_do_nothing_is_refused(tiny_model, options):
     with pytest.raises(ConfigError, match="target_kl="):
-        PolicyModule(str(tiny_model), **({"ppo_epochs": 2} | options))
+        PolicyModule(str(tiny_model), **grouped(**({"ppo_epochs": 2} | options)))
 
 
 def test_a_batch_without_a_spread_of_rewards_moves_nothing(tiny_model, train_on, random_batch):
@@ -87,7 +90,9 @@ def test_a_batch_without_a_spread_of_rewards_moves_nothing(tiny_model, train_on,
     flat["rollouts", "reward"][:] = 1.0
     recorder = Recorder()
     module = PolicyModule(
-        str(tiny_model), optimizer=sgd, ppo_epochs=2, minibatches=2, target_kl=1e-12
+        str(tiny_model),
+        optimizer=sgd,
+        update={"ppo_epochs": 2, "minibatches": 2, "target_kl": 1e-12},
     )
     train_on(module, [flat, random_batch(4), flat.clone()], callbacks=[recorder])
     assert [row["policy/passes"] for row in recorder.rows] == [2.0, 1.0, 2.0]
@@ -98,8 +103,8 @@ def test_a_critic_that_warms_up_alone_moves_no_policy(tiny_model, train_on, rand
     recorder = Recorder()
     critic = Critic(SharedValueHead(detach=True), warmup_iterations=1)
     module = PolicyModule(
-        str(tiny_model), GAE(), critic=critic, optimizer=sgd, ppo_epochs=3, minibatches=2,
-        target_kl=1e-12,
+        str(tiny_model), GAE(), critic=critic, optimizer=sgd,
+        update={"ppo_epochs": 3, "minibatches": 2, "target_kl": 1e-12},
     )  # fmt: skip
     train_on(module, [random_batch(3), random_batch(4)], callbacks=[recorder])
     assert [row["policy/passes"] for row in recorder.rows] == [3.0, 1.0]

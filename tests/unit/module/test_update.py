@@ -24,13 +24,14 @@ from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference
 from lightning_rl.module import PolicyModule
+from tests.support.grouped import grouped
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
 from tests.support.updates import Recorder, assert_close, last_gradients, sgd
 
 
 def module_of(tiny_model, **options) -> PolicyModule:
     options = {"optimizer": sgd, "max_grad_norm": None} | options
-    return PolicyModule(str(tiny_model), **options)
+    return PolicyModule(str(tiny_model), **grouped(**options))
 
 
 def with_critic(tiny_model, **options) -> PolicyModule:
@@ -136,10 +137,7 @@ def ppo(tiny_model, **options) -> PolicyModule:
         critic=SeparateValueHead(),
         kl=K3Penalty(0.1),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
-        ppo_epochs=2,
-        minibatches=2,
-        max_tokens_per_pack=50,
-        **options,
+        **grouped(ppo_epochs=2, minibatches=2, max_tokens_per_pack=50, **options),
     )
 
 
@@ -231,7 +229,7 @@ def test_steps_that_need_what_is_not_there_are_refused(tiny_model, random_batch)
 )
 def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        PolicyModule("model", **options)
+        PolicyModule("model", **grouped(**options))
 
 
 def test_the_reference_stays_where_the_policy_started(tiny_model, train_on, random_batch):

@@ -402,14 +402,16 @@ def test_other_architectures_are_refused_by_name(tmp_path):
         r"LlavaOnevisionForConditionalGeneration reads pictures.*Qwen3VLForConditionalGeneration"
     )
     with pytest.raises(ConfigError, match=named):
-        Policy(str(tmp_path), random_init=True)
+        Policy(str(tmp_path), loading={"random_init": True})
 
 
 def test_recomputed_activations_give_the_same_gradient(model):
     gradients = []
     for recompute in (False, True):
         policy = Policy(
-            str(model), vision=Vision(train_tower=True), gradient_checkpointing=recompute
+            str(model),
+            vision=Vision(train_tower=True),
+            loading={"gradient_checkpointing": recompute},
         )
         layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
         assert {layer.gradient_checkpointing for layer in layers} == {recompute}

@@ -66,7 +66,9 @@ def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
 
     assert more(1) == more(2) == 0  # of two ranks, each has a head
     assert more(4) == 2 * 2 * keys
-    policy = Policy(str(tiny_model), gradient_checkpointing=True)  # of one layer at a time
+    policy = Policy(
+        str(tiny_model), loading={"gradient_checkpointing": True}
+    )  # of one layer at a time
     assert more(4) == 2 * keys
 
 
@@ -183,7 +185,7 @@ def test_a_packed_base_takes_its_bytes_and_room_for_a_layer(tiny_model, pack, fo
 def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, pack):
     activations = f"activations of {forward_tokens(pack)} tokens"
     kept = plan(Policy(str(tiny_model)), pack).parts[activations]
-    policy = Policy(str(tiny_model), gradient_checkpointing=True)
+    policy = Policy(str(tiny_model), loading={"gradient_checkpointing": True})
     # At least two layers' inputs and half of what both keep.
     inputs = 2 * forward_tokens(pack) * 64 * 4
     assert inputs + kept // 2 <= plan(policy, pack).parts[activations] < kept

@@ -143,7 +143,7 @@ def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, pack, monkeypatch)
 
 
 def test_a_policy_is_left_as_it_was(tiny_model, pack):
-    policy = Policy(str(tiny_model), gradient_checkpointing=True)
+    policy = Policy(str(tiny_model), loading={"gradient_checkpointing": True})
     weight = next(policy.parameters())
     weight.grad = torch.ones_like(weight)
     follow(policy, pack)

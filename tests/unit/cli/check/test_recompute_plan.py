@@ -42,7 +42,7 @@ def test_what_is_kept_is_planned(model, pack, setting):
 def test_inputs_in_host_memory_are_planned_there(model, pack):
     device, host = (
         training_memory(
-            Policy(model, gradient_checkpointing=kind), [], torch.optim.AdamW, pack,
+            Policy(model, loading={"gradient_checkpointing": kind}), [], torch.optim.AdamW, pack,
             Placement(sequence=2),
         )
         for kind in (True, Recompute(inputs="host"))
@@ -58,7 +58,9 @@ def test_the_next_to_switch_on_is_advised(model, pack):
     """First what costs little, then what takes more devices; nothing twice."""
 
     def advice(recompute, optimizer=torch.optim.AdamW, **options) -> Advice:
-        policy = Policy(model, gradient_checkpointing=recompute, lora=options.pop("lora", None))
+        policy = Policy(
+            model, loading={"gradient_checkpointing": recompute}, lora=options.pop("lora", None)
+        )
         return training_memory(policy, [], optimizer, pack, Placement(**options)).advice
 
     def begins(recompute) -> str:
