@@ -8,7 +8,7 @@ from typing import Any
 def right_answer(
     completions: list[list[dict[str, Any]]], answer: list[str], finish_reasons: list[str | None]
 ) -> list[float]:
-    """1.0 where the last message is the answer and the model ended it by itself, else 0.0.
+    """Return 1.0 where the last message is the answer and the model ended it by itself, else 0.0.
 
     How the model came by the answer is not looked at.
     """

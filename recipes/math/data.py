@@ -40,6 +40,6 @@ def problems(count: int, seed: int) -> Iterator[dict[str, str]]:
 
 
 def digit_share(completions: list[list[dict[str, Any]]]) -> list[float]:
-    """The share of characters that are digits: random weights have nothing better to differ in."""
+    """Return the share of characters that are digits: random weights differ in nothing better."""
     texts = [messages[-1]["content"] for messages in completions]
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts]

@@ -60,7 +60,7 @@ class MatrixGame(EnvBase):
         return Composite(**specs, shape=(*self.batch_size, 1))
 
     def _set_seed(self, seed: int | None) -> None:
-        """Nothing is drawn."""
+        """Ignore the seed: nothing is drawn."""
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         self.last, self.round = torch.zeros_like(self.last), 0  # all games begin and end together

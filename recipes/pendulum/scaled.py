@@ -13,5 +13,5 @@ class ScaledReward(gymnasium.RewardWrapper):
         self.factor = factor
 
     def reward(self, reward: Any) -> float:
-        """The factor's share of it."""
+        """Scale the reward by the factor."""
         return self.factor * float(reward)

@@ -24,7 +24,7 @@ class Pointing(TextScenario):
         super().__init__(prompts, accept=WANTED, reject=OTHER, forced_guess=False)
 
     def fields(self, seat: Seat) -> dict[str, Any]:
-        """Besides the row's: its digits, each after its place, and what a prover is asked."""
+        """Add the row's digits, each after its place, and the question that a prover is asked."""
         places = "".join(map("".join, zip(PLACES, seat.columns["prompt"], strict=True)))
         point = POINT[OTHER if seat.stance == REJECT else WANTED]
         return super().fields(seat) | {"places": places, "point": point}
