@@ -42,7 +42,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "experts.md"
 
 
 def save_model(directory: Path) -> None:
-    """The mixture, with the tokenizer of digits."""
+    """Save the mixture, with the tokenizer of digits."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=16, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,
@@ -55,12 +55,14 @@ def save_model(directory: Path) -> None:
 
 
 def different_digits(completions: list[str], **_: Any) -> list[float]:
-    """Their number, of ten. There are many ways to write them, so the policy keeps its entropy."""
+    """Reward the number of different digits, of ten. There are many ways to write them, so the
+    policy keeps its entropy.
+    """
     return [len({letter for letter in text if letter.isdigit()}) / 10 for text in completions]
 
 
 def written(engine: TransformersEngine) -> list[Rollout]:
-    """Four completions of each of 64 prompts."""
+    """Return four completions of each of 64 prompts."""
     prompts = [Prompt(str(n), "", [3 + n % 10, 3 + n // 10, 2]) for n in range(64)]
     rollouts = new_rollouts(prompts, 4, SAMPLING, 0, iteration=-2)
 
@@ -73,7 +75,7 @@ def written(engine: TransformersEngine) -> list[Rollout]:
 
 @torch.no_grad()
 def gaps(module: PolicyModule, engine: TransformersEngine, mixed: bool) -> dict[str, float]:
-    """Of the module's weights, once they are the engine's."""
+    """Return the gaps of the module's weights, once the engine has them."""
     policy = module.loaded_policy
     engine.load_weights(policy.named_weights(), engine.version + 1)
     found: dict[str, float] = {}
@@ -89,7 +91,7 @@ def gaps(module: PolicyModule, engine: TransformersEngine, mixed: bool) -> dict[
 
 
 def trained(model: Path, dtype: str, replays: bool, updates: int) -> dict[str, Any]:
-    """The gaps of a policy after so many updates, and the reward that it gets."""
+    """Return a policy's gaps after so many updates, and the reward that it gets."""
     engine = TransformersEngine(dtype, device="cpu", routed_experts=True)
     datamodule = RLDataModule(
         IterablePrompts([{"prompt": f"{n}="} for n in range(10, 74)], seed=1),
@@ -144,7 +146,7 @@ def measure(updates: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown: the gaps, without and with the replay."""
+    """Return Markdown with the gaps, without and with the replay."""
     rows = {
         "bfloat16": result,
         "bfloat16, trained with the replay": result["trained"],
@@ -165,7 +167,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def nats(gap: float, style: str) -> str:
-    """In this style, or with an exponent where that would show nothing but zeros."""
+    """Format nats in this style, or with an exponent where that would show nothing but zeros."""
     return f"{gap:{style if gap > 1e-4 else '.1e'}}".replace("e-0", "e-")
 
 

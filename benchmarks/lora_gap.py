@@ -56,14 +56,14 @@ def engine_of(kind: str, dtype: str, adapters: str) -> Engine:
 
 
 def prompts() -> list[Prompt]:
-    """32 rows of three to eight digits."""
+    """Make 32 rows of three to eight digits."""
     rng = random.Random(0)
     rows = [[3 + rng.randrange(10) for _ in range(rng.randint(3, 8))] for _ in range(32)]
     return [Prompt(str(place), "", [*row, 2]) for place, row in enumerate(rows)]
 
 
 def written(engine: Engine, seed: int) -> list[Rollout]:
-    """Four completions of each prompt."""
+    """Return four completions of each prompt."""
     rollouts = new_rollouts(prompts(), 4, SAMPLING, seed, iteration=-2)
 
     async def run() -> None:
@@ -74,7 +74,7 @@ def written(engine: Engine, seed: int) -> list[Rollout]:
 
 
 def scored(policy: Policy, batch: Any) -> Tensor:
-    """The logprobs of a packed batch's loss tokens."""
+    """Return the logprobs of a packed batch's loss tokens."""
     logprobs: Tensor = policy(batch).logprobs
     return logprobs
 
@@ -84,7 +84,7 @@ def rounded(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def as_trained(policy: Policy) -> dict[str, Tensor]:
-    """The weights by which autocast computes: it rounds base and factors, and scales after them."""
+    """Return the weights of autocast, which rounds base and factors, and scales after them."""
     effective = rounded(policy.named_base_weights())
     for name, module in policy.lm.named_modules():
         if hasattr(module, "get_delta_weight"):
@@ -97,7 +97,7 @@ def as_trained(policy: Policy) -> dict[str, Tensor]:
 
 
 def as_held(policy: Policy, way: str) -> dict[str, Tensor]:
-    """The weights by which an engine computes."""
+    """Return the weights by which an engine computes."""
     if way == "merged":
         return rounded(policy.named_weights())
     effective, factors = (
@@ -208,7 +208,7 @@ def measure(
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Means over the pushes, but the first, of each way's figures."""
+    """Measure means of each way's figures over all pushes but the first."""
     with tempfile.TemporaryDirectory() as directory:
         study = Study(kind, dtype, rank, Path(directory), quantization)
         study.measure(0)  # warms up

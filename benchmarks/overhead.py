@@ -108,14 +108,14 @@ class Compare(Rows):
         self.begin(pl_module)
 
     def begin(self, pl_module: LightningModule) -> None:
-        """The Trainer's next iteration; before every other one, the bare loop's."""
+        """Begin the Trainer's next iteration; before every other one, run the bare loop's."""
         assert isinstance(pl_module, PolicyModule)
         if pl_module.iteration % 2:
             self.run_bare(pl_module)
         self.since = time.process_time()
 
     def run_bare(self, module: PolicyModule) -> None:
-        """One iteration of the bare loop, with the engine lent to it."""
+        """Run one iteration of the bare loop, with the engine lent to it."""
         assert module.policy is not None
         self.engine.load_weights(self.bare.policy.named_weights(), self.bare.module.iteration)
         begin = time.process_time()
@@ -129,7 +129,7 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 def run(iterations: int, warmup: int) -> list[dict[str, float]]:
-    """CPU seconds of both, one row per counted iteration."""
+    """Return CPU seconds of both, one row per counted iteration."""
     compare = Compare(warmup)
     data = make_data(iterations + warmup, seed=0)
     fit(make_module(seed=0), data, [WeightSync(), PreviewTable(), StepTimer(), compare])

@@ -51,12 +51,12 @@ class Gaps:
     spread: float = 0.0
 
     def prompts(self, syncs: int, random: np.random.Generator) -> np.ndarray:
-        """The scale of each prompt's gaps, shape (syncs, PROMPTS), in nats."""
+        """Draw the scale of each prompt's gaps, shape (syncs, PROMPTS), in nats."""
         logs = random.standard_normal((syncs, PROMPTS), dtype=np.float32)
         return self.scale * np.exp(self.spread * logs - self.spread**2)
 
     def draw(self, scale: np.ndarray, tokens: int, random: np.random.Generator) -> np.ndarray:
-        """Gaps in nats, shape (syncs, PROMPTS, tokens)."""
+        """Draw gaps in nats, shape (syncs, PROMPTS, tokens)."""
         draws = random.standard_t(self.freedom, (*scale.shape, tokens))
         return np.abs(draws) * scale[..., None]
 
@@ -70,14 +70,14 @@ GOOD = (
 
 
 def alarms(gaps: np.ndarray) -> np.ndarray:
-    """Which second probes fail, shape (syncs,); as ``require_agreement`` judges them."""
+    """Return which second probes fail, shape (syncs,), as ``require_agreement`` judges them."""
     counted = np.minimum(gaps, OUTLIER * BOUND)
     worst = counted.mean(2).max(1)
     return (counted.mean((1, 2)) > BOUND) | (worst > ONE_PROMPT * BOUND)
 
 
 def simulate(gaps: Gaps, rounds: int, first: int, second: int) -> dict[str, Any]:
-    """Shares of syncs: ``asked`` again, and ``alarms``, ``below`` which they are (95%)."""
+    """Return shares of syncs: ``asked`` again, and ``alarms``, ``below`` which they are (95%)."""
     random = np.random.default_rng(0)
     asked, found, largest = 0, 0, 0.0
     for _ in range(rounds):
@@ -104,7 +104,7 @@ def simulate(gaps: Gaps, rounds: int, first: int, second: int) -> dict[str, Any]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """For a page: a line per distribution."""
+    """Format a line per distribution for a page."""
     return [
         "| gaps of good bfloat16 tokens | syncs with a second probe | largest mean of one (bound "
         f"{BOUND:g}) | runs of {SYNCS:,} syncs that one token would end | that the probe ends |",

@@ -47,17 +47,17 @@ class TwoCalls(Agent):
 
 
 def drawn(completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A number in [0, 1) for each, as good as at random."""
+    """Draw a number in [0, 1) for each, as good as at random."""
     return [sum(i * token for i, token in enumerate(ids)) % 97 / 97 for ids in completion_ids]
 
 
 def one() -> tuple[RolloutModule, Engine]:
-    """One adapter, which plays both."""
+    """Build one adapter, which plays both."""
     return make_module(lora=LoRA(rank=RANK), seed=0), VLLMLocal(**ENGINE)
 
 
 def two() -> tuple[RolloutModule, Engine]:
-    """An adapter each."""
+    """Build an adapter each."""
 
     def group() -> SharedModelGroup:
         return SharedModelGroup(
@@ -104,7 +104,7 @@ def train(side: str, iterations: int, threads: int, connection: Connection) -> N
 
 
 def run(iterations: int, warmup: int, threads: int) -> list[dict[str, float]]:
-    """CPU seconds of both, one row per counted iteration."""
+    """Return CPU seconds of both, one row per counted iteration."""
     context = get_context("spawn")
     ends, processes = {}, []
     for side in SIDES:

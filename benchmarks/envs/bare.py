@@ -71,7 +71,7 @@ class Alone:
         self.envs[place].reset(seed=seed)
 
     def take(self, actions: list[list[int]]) -> int:
-        """``STEPS`` times an action for each; returns how many episodes came to an end."""
+        """Take an action for each, ``STEPS`` times; return how many episodes came to an end."""
         over = 0
         for row in actions:
             for place, env in enumerate(self.envs):
@@ -114,7 +114,7 @@ class Compare(Callback):
         self.begin(batch_idx + 1)
 
     def begin(self, iteration: int) -> None:
-        """The Trainer's next iteration; before every other one, the bare loop's."""
+        """Begin the Trainer's next iteration; before every other one, run the bare loop's."""
         if iteration % 2:
             self.run_bare()
         self.since = cpu_now()
@@ -126,7 +126,7 @@ class Compare(Callback):
 
 
 def actions_of(batch: TensorDict) -> torch.Tensor:
-    """(E, T)."""
+    """Return the actions, (E, T)."""
     actions: torch.Tensor = batch[ACTION]
     return actions
 

@@ -32,7 +32,7 @@ SIDES: dict[str, object] = {
 
 
 def make_environment() -> None:
-    """The peers', unless it is there with these versions."""
+    """Make the peers' environment, unless it is there with these versions."""
     same = [f"{name}=={version(name).partition('+')[0]}" for name in SAME]
     wanted, stamp = "\n".join([*same, *PEER_PACKAGES, CLEANRL]), PEERS / "made"
     if stamp.exists() and stamp.read_text() == wanted:
@@ -47,7 +47,7 @@ def make_environment() -> None:
 def run(
     side: str, task: str, seed: int, most: int | None = None, runs: Path | None = None
 ) -> dict[str, Any]:
-    """One run of one side, in a process of its own; returns what it measured.
+    """Run one side once, in a process of its own; return what it measured.
 
     ``most``: iterations, if not the task's; ``runs``: where runs lie that were made before.
 
@@ -80,7 +80,7 @@ def run(
 
 
 def measure(task: str, sides: Sequence[str], seeds: int, runs: Path | None) -> Runs:
-    """All sides in turns; another one begins with every seed."""
+    """Run all sides in turns; another one begins with every seed."""
     done: Runs = {side: [] for side in sides}
     for seed in range(seeds):
         turn = seed % len(sides)

@@ -1,4 +1,4 @@
-"""What a check has at hand, and where it leaves what it finds."""
+"""Provide a check with its device, its sizes, and a record for its results."""
 
 import json
 import traceback
@@ -16,7 +16,7 @@ class Skipped(Exception):
 
 
 class Bench:
-    """Where a check runs, and its record.
+    """The place where a check runs, and its record.
 
     Args:
         device: ``cuda``, or ``cpu`` for a trial of the check itself at a tiny size.
@@ -34,7 +34,7 @@ class Bench:
 
     @property
     def tiny(self) -> bool:
-        """Whether it is but a trial: sizes should be such that it takes a second."""
+        """Tell whether this is a trial, whose sizes should let a check take a second."""
         return self.device == "cpu"
 
     def note(self, figures: dict[str, Any] | None = None, **more: Any) -> None:
@@ -43,14 +43,14 @@ class Bench:
         self.write(None)
 
     def require(self, condition: object, message: str) -> None:
-        """The check fails unless this holds, but first goes on."""
+        """Fail the check unless this holds, but first go on."""
         if not condition:
             self.faults.append(message)
             self.write(None)
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """One of several parts of a check: when it fails, the others are still made."""
+        """Make one of several parts of a check: when it fails, the others are still made."""
         try:
             yield
         except Skipped:
@@ -69,7 +69,7 @@ class Bench:
 
 
 def last_lines(text: str) -> str:
-    """The end of a text, where an error says what it is."""
+    """Return the end of a text, where an error says what it is."""
     return "\n".join(text.strip().splitlines()[-LAST_LINES:])
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def complete(prompt: str) -> str:
-    """The model's text after this one."""
+    """Complete this text with the model."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/completions",
         json.dumps({"model": "policy", "prompt": prompt, "max_tokens": 8}).encode(),
@@ -28,7 +28,7 @@ def complete(prompt: str) -> str:
 
 
 def die_once(seed: int) -> None:
-    """As somebody's ``kill -9`` would have it."""
+    """Die once, as somebody's ``kill -9`` would have it."""
     place = os.environ.get("KILL_DIR")
     if place is None or seed % 3 or (mark := Path(place, str(seed))).exists():
         return

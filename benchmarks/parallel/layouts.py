@@ -28,7 +28,7 @@ def begin() -> None:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device on which this rank computes."""
     return torch.device(os.environ.get(DEVICE, "cpu"))
 
 

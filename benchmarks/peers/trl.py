@@ -64,7 +64,7 @@ def main() -> None:
     def exact_match(
         completions: list[str], completion_ids: list[list[int]], answer: list[str], **columns: Any
     ) -> list[float]:
-        """As recipes/sort_digits/reward.py: right, and ended by itself."""
+        """Score as recipes/sort_digits/reward.py does: right, and ended by itself."""
         rows = list(zip(completions, completion_ids, answer, strict=True))
         rewards = [float(c == a and ids[-1] == tokenizer.eos_token_id) for c, ids, a in rows]
         progress.collected(rewards, sum(len(ids) for _, ids, _ in rows))

@@ -25,7 +25,7 @@ LLM_OPTIONS = {
 
 
 def sync_weights(generation: Any) -> None:
-    """In place of ``VLLMGeneration.sync_weights``."""
+    """Replace ``VLLMGeneration.sync_weights``."""
     weights = dict(generation._iter_named_params())
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     arguments = {"weights_iterator": iter(weights.items())}

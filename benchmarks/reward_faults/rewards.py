@@ -168,7 +168,7 @@ _BY_NAME = {f.__name__: f for f in FAULTS}
 
 
 def faulty(completions: list[str]) -> Scores:
-    """The reward: 1, or the fault that the completion names."""
+    """Return 1, or the fault that the completion names."""
     return [
         score
         for completion in completions

@@ -28,7 +28,7 @@ class Checkout:
     """Folders to import from, before all others."""
 
     def run(self, *command: str) -> str:
-        """``python -m``, in the checkout and with its modules; what it printed.
+        """Run ``python -m`` in the checkout with its modules; return what it printed.
 
         Raises:
             RuntimeError: if it fails; with the end of what it said.
@@ -68,7 +68,7 @@ class Prepared:
 
 
 def warm_started(recipe: str, *options: str) -> Prepared:
-    """As a recipe's page says to make it."""
+    """Warm-start a model as a recipe's page says."""
     name = Path(recipe).name
     prepare = (f"recipes.{name}.prepare", "--out", f"runs/{name}")
     fit = ("lightning_rl", "fit", "--config", f"{recipe}/sft.yaml", *options)
@@ -94,7 +94,7 @@ class Run(ABC):
         """Run it, with its own files in ``work``, and leave in the folder what is compared."""
 
     def arguments(self) -> list[str]:
-        """The options, configurations among them."""
+        """Return the options, configurations among them."""
         pairs = (["--config", o] if o.endswith(".yaml") else [o] for o in self.options)
         return [part for pair in pairs for part in pair]
 

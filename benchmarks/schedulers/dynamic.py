@@ -23,7 +23,7 @@ TRAIN_SHARE = 0.3  # of the time that Sync spends on generation and training
 
 
 def recorded(prompt: int, seed: int) -> int:
-    """Tokens of one of SmolLM2's completions of a prompt."""
+    """Return the tokens of one of SmolLM2's completions of a prompt."""
     lengths = RECORDED[prompt % len(RECORDED)]
     return int(lengths[seed % len(lengths)])
 
@@ -110,7 +110,7 @@ def _figures(generated: float, result: Simulation) -> dict[str, float]:
 
 
 def dynamic_table(result: dict[str, dict[str, float]]) -> list[str]:
-    """Markdown; speed is in useful tokens, relative to the first case."""
+    """Return Markdown; speed is in useful tokens, relative to the first case."""
     first = next(iter(result.values()))["useful_per_s"]
     lines = [
         "| way | useful tokens/s | wasted by filters | wasted by aborts | trainer idle "

