@@ -1,4 +1,4 @@
-"""What holds for every architecture: of scores, engines, exports, resumed runs and adapters.
+"""Test what holds for every architecture: scores, engines, exports, resumed runs and adapters.
 
 Slow: sixty models, each loaded, trained, exported, resumed and sampled from.
 """
@@ -60,12 +60,12 @@ def loaded(model):
 
 
 def policy_of(model):
-    """A policy of its own: to copy one takes less time than to load it."""
+    """Return a policy of its own: to copy one takes less time than to load it."""
     return copy.deepcopy(loaded(model))
 
 
 def in_float64(lm):
-    """The same model; products of many experts at a time know no float64."""
+    """Cast the model to float64; products of many experts at a time know no float64."""
     lm.set_experts_implementation("eager")
     return lm.double()
 
@@ -76,13 +76,13 @@ def double(policy):
 
 
 def own_model(folder):
-    """Transformers' model in float64, with attention as its authors wrote it."""
+    """Return transformers' model in float64, with attention as its authors wrote it."""
     lm = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return in_float64(lm)
 
 
 def trained_steps(policy, *batches, optimizer=None, lr=0.01):
-    """A step of AdamW on each batch; returns the optimizer."""
+    """Take a step of AdamW on each batch; return the optimizer."""
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, lr=lr, foreach=False)
     for batch in batches:
@@ -144,7 +144,7 @@ def test_vllm_writes_what_the_trainer_scores(name, folder_of, tmp_path, make_rol
 
 
 def both(policy, engine, make_rollout, run):
-    """Logprobs of what an engine writes, and as the policy scores it."""
+    """Return the logprobs of what an engine writes, and as the policy scores it."""
 
     async def write():
         asked = (engine.generate(p, SAMPLING, seed) for seed, p in enumerate(PROMPTS))

@@ -48,7 +48,7 @@ def chats(request):
 
 @pytest.fixture
 def tokenizer(chats):
-    """Of these chats, with the variables of its template."""
+    """Load the tokenizer of these chats, with the variables of its template."""
     return read(chats.tokenizer, **chats.variables)
 
 
@@ -57,7 +57,7 @@ def turn(text, **more):
 
 
 def call(arguments, content=""):
-    """A turn that calls ``add``, as data sets and agents have it."""
+    """Return a turn that calls ``add``, as data sets and agents have it."""
     function = {"name": "add", "arguments": arguments}
     return turn(content, tool_calls=[{"id": "call00000", "type": "function", "function": function}])
 
@@ -67,7 +67,7 @@ def result(text):
 
 
 def by_template(tokenizer, messages, opened=False, **variables):
-    """What transformers makes of a chat."""
+    """Render a chat with transformers."""
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=opened, return_dict=False, **variables
     )
@@ -84,14 +84,14 @@ def prompt_of(tokenizer, messages, **columns):
 
 
 def require_whole(tokenizer, token_ids, messages, **variables):
-    """The tokens are the chat, but for white space that its template writes at last."""
+    """Require that the tokens are the chat, but for white space at the template's end."""
     whole = by_template(tokenizer, messages, **variables)
     assert token_ids == whole[: len(token_ids)]
     assert tokenizer.decode(whole[len(token_ids) :]).strip() == ""
 
 
 def written(rollout):
-    """The stretches of tokens that the model wrote, from the mask."""
+    """Return the stretches of tokens that the model wrote, from the mask."""
     row, found = rollout.rows[0], [[]]
     for token, ours in zip(row.token_ids, row.loss_mask, strict=True):
         if ours:
@@ -129,7 +129,7 @@ class Asks:
 
 
 def played(agent, tokenizer, prompt, *turns):
-    """A rollout of these turns."""
+    """Return a rollout of these turns."""
     sampling = Sampling(max_tokens=1000)
     [rollout] = new_rollouts([prompt], 1, sampling, 0, 0)
     agent.configure(tokenizer)

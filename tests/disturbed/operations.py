@@ -27,7 +27,7 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """How the results of one operation are scaled.
+    """The scale of the results of one operation.
 
     ``scale`` says how ("terms", "own", "row", "whole" or "input"), ``family`` whose samples are
     taken. For terms, ``functional`` is the overload that computes the same into a new tensor.
@@ -61,13 +61,13 @@ def _normed(inputs: Inputs) -> int:
 
 
 def _along(inputs: Inputs) -> int:
-    """The length of the dimension that the second argument names, or of all of them."""
+    """Return the length of the dimension that the second argument names, or of all of them."""
     x = inputs[0]
     return x.shape[inputs[1]] if len(inputs) > 1 and x.dim() else x.numel()
 
 
 def _added(inputs: Inputs) -> int:
-    """The mean number of rows that come together."""
+    """Return the mean number of rows that come together."""
     return -(-inputs[2].numel() // max(_along(inputs), 1))
 
 
@@ -174,12 +174,12 @@ ATEN = (
 
 
 def absolute(inputs: Inputs) -> Inputs:
-    """The same arguments without signs, of which the sums are those of absolute values."""
+    """Remove the arguments' signs, so that the sums are those of absolute values."""
     return tuple(x.abs() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
 
 def scale_of(how: str, result: Tensor, inputs: Inputs, sums: Tensor | None) -> Tensor:
-    """The scale of each element of a result; ``sums`` are those of absolute values."""
+    """Return the scale of each element of a result; ``sums`` are those of absolute values."""
     if how == "input":
         return inputs[0].abs()
     if how in ("whole", "row") and result.dim():
@@ -191,7 +191,7 @@ def scale_of(how: str, result: Tensor, inputs: Inputs, sums: Tensor | None) -> T
 
 
 def family_of(operation: Operation, result: Tensor, inputs: Inputs) -> str:
-    """The name under which the samples for this result are kept."""
+    """Return the name under which the samples for this result are kept."""
     if result.element_size() == 2:
         return f"{operation.family}, 16 bits"
     if operation.length is None:

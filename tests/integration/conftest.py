@@ -66,7 +66,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
 
 @pytest.fixture(scope="session")
 def whole_job(together, tiny_model, tmp_path_factory) -> Path:
-    """The folder of a job of two processes that nothing interrupted: tests/support/signalled.py."""
+    """Return the folder of an uninterrupted job of two processes: tests/support/signalled.py."""
     folder = configure(tmp_path_factory.mktemp("whole") / "job", tiny_model)
     for status, _, errors in together(2, command, *FIT, folders=(folder,)):
         assert status == 0, errors
@@ -90,7 +90,7 @@ def started() -> Iterator[Callable[..., EnvCollector]]:
 
 @pytest.fixture
 def fault(record_property: Callable[[str, object], None]) -> Fault:
-    """A line of the fault table (``python -m benchmarks.faults``): what is broken in the block.
+    """Break what a line of the fault table (``python -m benchmarks.faults``) says, in the block.
 
     ``with fault(injected, happened)`` notes how long the block took; with ``error`` and ``match``
     it must raise that, and what happened is the error's name and ``happened``.
@@ -118,7 +118,7 @@ def fault(record_property: Callable[[str, object], None]) -> Fault:
 
 @pytest.fixture
 def workplace(tiny_model, tmp_path, monkeypatch) -> Path:
-    """The working directory: a good configuration, and the files and modules that it names."""
+    """Prepare the working directory: a good configuration, and what it names."""
     furnish(tmp_path, tiny_model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -62,7 +62,7 @@ async def opened(policy, engine, max_tokens=24, seed=11, **options):
 
 
 async def talk(create, turns, stream=False, **options):
-    """A conversation, and a second one that forks off after the first answer."""
+    """Hold a conversation, and a second one that forks off after the first answer."""
     chat = list(QUESTION)
     for number in range(turns):
         answer = await create(model="policy", messages=chat, tools=TOOLS, n=2, **options)

@@ -126,7 +126,7 @@ def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, agent=Non
 
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory, vllm):
-    """Ten iterations with every callback."""
+    """Train ten iterations with every callback."""
     tmp_path, watch = tmp_path_factory.mktemp("async"), Watch()
     callbacks = [Evaluate(every_n_iterations=4), PreviewTable(num_rollouts=3), StepTimer(), watch]
     module, _, history = fit(
@@ -347,7 +347,7 @@ def start(tiny_model, tmp_path) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> tuple[str, str]:
-    """Its output; a run that hangs is killed, and fails the test."""
+    """Return its output; a run that hangs is killed, and fails the test."""
     try:
         return process.communicate(timeout=90)
     except subprocess.TimeoutExpired:

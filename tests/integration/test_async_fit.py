@@ -30,7 +30,7 @@ def sevens(completions, **columns):
 
 
 class Trained(RLCallback):
-    """Which prompts were trained on, and how stale their tokens were."""
+    """Records which prompts were trained on, and how stale their tokens were."""
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
@@ -290,7 +290,7 @@ class ByKL(SyncSchedule):
 
 @pytest.mark.parametrize("make", [lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector])
 def test_a_schedule_by_kl_knows_it_after_each_iteration(tiny_model, tmp_path, make):
-    """Also after a push, while batches come that were written before it; and so do the files."""
+    """The KL is known after a push, too, while earlier batches come; so it is in the files."""
     schedule, report = ByKL(), RunReport()
     trainer = trainer_of(tmp_path, [WeightSync(schedule=schedule), report])
     trainer.fit(make_module(tiny_model), data_module(make(), iterations_per_epoch=5))

@@ -40,7 +40,7 @@ def _there(place, monkeypatch) -> None:
 
 @pytest.fixture
 def run(finished, tmp_path) -> Path:
-    """A copy, to be tampered with."""
+    """Return a copy, to be tampered with."""
     return shutil.copytree(finished, tmp_path / "run", symlinks=True)
 
 
@@ -109,7 +109,7 @@ def change_line(run: Path, version: int, field: str) -> None:
 
 
 def change_checkpoint(run: Path) -> None:
-    """Whole, and with a checksum of its own."""
+    """Change a checkpoint so that it is whole, and has a checksum of its own."""
     file = run / "checkpoints" / "iteration_2.ckpt"
     checkpoint = torch.load(file, weights_only=True)
     checkpoint["state_dict"]["policy.lm.model.embed_tokens.weight"][0, 0] += 1e-6
@@ -244,7 +244,7 @@ def test_a_run_that_stopped_early_or_failed_contradicts_nothing(tmp_path, tiny_m
 
 
 def paths_in(value: Any) -> Iterator[tuple[Any, ...]]:
-    """The places of all values that hold no others."""
+    """Yield the places of all values that hold no others."""
     parts = value.items() if isinstance(value, dict) else enumerate(value)
     for key, part in parts:
         inner = list(paths_in(part)) if isinstance(part, dict | list) else []

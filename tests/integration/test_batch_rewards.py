@@ -1,4 +1,4 @@
-"""batch_reward in runs: once per iteration, however its rollouts came about."""
+"""Test that batch_reward is called once per iteration, however its rollouts came about."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""lightning-rl check: what fit would refuse is refused, and nothing is written.
+"""Test lightning-rl check: what fit would refuse is refused, and nothing is written.
 
 Slow: `check --run` makes the first iteration of several configurations.
 """
@@ -151,7 +151,7 @@ def test_a_gpu_that_is_too_small_is_said(workplace, capsys, gib, status, said):
 
 @pytest.mark.slow
 def test_a_plan_in_bfloat16_for_two_processes(workplace, capsys):
-    """What is measured is measured on one; nothing is shared out, and no process started."""
+    """One process measures; nothing is shared out, and no other process is started."""
     options = ["--trainer.precision", "bf16-mixed", "--trainer.devices", "2"]
     options += ["--trainer.strategy", "lightning_rl.ShardedStrategy"]
     options += ["--trainer.strategy.cpu_offload", "true"]

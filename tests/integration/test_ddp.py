@@ -31,13 +31,13 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def one(together, tiny_model):
-    """A run on one process."""
+    """Return a run on one process."""
     return lambda names: together.alone(trained, str(tiny_model), names)
 
 
 @pytest.fixture(scope="session")
 def two(together, tiny_model):
-    """A run on two."""
+    """Return a run on two processes."""
     return lambda strategy, names: together(2, trained, str(tiny_model), names, strategy)
 
 

@@ -9,7 +9,7 @@ from tests.support.tiers import slow
 
 
 def require_same(ours, theirs):
-    """The same rows of metrics and weights, but for rounding in float64."""
+    """Require the same rows of metrics and weights, but for rounding in float64."""
     assert ours["rows"].keys() == theirs["rows"].keys()
     for number, row in theirs["rows"].items():
         assert ours["rows"][number] == pytest.approx(row, rel=1e-9, abs=1e-9), number

@@ -86,7 +86,7 @@ def command(folder, *arguments):
 
 
 def outcome(folder):
-    """The last checkpoint's tensors, and the rows of metrics without times."""
+    """Return the last checkpoint's tensors, and the rows of metrics without times."""
     run = folder / "runs/one"
     checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     rows: dict[int, dict] = {}

@@ -48,7 +48,7 @@ class Watch(RLCallback):
 
 @pytest.fixture(scope="module")
 def trained(vllm, tiny_model, tmp_path_factory):
-    """Six iterations during which weights change between calls, and in the middle of them."""
+    """Train six iterations during which weights change between and within calls."""
     watch, module = Watch(), grpo(tiny_model)
     data = data_module(
         train_prompts=numbers(100, 200, seed=1), evaluation=None, rewards=[sevens],
@@ -94,7 +94,7 @@ def test_staleness_is_of_all_rows_and_rows_are_counted(trained):
 
 
 def answered_again(engine, rollout, sampling) -> list[tuple[Completion, Completion]]:
-    """What each call had written, and what it writes alone: from its prompt and its seed."""
+    """Return what each call had written, and what it writes alone, from its prompt and its seed."""
     rows, found = rollout.rows, []
     for call in rollout.calls:
         row = rows[call.row]

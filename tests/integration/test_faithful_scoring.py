@@ -33,7 +33,7 @@ def share_of_even_tokens(completion_ids):
 
 @pytest.fixture(scope="module")
 def model(tiny_model, tmp_path_factory):
-    """Random, with a large vocabulary of which the tokenizer knows the first few."""
+    """Make a random model with a large vocabulary, of which the tokenizer knows the first few."""
     directory = tmp_path_factory.mktemp("wide")
     save_random_model(
         directory, AutoTokenizer.from_pretrained(tiny_model), vocab_size=VOCABULARY,
@@ -69,7 +69,7 @@ class Recorded(PolicyLoss):
 
 
 def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
-    """Sampled tokens that float64 logits would have cut: rounding at the nucleus' boundary."""
+    """Count sampled tokens that float64 logits would have cut by rounding at the boundary."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.double)
     count = 0
     for rollout in rollouts:
@@ -87,7 +87,7 @@ def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
 
 
 def ratio_rounding(model, batch, sampling) -> float:
-    """How far from 1 rounding takes the ratio of a probability in float64 to the engine's.
+    """Return how far rounding takes the ratio of a float64 probability to the engine's from 1.
 
     ``scores_rounding`` is for two that are off.
     """

@@ -36,7 +36,7 @@ def function_of(check: Check) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
-    """Shared, as it is in a run: one check uses what another one left."""
+    """Share a folder, as it is in a run: one check uses what another one left."""
     return tmp_path_factory.mktemp("gpu_check")
 
 
@@ -55,7 +55,7 @@ def tried(scratch, monkeypatch):
 
 
 def names_to_try():
-    """``push-shared`` starts two vLLM servers, which tests/integration/test_server.py does too."""
+    """Yield all names but ``push-shared``, whose servers tests/integration/test_server.py tries."""
     for check in CHECKS:
         if check in ONE_EACH.values():
             slow = [pytest.mark.slow] if check.name == "push-shared" else []

@@ -88,7 +88,7 @@ def read(hub, folder, tiny_model):
 
 
 def refused(answer, *said):
-    """The error is one line, holds what it should, and no token."""
+    """Require that the error is one line, holds what it should, and no token."""
     error = answer["error"]
     assert "\n" not in error, error
     assert TOKEN not in error

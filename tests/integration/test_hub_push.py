@@ -45,7 +45,7 @@ def hub():
 
 
 def run(hub, model, path, every=0, repository="me/sevens", processes=1, **environment):
-    """A run in processes of its own: the client reads its environment when it is imported."""
+    """Run in processes of its own: the client reads its environment when it is imported."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.url,

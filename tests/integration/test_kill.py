@@ -13,7 +13,7 @@ from tests.support.tiers import slow
 
 
 def killed(capsys, *arguments: str, benchmark=kill) -> dict:
-    """The last line of the table."""
+    """Return the last line of the table."""
     status = benchmark.main(list(arguments))
     said = capsys.readouterr().out
     assert status == 0, said

@@ -35,7 +35,7 @@ def validate(document: dict[str, Any]) -> None:
 
 
 def ray_pods() -> Iterator[dict[str, Any]]:
-    """The RayJob's pod templates, each as a pod."""
+    """Yield the RayJob's pod templates, each as a pod."""
     cluster = of_kind("rayjob.yaml", "RayJob")["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         yield {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **group["template"]}

@@ -114,7 +114,7 @@ def test_in_flight_tokens_keep_their_version(tiny_model, local, trained):
 
 
 def test_whole_weights_take_the_place_of_base_and_adapters(tiny_model, local, trained, policy):
-    """As a transport of one's own brings them; after it the base has to come anew."""
+    """A custom transport brings whole weights; after it the base has to come anew."""
     trained(3)
     weights = train_adapters(policy, seed=6)
     local.load_weights(weights.items(), 6)
@@ -164,7 +164,7 @@ def test_it_has_no_base_once_it_was_closed(skeleton, tiny_model, policy):
 
 @pytest.mark.slow
 def test_beside_a_quantized_base_adapters_are_not_quantized(tmp_path):
-    """Here they are most of a weight; merged, all of it is rounded to 8 bits: 4 times as far."""
+    """The adapters are most of a weight here; merged, 8 bits round all of it: 4 times as far."""
     model, skeleton, gaps = tmp_path / "model", tmp_path / "skeleton", {}
     save_random_model(model, make_tokenizer(), vocab_size=16, max_position_embeddings=128)
     save_skeleton(str(model), skeleton)
@@ -207,7 +207,7 @@ def test_a_model_that_vllm_cannot_adapt_is_named_with_the_way_out(tmp_path):
 
 @pytest.mark.slow
 def test_in_bfloat16_it_is_as_close_to_the_trainer_as_a_model_without_lora():
-    """And merged weights are not what is trained: see benchmarks/lora_gap.py."""
+    """Merged weights are not what is trained, either: see benchmarks/lora_gap.py."""
     found = measure("vllm", updates=20, every=10, rank=16)
     assert found["apart"]["gap"] < 1.3 * found["none"]["gap"]
     assert found["apart"]["drift"] < found["merged"]["drift"] / 3

@@ -1,4 +1,4 @@
-"""fit(batch) and sync_weights in a script: what a Trainer's run does, without one."""
+"""Test fit(batch) and sync_weights in a script, which do what a Trainer's run does."""
 
 import pytest
 import torch

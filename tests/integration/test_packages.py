@@ -39,7 +39,7 @@ def succeeded(done):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The package of docs/extend/package.md, built as a wheel and installed by pip."""
+    """Return the package of docs/extend/package.md, built as a wheel and installed by pip."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
     text = "".join(
         (ROOT / f"docs/extend/{page}.md").read_text(encoding="utf-8")
@@ -92,7 +92,7 @@ def test_a_package_adds_its_class(installed, tmp_path):
 
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory):
-    """A copy of the checkout without the optional rooms, and its metadata."""
+    """Return a copy of the checkout without the optional rooms, and its metadata."""
     copy = tmp_path_factory.mktemp("rest")
     tracked = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],

@@ -1,4 +1,4 @@
-"""make release: version, changelog entry, tag, sdist and wheel; nothing if one of them fails."""
+"""Test make release: version, changelog entry, tag, sdist and wheel, or nothing if one fails."""
 
 import os
 import shutil

@@ -26,7 +26,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(place, tiny_model) -> Path:
-    """Four iterations of two optimizer steps; the weights of versions 2 and 4 were kept."""
+    """Run four iterations of two optimizer steps; the weights of versions 2 and 4 are kept."""
     return train(place, tiny_model)
 
 
@@ -37,7 +37,7 @@ def _there(place, monkeypatch) -> None:
 
 @pytest.fixture
 def run(finished, tmp_path) -> RecordedRun:
-    """A copy, to be tampered with."""
+    """Return a copy, to be tampered with."""
     return RecordedRun(shutil.copytree(finished, tmp_path / "run", symlinks=True))
 
 

@@ -138,7 +138,7 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
 
 
 def goes_on_otherwise(run, rollouts, branch, capsys):
-    """A rollout forked again is what its branch was in the run; further ones are others."""
+    """Require that a rollout forked again is what its branch was, and further ones are others."""
     trunk = rollouts[f"{branch.group_id}/{branch.sample_index}"]
     arguments = ["--rollout", trunk.id, "--branch", "2", "--count", "3", "--out", "what_if.jsonl"]
     assert main(["rerun", str(run.path), *arguments]) == 0

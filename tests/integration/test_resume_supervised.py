@@ -128,7 +128,7 @@ def run(kind, model, place, *callbacks, seed=0, ckpt_path=None, change=None, mor
 
 @pytest.fixture(scope="module")
 def whole(tiny_model, tmp_path_factory):
-    """The run of a learner that nothing interrupts, with its checkpoints."""
+    """Return the run of a learner that nothing interrupts, with its checkpoints."""
 
     @cache
     def made(kind, **options):

@@ -83,7 +83,7 @@ def announce_and_hang(completions, path):
 
 @pytest.fixture(scope="module")
 def helpers(tmp_path_factory):
-    """A module of reward functions that other processes can import."""
+    """Yield a module of reward functions that other processes can import."""
     directory = tmp_path_factory.mktemp("helpers")
     (directory / "pool_helpers.py").write_text(HELPERS)
     sys.path.insert(0, str(directory))
@@ -99,7 +99,7 @@ def run(pool, **columns):
 
 
 def alive(pid: int) -> bool:
-    """A zombie has ended."""
+    """Tell whether a process lives; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def test_what_is_not_tried_here_is_in_the_benchmark():
 
 @pytest.mark.slow
 def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
-    """In a session of its own, and asleep for a day."""
+    """The started process is in a session of its own, and asleep for a day."""
     (tmp_path / "leaving.py").write_text(
         "import subprocess\n"
         "def leave(completions):\n"

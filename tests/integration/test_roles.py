@@ -48,7 +48,7 @@ def fitted(tiny_model, path, callbacks=(), **options):
 
 
 def save_llama(tiny_model, directory) -> None:
-    """Another model that reads and writes the same tokens."""
+    """Save another model that reads and writes the same tokens."""
     save_random_model(
         directory, AutoTokenizer.from_pretrained(tiny_model), LlamaConfig, vocab_size=16,
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, initializer_range=0.2,

@@ -1,4 +1,4 @@
-"""What a stranger's file can do, and where a secret could be found."""
+"""Test what a stranger's file can do, and where a secret could be found."""
 
 import json
 import os
@@ -232,7 +232,7 @@ print("\\n" + json.dumps({attack: complaint(f"--trusted_only {attack}") for atta
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A directory that holds what a wheel of this checkout installs, and the tests' helpers."""
+    """Return a directory with what a wheel of this checkout installs, and the tests' helpers."""
     root, copy = Path(__file__).parents[2], tmp_path_factory.mktemp("copy")
     for name in ("lightning_rl", "callbacks", "recipes"):
         shutil.copytree(root / name, copy / name, symlinks=True,

@@ -148,7 +148,7 @@ def test_a_run_that_is_killed_while_its_job_trains_finds_it_done(
 
 
 def gap(one: Path, other: str) -> float:
-    """How far the weights of two models are apart."""
+    """Return how far the weights of two models are apart."""
     theirs = dict(Policy(other).named_weights())
     weights = Policy(str(one)).named_weights()
     return max(float((w - theirs[name]).abs().max()) for name, w in weights)
@@ -176,7 +176,7 @@ def test_a_job_of_pairs_raises_the_chosen_answer(model, tmp_path, monkeypatch):
 
 
 def margin(model: str) -> float:
-    """log p(yes) - log p(no)."""
+    """Return log p(yes) - log p(no)."""
     tokenizer = chatml_tokenizer()
     lm = AutoModelForCausalLM.from_pretrained(model)
     asked = tokenizer("<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]

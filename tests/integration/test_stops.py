@@ -52,7 +52,7 @@ class Dice(RLCallback):
 
 
 def fit(tiny_model, tmp_path, *extra, ckpt_path="last", saver=None, **data) -> PolicyModule:
-    """A short run with all that has a state: critic, reference, coefficient, schedule, Adam."""
+    """Fit shortly with all that has a state: critic, reference, coefficient, schedule, Adam."""
     module = everything(str(tiny_model))
     module.allow_changes = True  # of agents that stop the run, say
     callbacks = [
@@ -84,7 +84,7 @@ def version(tmp_path, number=0) -> Path:
 
 
 def rows(directory: Path, file: str = "metrics.jsonl", but: tuple[str, ...] = ()) -> list[dict]:
-    """Lines of a file without times and some other columns, at any depth.
+    """Return lines of a file without times and some other columns, at any depth.
 
     The row of an iteration after which a signal stopped the run has no times.
     """
@@ -97,7 +97,7 @@ def rows(directory: Path, file: str = "metrics.jsonl", but: tuple[str, ...] = ()
 
 
 def assert_same_run(directory: Path, whole: Path, batched_alike: bool = True) -> None:
-    """Everything that a run leaves behind is what the uninterrupted one left.
+    """Require that everything that a run leaves behind is what the uninterrupted one left.
 
     The last bits of an engine's logprobs depend on what it generates at the same time.
     """
@@ -291,7 +291,7 @@ def test_an_asynchronous_save_is_waited_for(tiny_model, tmp_path, whole):
 
 
 class FullDisk(RLCallback):
-    """From an iteration on, no file may grow beyond 64 KiB."""
+    """Forbids files to grow beyond 64 KiB from an iteration on."""
 
     def on_update_start(self, trainer, pl_module, batch) -> None:
         if pl_module.iteration == 2:
@@ -317,7 +317,7 @@ def test_a_run_stops_when_the_disk_is_full(tiny_model, tmp_path, whole, asynchro
 
 
 class FullLog(RLCallback):
-    """From an iteration on, the disk with the rows of metrics takes no more."""
+    """Fills the disk that holds the rows of metrics from an iteration on."""
 
     def on_update_start(self, trainer, pl_module, batch) -> None:
         if pl_module.iteration == 2:

@@ -87,7 +87,7 @@ def test_a_name_that_is_not_closed_is_no_call(name):
 
 
 def test_arguments_are_read_as_often_however_many_there_are(monkeypatch):
-    """For who streams, vLLM reads all of a call's anew at each piece of it."""
+    """A streaming client makes vLLM read all of a call's arguments anew at each piece."""
     parser = VLLMParser("qwen3_coder")
     parser.configure(chat_tokenizer("qwen2_5"), [tool_schema(add)])
     engine, read = parser._parser._parser_engine, []

@@ -21,7 +21,7 @@ SCRIPT = ROOT / "launch" / "torchrun" / "fit.sh"
 
 
 def two_nodes(folder: Path) -> list[int]:
-    """Statuses of the same command on each node, in a folder that both see."""
+    """Run the same command on each node, in a folder that both see; return the statuses."""
     port = free_port()
     nodes = []
     for rank in (0, 1):

@@ -185,7 +185,7 @@ def test_chat_prompts_get_chat_completions(tiny_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tiny_model, tmp_path_factory):
-    """A checkpoint of a run with a critic."""
+    """Return a checkpoint of a run with a critic."""
     tmp_path = tmp_path_factory.mktemp("ckpt")
     trainer = trainer_of(tmp_path, [WeightSync(), RunReport(), StepTimer()])
     trainer.fit(ppo(tiny_model), data_module(iterations_per_epoch=1, groups_per_iteration=2))

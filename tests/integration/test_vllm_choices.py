@@ -1,4 +1,4 @@
-"""What vLLM's own code makes of our arguments on GPUs, its platform faked: cards, and their memory.
+"""Test vLLM's own code with our arguments on faked GPUs: cards, and their memory.
 
 That an engine really gets there is for a machine with GPUs.
 """
@@ -12,7 +12,7 @@ from vllm.usage.usage_lib import UsageContext
 
 
 class Cards(interface.Platform):
-    """Of 80 GB each, seen through CUDA_VISIBLE_DEVICES."""
+    """Cards of 80 GB each, seen through CUDA_VISIBLE_DEVICES."""
 
     _enum = interface.PlatformEnum.CUDA
     device_name, device_type = "cuda", "cuda"

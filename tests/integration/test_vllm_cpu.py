@@ -1,4 +1,4 @@
-"""What replaces vLLM's own layers on CPUs computes the same, or is left out."""
+"""Test that what replaces vLLM's own layers on CPUs computes the same, or is left out."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def configured():
 
 
 def norm(width, **options):
-    """With weights away from 1."""
+    """Make a norm with weights away from 1."""
     layer = RMSNorm(width, eps=1e-5, **options)
     with torch.no_grad():
         layer.weight.uniform_(0.5, 2.0)
@@ -40,7 +40,7 @@ def x(*shape, dtype=torch.float32, scale=3.0):
 
 
 def replaced(layer):
-    """Whether it is computed otherwise than vLLM does."""
+    """Tell whether a layer is computed otherwise than vLLM does."""
     before = layer._forward_method
     use_cpu_kernels(nn.Sequential(layer))
     return layer._forward_method != before

@@ -94,7 +94,7 @@ class AlwaysCalls(HermesParser):
 
 
 class ShortTurns:
-    """Of an engine: a random model hardly ever ends a turn, so after 12 tokens it is over."""
+    """Ends an engine's turns after 12 tokens, since a random model hardly ever ends one."""
 
     async def generate(self, token_ids, sampling, seed):
         completion = await super().generate(token_ids, replace(sampling, max_tokens=12), seed)

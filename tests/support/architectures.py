@@ -52,7 +52,7 @@ UNPACKED = {
 
 
 def saved(config, directory: Path) -> str:
-    """A model with random weights and the tokenizer of digits; returns its directory."""
+    """Save a model with random weights and the tokenizer of digits; return its directory."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = hf.AutoModelForCausalLM.from_config(config).float()
@@ -66,7 +66,7 @@ def saved(config, directory: Path) -> str:
 
 
 def own_scores(lm, rollouts) -> torch.Tensor:
-    """Logprobs (M,) of what a model wrote, each rollout alone, by transformers' own forward."""
+    """Return logprobs (M,) of what a model wrote, each rollout alone, by transformers' forward."""
     found = []
     for rollout in rollouts:
         ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)

@@ -18,7 +18,7 @@ PRODUCTS = (Tensor.__matmul__, Tensor.matmul)
 
 
 class Doubled(TorchFunctionMode):
-    """What is computed from float64 numbers stays in float64, in the thread that enters it.
+    """Keeps what is computed from float64 numbers in float64, in the thread that enters it.
 
     Norms, positions and softmax ask for float32 in transformers, whatever dtype the weights have.
     """
@@ -46,6 +46,6 @@ def doubled(batch: TensorDict) -> TensorDict:
 
 @pytest.fixture
 def in_double() -> Iterator[None]:
-    """The test computes in float64."""
+    """Compute the test in float64."""
     with Doubled():
         yield

@@ -32,7 +32,7 @@ def leaves(bench):
 
 
 def waits_for(bench, file):
-    """Until the check after it is about to begin: its imports run meanwhile."""
+    """Wait until the check after it is about to begin: its imports run meanwhile."""
     deadline = time.monotonic() + 30
     while not Path(bench.scratch, file).exists():
         assert time.monotonic() < deadline

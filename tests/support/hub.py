@@ -65,11 +65,11 @@ class Hub(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """For ``HF_ENDPOINT``."""
+        """Return the URL for ``HF_ENDPOINT``."""
         return f"http://127.0.0.1:{self.server_port}"
 
     def repository(self, name: str, kind: str = "datasets", gated: bool = False) -> Repository:
-        """The one of this name; made if it is not there."""
+        """Return the repository of this name; made if it is not there."""
         return self.repositories.setdefault((kind, name), Repository(gated))
 
     def fail(self, request: str, *faults: Any) -> None:
@@ -79,7 +79,7 @@ class Hub(ThreadingHTTPServer):
     # ---------------------------------------------------------------- what is asked for
 
     def answer(self, method: str, target: str, body: bytes, token: str) -> Answer:
-        """What a request without a fault gets."""
+        """Return the answer to a request without a fault."""
         place = urlsplit(target)
         path, query = unquote(place.path), parse_qs(place.query)
         if listed := re.fullmatch("/api/(datasets|models)", path):
@@ -129,7 +129,7 @@ class Hub(ThreadingHTTPServer):
 
     @staticmethod
     def paths_of(body: bytes) -> list[str]:
-        """The paths that a form or JSON asks about."""
+        """Return the paths that a form or JSON asks about."""
         text = body.decode()
         return json.loads(text)["paths"] if text.startswith("{") else parse_qs(text)["paths"]
 
@@ -221,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _entries(
     files: Mapping[str, bytes], path: str, itself: bool, deep: bool = True
 ) -> list[dict[str, Any]]:
-    """What is at a path or below it, as the hub lists it."""
+    """List what is at a path or below it, as the hub does."""
     if itself and path in files:
         return [_entry(path, files[path])]
     below = f"{path}/" if path else ""

@@ -1,4 +1,4 @@
-"""What the command line makes of each part of Lightning, one case or two for each.
+"""List what the command line makes of each part of Lightning, one case or two for each.
 
 A case is what it adds to a good configuration of two iterations (``bad_configs.CONFIG``), the word
 that the run shall deserve, and how many iterations it trains.
@@ -334,6 +334,6 @@ SAYS = {
 
 
 def word_of(cases: list[Case]) -> str:
-    """The word in the table: that of its cases, or ``partly`` if some work and some do not."""
+    """Return the table's word: that of its cases, or ``partly`` if some work and some do not."""
     found = {case.word for case in cases}
     return found.pop() if len(found) == 1 else "partly"

@@ -18,7 +18,7 @@ EXPLAINED = {
 
 
 def table(part: str) -> str:
-    """One row per name."""
+    """Return one row per name."""
     said = EXPLAINED.get(part, {})
     rows = (
         f"| `{name}` | {word_of(cases)} | {said.get(name, 'as in Lightning')} |"
@@ -28,7 +28,7 @@ def table(part: str) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew."""
+    """Return the page with its tables made anew."""
     for part in CASES:
         begin, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
         before, _, rest = text.partition(begin)

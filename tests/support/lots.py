@@ -22,7 +22,7 @@ END_SHARE = 0.1
 
 
 def draw_by_lot(logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[list[int], list[float]]:
-    """For each of N rows a digit or the end, and its logprob by logits (N, V)."""
+    """Draw a digit or the end for each of N rows, with its logprob by logits (N, V)."""
     tokens = [_lot(row) for row in rows]
     for row in rows:
         sampling = row.sampling

@@ -73,7 +73,7 @@ def blocks_in(language: str) -> list[Block]:
 
 @cache
 def command_lines() -> list[tuple[Block, list[str]]]:
-    """Each command once, without the environment variables before it."""
+    """Return each command once, without the environment variables before it."""
     commands: dict[tuple[str, ...], Block] = {}
     for block in blocks_in("bash"):
         for line in block.text.splitlines():
@@ -86,7 +86,7 @@ def command_lines() -> list[tuple[Block, list[str]]]:
 
 
 def cli_arguments(words: list[str]) -> list[str] | None:
-    """Arguments of ``lightning-rl`` or ``python -m lightning_rl``; None for another command."""
+    """Return ``lightning-rl``'s arguments (``python -m lightning_rl``); None for other commands."""
     if words[0] == "lightning-rl":
         return words[1:]
     return words[3:] if words[:3] == ["python", "-m", "lightning_rl"] else None
@@ -119,7 +119,7 @@ def parse_staged_run(arguments: list[str]) -> None:
 
 
 def configs_of(block: Block) -> list[str]:
-    """Options that give a block's configuration, which may be what differs from a recipe's."""
+    """Return options that give a block's configuration, or its differences from a recipe's."""
     Path("block.yaml").write_text(block.text)
     tree = yaml.safe_load(block.text)
     if "run_dir" in tree or "class_path" in tree.get("model", {}):

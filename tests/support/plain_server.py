@@ -51,7 +51,7 @@ class Served:
 
     @asynccontextmanager
     async def at(self):
-        """The server's URL."""
+        """Yield the server's URL."""
         server = await asyncio.start_server(self, "127.0.0.1", backlog=2000)
         async with server:
             host, port = server.sockets[0].getsockname()

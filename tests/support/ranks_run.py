@@ -55,7 +55,7 @@ class Seen(RLCallback):
 
 
 def share_of_even_digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Rewards that differ within groups, so that all of them teach something."""
+    """Reward so that groups differ within, and all of them teach something."""
     return [
         sum(c in "02468" for c in completion) / max(1, len(completion))
         for completion in completions
@@ -84,7 +84,7 @@ def fit(
     precision: Any = "32-true",
     **options: Any,
 ) -> dict[str, Any]:
-    """A short run in this process, together with the others of its group."""
+    """Fit shortly in this process, together with the others of its group."""
     settings: dict[str, Any] = {
         "engine": LotEngine(),
         "train_prompts": prompts(),
@@ -125,7 +125,7 @@ def fit(
 
 
 def strategy_of(kind: str, **layout: Any) -> Strategy | str:
-    """``one`` process, or one of the strategies, with its options."""
+    """Return ``one`` process, or one of the strategies, with its options."""
     if kind == "fsdp":
         layout = {"save_distributed_checkpoint": False} | layout
         return ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1, **layout)
@@ -134,7 +134,7 @@ def strategy_of(kind: str, **layout: Any) -> Strategy | str:
 
 
 def failure(call: Callable[[], Any]) -> dict[str, str]:
-    """The class and the message of what it raises."""
+    """Return the class and the message of what it raises."""
     try:
         call()
     except Exception as error:  # whatever it is: the test looks at it

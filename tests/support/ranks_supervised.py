@@ -38,7 +38,7 @@ def trained(
     save_at: int = -1,
     ckpt_path: str | None = None,
 ) -> dict[str, Any]:
-    """Rows of metrics by iteration, weights as lists, and the folder."""
+    """Return rows of metrics by iteration, weights as lists, and the folder."""
     rows: dict[int, dict[str, float]] = {}
     seen = LambdaCallback()
     seen.on_iteration_end = lambda trainer, module, row: rows.setdefault(  # type: ignore[attr-defined]

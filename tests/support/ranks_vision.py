@@ -20,7 +20,7 @@ from tests.support.tiny_vision import picture
 
 
 def rows() -> list[dict[str, Any]]:
-    """Three questions about a picture each, then one about none; and so on."""
+    """Make three questions about a picture each, then one about none; and so on."""
     chats = []
     for number in range(12):
         text = {"type": "text", "text": f"{number}="}
@@ -60,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def see(model: str, way: str, layout: str = "one", *, where: Path) -> dict[str, Any]:
-    """A short run on pictures."""
+    """Run shortly on pictures."""
     engine = Noting()
     data = {
         "engine": engine,

@@ -26,12 +26,12 @@ TRAINED = {"within": 1, "epoch": 2, "collected": 3}
 
 
 def is_time(name: str) -> bool:
-    """Whether a metric is measured in, or per, seconds, and so differs from run to run."""
+    """Tell whether a metric is measured in, or per, seconds, and so differs from run to run."""
     return name.startswith(("time/", "cpu_s", "wall_s")) or name.endswith(("seconds", "_per_s"))
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of metrics in which every time is zero: its key has to be there all the same."""
+    """Set every time in a row of metrics to zero: its key has to be there all the same."""
     return {name: 0.0 if is_time(name) else value for name, value in row.items()}
 
 
@@ -73,7 +73,7 @@ class Saves(Callback):
 
 @dataclass
 class Case:
-    """What runs: a module of the model in a directory, data of two iterations an epoch."""
+    """The kind of run: a module of the model in a directory, data of two iterations an epoch."""
 
     module: Callable[[str], LightningModule]
     data: Callable[[], LightningDataModule]
@@ -124,7 +124,7 @@ def resume(case: Case, model: Path, whole: Run, checkpoint: str, place: Path) ->
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """Everything in a checkpoint that a run depends on."""
+    """Return everything in a checkpoint that a run depends on."""
     saved = torch.load(path, weights_only=True)
     kept = ("state_dict", "optimizer_states", "lr_schedulers")
     data = [name for name in saved if name.endswith("DataModule")]

@@ -17,18 +17,18 @@ from lightning_rl.module import PolicyModule
 
 
 def share_of_sevens(completions, completion_ids, **columns):
-    """In [0, 1]; the end token counts as no seven."""
+    """Return the share of sevens in [0, 1]; the end token counts as no seven."""
     pairs = zip(completions, completion_ids, strict=True)
     return [text.count("7") / len(ids) for text, ids in pairs]
 
 
 def numbers(*bounds: int, **options) -> IterablePrompts:
-    """The prompts of a range of numbers."""
+    """Return the prompts of a range of numbers."""
     return IterablePrompts([{"prompt": f"{n}="} for n in range(*bounds)], **options)
 
 
 def data_module(evaluation=MappingProxyType({}), **options) -> RLDataModule:
-    """With ``evaluation``, settings of it, its prompts alone, or None."""
+    """Make a data module, with ``evaluation``: its settings, its prompts alone, or None."""
     held_out = {"prompts": numbers(100, 108), "samples": 4, "success_reward": 0.5}
     given = evaluation if isinstance(evaluation, Mapping) else {"prompts": evaluation}
     options = {
@@ -46,7 +46,7 @@ def data_module(evaluation=MappingProxyType({}), **options) -> RLDataModule:
 
 
 def trainer_of(tmp_path, callbacks=(), kind=Trainer, **options) -> Trainer:
-    """For one epoch on the CPU; prints nothing, and keeps nothing but metrics."""
+    """Make a trainer of one epoch on the CPU; it prints nothing, and keeps only metrics."""
     options = {
         "accelerator": "cpu",
         "devices": 1,

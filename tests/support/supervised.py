@@ -14,7 +14,7 @@ def _prompts(rows):
 
 
 def sft(model, rows, batch_size, **options):
-    """Completions of 1 to 5 digits, so that batches have unequal numbers of tokens."""
+    """Make completions of 1 to 5 digits, so that batches have unequal numbers of tokens."""
     given = [{"prompt": f"{n}=", "completion": "7" * (1 + n * n % 5)} for n in range(rows)]
     module = rl.SFTModule(str(model), **{"optimizer": adamw(LR)} | options)
     return module, rl.SFTDataModule(_prompts(given), _prompts(given[:5]), batch_size=batch_size)

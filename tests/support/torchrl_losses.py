@@ -29,7 +29,7 @@ def built(space, seed=0, **options):
 
 
 def rows(agent, count=24, seed=0):
-    """Steps that another policy took, with credit."""
+    """Return steps that another policy took, with credit."""
     draw = torch.Generator().manual_seed(seed)
     places = (count, *([agent.space.agents] if agent.space.agents else []))
     observations = {"observation": torch.randn(*places, 3, generator=draw).double()}
@@ -49,7 +49,7 @@ def rows(agent, count=24, seed=0):
 
 
 def as_torchrl(agent, own):
-    """The same agent and steps, as torchrl has them."""
+    """Return the same agent and steps, as torchrl has them."""
     kind = agent.space.actions["action"]
 
     class Parameters(nn.Module):

@@ -88,6 +88,6 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 def traced_varlen(
     *arguments: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool
 ) -> Tensor:
-    """With the arguments of :func:`plain_varlen`."""
+    """Take the arguments of :func:`plain_varlen`."""
     found: Tensor = _forward(*arguments, scale, list(window_size))
     return found

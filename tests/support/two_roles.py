@@ -23,7 +23,7 @@ class Talk(Agent):
 
 
 def total(completions, completion_ids, **columns):
-    """Sevens among all tokens."""
+    """Return the share of sevens among all tokens."""
     return [ids.count(10) / 12 for ids in completion_ids]
 
 

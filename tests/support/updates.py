@@ -1,4 +1,4 @@
-"""What tests of an update share: plain gradient steps, and what is recorded of them."""
+"""Share between tests of an update plain gradient steps, and what is recorded of them."""
 
 import torch
 from lightning.pytorch.callbacks import Callback

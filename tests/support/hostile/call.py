@@ -47,7 +47,7 @@ def play(surface: str, name: str) -> None:
 
 
 def command(*arguments: str) -> Callable[[Path], object]:
-    """A call that is ``lightning-rl arguments``; ``{folder}`` in them is the call's folder."""
+    """Run ``lightning-rl arguments``; ``{folder}`` in them is the call's folder."""
 
     def play(folder: Path) -> None:
         status = main([argument.replace("{folder}", str(folder)) for argument in arguments])

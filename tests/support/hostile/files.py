@@ -19,7 +19,7 @@ DEEP = 100_000
 
 
 def good() -> dict[str, Any]:
-    """A rollout as a record."""
+    """Return a rollout as a record."""
     prompt = Prompt("p", "Say hello.", [5, 6])
     rollout = Rollout(
         prompt,
@@ -36,7 +36,7 @@ def good() -> dict[str, Any]:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The same with another value at ``a.b.c``; ``...`` leaves the field out."""
+    """Return the same with another value at ``a.b.c``; ``...`` leaves the field out."""
     record = deepcopy(good())
     *folders, name = path.split(".")
     place: Any = record
@@ -118,7 +118,7 @@ def _loop(folder: Path) -> None:
 
 
 def _sqlite(query: str, *values: Any) -> Callable[[Path], object]:
-    """A good database, and then what a query makes of it."""
+    """Make a good database, and then do to it what a query does."""
 
     def make(folder: Path) -> None:
         file = open_rollouts(folder / "some.sqlite")

@@ -28,17 +28,17 @@ def posted(body: Any, path: str = CHAT, hostile: str = "") -> Said:
 
 
 def chat(hostile: str = "", **fields: Any) -> Said:
-    """A chat with these fields."""
+    """Return a chat with these fields."""
     return posted({**GOOD, **fields}, CHAT, hostile)
 
 
 def content(value: Any, hostile: str = "") -> Said:
-    """A chat whose only message has this content."""
+    """Return a chat whose only message has this content."""
     return chat(hostile, messages=[{"role": "user", "content": value}])
 
 
 def history(arguments: str) -> list[dict[str, Any]]:
-    """A chat in which a tool was called with these arguments."""
+    """Return a chat in which a tool was called with these arguments."""
     function = {"name": "add", "arguments": arguments}
     calls = [{"id": "c", "type": "function", "function": function}]
     return [

@@ -70,7 +70,7 @@ def loaded(tokenizer, row, agent=None):
 
 
 def played(agent, tokenizer, row, text=" 4."):
-    """A rollout of a row, the engine, and what a reward function read."""
+    """Play a row; return its rollout, the engine, and what a reward function read."""
     read = {}
 
     def reward(prompts, completions, **columns):

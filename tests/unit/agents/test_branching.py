@@ -45,12 +45,12 @@ PLAIN = Sampling(max_tokens=4)
 
 
 def credit(batch) -> list[float]:
-    """Of the model's tokens."""
+    """Return the advantages of the model's tokens."""
     return batch["tokens", "advantages"][batch[WRITTEN]].tolist()
 
 
 def branch(count: int, reward: float, calls: int, number: int = 0, **fields) -> Rollout:
-    """A rollout of ``count`` calls of a token each, the first ``calls`` of them another's."""
+    """Make a rollout of ``count`` calls of a token, the first ``calls`` of them another's."""
     return played([(None, 1, None)] * count, reward, fork=Fork(calls, number, 9), **fields)
 
 
@@ -59,7 +59,7 @@ def branch(count: int, reward: float, calls: int, number: int = 0, **fields) -> 
 
 @pytest.fixture
 def tree() -> list[Rollout]:
-    """Two rollouts; from the first, two branch off after a call, and one after two."""
+    """Return two rollouts; two branch off from the first after a call, and one after two."""
     return [
         played([(None, 1, None)] * 3, 1.0),
         branch(2, 0.0, 1, 0),
@@ -137,7 +137,7 @@ def test_a_rollout_that_recorded_no_calls_has_those_of_its_mask(make_rollout):
 
 
 def test_the_gradient_of_a_tree_is_unbiased_and_has_less_noise_than_grpos_at_equal_tokens():
-    """Where the first turn decides most. The gradients are known, and the seed is fixed."""
+    """The first turn decides most in this game. The gradients are known, and the seed is fixed."""
     measured = benchmark.run(groups=600, seed=0)
     assert measured["noise_over_grpo_plan"] < 0.9
     for title in benchmark.GAMES:
@@ -189,7 +189,7 @@ def test_a_fork_that_is_not_in_the_rollout_is_named(calls):
 
 
 async def play(client, prompt):
-    """A program: two questions, and a third that depends on what was answered."""
+    """Ask two questions, and a third that depends on what was answered, as a program does."""
     messages = prompt.prompt
     for _ in range(2):
         answer = await client.chat(messages)
@@ -419,7 +419,7 @@ def test_other_advantages_are_refused(tiny_model, tmp_path):
 
 
 def gradient(stops: float, wins: float, by_all: bool, games: int = 3) -> float:
-    """d/d(the first turn's logit) of what a batch of trees gives, over all batches there are.
+    """Return d/d(the first turn's logit) of a batch of trees, over all batches there are.
 
     A game stops (and pays 0.8) or goes on; then it wins 1 or nothing. One that goes on has a branch
     before its second turn. A batch's sum is divided by its games, or by its branches, too.

@@ -497,7 +497,7 @@ STEPS = st.lists(
 
 
 def require_exact(rollout: Rollout, engine: Hashing) -> None:
-    """Tokens with a loss are those that were generated, with their numbers, and each once."""
+    """Require that tokens with a loss are those generated, with their numbers, each once."""
     rows = rollout.rows
     trained = [[False] * len(row.token_ids) for row in rows]
     for call in rollout.calls:

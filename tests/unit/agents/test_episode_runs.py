@@ -31,7 +31,7 @@ from tests.support.tolerances import distance
 
 @pytest.fixture
 def talk(make_rollout):
-    """Two rows of the run's policy, and one of a critic; a call of the first was held to a form."""
+    """Make two rows of the run's policy, and a critic's; a call of the first was held to a form."""
 
     def make(**fields):
         rollout = make_rollout(
@@ -226,7 +226,7 @@ def fit(tiny_model, tmp_path, engine, *callbacks, ckpt_path=None, **options):
 
 @pytest.fixture(scope="module")
 def whole(tiny_model, tmp_path_factory):
-    """Two iterations without interruption: module, what was seen of it, and its directory."""
+    """Run two iterations without interruption; return module, what was seen, and directory."""
     directory, engine = tmp_path_factory.mktemp("whole"), Counting()
     recorder = RolloutRecorder(num_groups=None)
     return *fit(tiny_model, directory, engine, recorder), directory, engine

@@ -86,7 +86,7 @@ def toolbox_of():
 
 
 def answers(toolbox, *asked):
-    """Replies to calls given as (name, arguments), of which a server may be called by several."""
+    """Return replies to calls given as (name, arguments); a server may get several."""
     calls = [
         {"id": f"call{i:05d}", "type": "function", "function": {"name": n, "arguments": a}}
         for i, (n, a) in enumerate(asked)

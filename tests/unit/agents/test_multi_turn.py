@@ -269,7 +269,7 @@ def test_a_state_is_named_by_text(play):
 
 
 def cut(rollout: Rollout, count: int) -> Rollout:
-    """The rollout as it was after ``count`` tokens, through JSON's primitives."""
+    """Return the rollout as it was after ``count`` tokens, through JSON's primitives."""
     record = rollout.to_dict() | {"status": "aborted", "finish_reason": "abort"}
     [row] = record["rows"]
     for name in ("token_ids", "loss_mask", "logprobs", "versions"):
@@ -624,7 +624,7 @@ def test_the_environments_reward_is_a_reward(play):
 
 @pytest.fixture
 def two_turns(make_rollout):
-    """A packed pair; the first has an environment's two tokens between two of the model's."""
+    """Pack a pair; the first has an environment's two tokens between two of the model's."""
     first = make_rollout([3], [4, 2, 5, 1], loss_mask=[True, False, False, True], reward=1.0)
     return pack_rollouts([first, make_rollout([3], [1], reward=0.0)])
 

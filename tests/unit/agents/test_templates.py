@@ -75,7 +75,7 @@ def test_tool_results_follow_in_their_order():
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_tokens_grown_turn_by_turn_are_those_of_the_whole_chat(name):
-    """What the model lived through is what a server will show it."""
+    """A server will show the model what it lived through."""
     tokenizer = chat_tokenizer(name)
     template = TurnTemplate(tokenizer, {"tools": [TOOL]})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
@@ -102,7 +102,7 @@ def test_chats_of_qwen2_5_are_grown_exactly_too():
 
 
 def with_ends(name, eos, *ends, **options):
-    """A tokenizer of the named template that has these ends beside its own."""
+    """Return a tokenizer of the named template that has these ends beside its own."""
     tokenizer = chat_tokenizer(name, eos=eos, **options)
     tokenizer.add_special_tokens({"additional_special_tokens": list(ends)})
     numbers = tokenizer.convert_tokens_to_ids([eos, *ends])

@@ -69,7 +69,7 @@ def run(agent, rollout, engine, sampling=SAMPLING):
 
 
 def texts_by_mask(tokenizer, rollout):
-    """What was written, and what was given."""
+    """Return what was written, and what was given."""
     [row] = rollout.rows
     pairs = list(zip(row.token_ids, row.loss_mask, strict=True))
     parts = ([token for token, mine in pairs if mine is wanted] for wanted in (True, False))

@@ -35,7 +35,7 @@ async def pick(colour: Literal["red", "blue"], names: list[str] | None = None) -
 
 
 def answer(functions, *asked, timeout=5.0):
-    """Replies to calls given as (name, arguments)."""
+    """Return replies to calls given as (name, arguments)."""
     calls = [
         {"id": f"call{i:05d}", "type": "function", "function": {"name": n, "arguments": a}}
         for i, (n, a) in enumerate(asked)

@@ -17,7 +17,7 @@ def grpo_batch(make_rollout, rewards, groups):
 
 
 def per_rollout(batch):
-    """Each rollout here is one prompt token and two model tokens: (R, 3)."""
+    """Return a number per rollout of one prompt token and two model tokens: (R, 3)."""
     return batch["tokens", "advantages"].reshape(-1, 3)
 
 
@@ -62,7 +62,7 @@ def test_group_statistics_match_torch():
 
 
 def recursion(rewards, values, gamma, lam):
-    """GAE of one rollout, as it stands in the paper."""
+    """Compute GAE of one rollout, as it stands in the paper."""
     advantages, carry, after = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         carry = reward + gamma * after - value + gamma * lam * carry

@@ -17,7 +17,7 @@ from tests.support.algorithms import parts_of
 
 
 def with_token_rewards(batch, seed: int):
-    """A reward on every model token, such as a KL penalty's."""
+    """Add a reward on every model token, such as a KL penalty's."""
     generator = torch.Generator().manual_seed(seed)
     mask = batch["tokens", "loss_mask"]
     batch["tokens", "token_rewards"] = torch.randn(len(mask), generator=generator) * mask
@@ -25,7 +25,7 @@ def with_token_rewards(batch, seed: int):
 
 
 def turns(batch):
-    """Per rollout: reward, group, and the places of its model tokens, as plain Python numbers."""
+    """Return each rollout's reward, group, and places of model tokens, as plain Python numbers."""
     starts = [0, *batch["rollouts", "length"].cumsum(0).tolist()]
     mask = batch["tokens", "loss_mask"].tolist()
     for row, (reward, group) in enumerate(
@@ -39,7 +39,7 @@ def turns(batch):
 
 @pytest.mark.parametrize("name", parts_of(Advantage))
 def test_a_batch_without_rows_has_no_advantages(name):
-    """Of a process all of whose groups failed, while others have some."""
+    """All groups of a process may have failed, while others have some."""
     batch = pack_rollouts([])
     batch["tokens", "values"] = torch.zeros(0)
     assert parts_of(Advantage)[name](batch)["tokens", "advantages"].shape == (0,)
@@ -61,7 +61,7 @@ def judge(completions):
 
 
 def given(batch, advantage):
-    """The advantage of each rollout, of a prompt token and one model token."""
+    """Return the advantage of each rollout, of a prompt token and one model token."""
     return advantage(batch)["tokens", "advantages"].reshape(-1, 2)[:, 1].tolist()
 
 

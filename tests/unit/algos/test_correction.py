@@ -30,7 +30,7 @@ from tests.support.small_run import data_module, grpo, trainer_of
 
 
 def tokens_of(ratios, row, old=-2.0) -> TensorDict:
-    """Tokens whose importance weights (old policy over engine) are ``ratios``, in float64."""
+    """Make tokens whose importance weights (old policy over engine) are ``ratios``, in float64."""
     old_logprobs = torch.full((len(ratios),), old, dtype=torch.double)
     engine = old_logprobs - torch.tensor(ratios, dtype=torch.double).log()
     return TensorDict(

@@ -20,7 +20,7 @@ from tests.support.updates import sgd
 
 
 def taught(make_rollout, theirs, ids=None, top=None, **fields):
-    """A rollout of some tokens that a teacher has looked at."""
+    """Make a rollout of some tokens that a teacher has looked at."""
     count = len(theirs)
     ids = torch.zeros(count, 0, dtype=torch.long) if ids is None else torch.tensor(ids)
     top = torch.zeros(count, 0) if top is None else torch.tensor(top)
@@ -82,7 +82,7 @@ def test_each_token_gets_its_own_difference(make_rollout):
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 def test_divergences_are_those_of_torch(beta):
-    """As TRL's GKDTrainer computes them: torch's kl_div(x, y) is KL(y || x)."""
+    """TRL's GKDTrainer computes them so: torch's kl_div(x, y) is KL(y || x)."""
     generator = torch.Generator().manual_seed(1)
     draws = torch.randn(2, 5, 9, generator=generator, dtype=torch.double)
     teacher, student = (3 * draws).log_softmax(-1)
@@ -169,7 +169,7 @@ class Noting(Reinforce):
 
 @pytest.mark.parametrize("beside", [None, GRPO()])
 def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_on, beside):
-    """Whoever wrote the tokens had other weights: -2 each, far from what the policy says."""
+    """Other weights wrote the tokens: -2 each, far from what the policy says."""
     rollouts = [
         taught(
             make_rollout, [-0.5, math.nan], reward=float(i), sample_index=i, logprobs=[-2.0, -2.0]

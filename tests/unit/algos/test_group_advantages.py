@@ -18,7 +18,7 @@ ALL = [GRPO(), GRPO(False), DrGRPO(), RLOO(), MaxRL(), PassAtK(k=2), OPMD(tau=0.
 
 
 def advantages(advantage, make_rollout, rewards, groups=None) -> list[float]:
-    """One number per rollout; each is a prompt token and one model token."""
+    """Return one number per rollout, each of a prompt token and one model token."""
     groups = groups or "a" * len(rewards)
     pairs = zip(rewards, groups, strict=True)
     batch = pack_rollouts([make_rollout([3], [1], reward=r, group_id=g) for r, g in pairs])
@@ -102,13 +102,13 @@ def reference_rloo(rewards):
 
 
 def reference_maxrl(rewards):
-    """N (r / sum of rewards - 1 / N): the log likelihood's estimator less its control variate."""
+    """Return N (r / sum of rewards - 1 / N): the log likelihood's estimator, less its variate."""
     n, total = len(rewards), sum(rewards)
     return [n * (r / total - 1 / n) for r in rewards] if total else [0.0] * n
 
 
 def reference_pass_at_k(rewards, k):
-    """All sets of k: a set's reward is its best, its advantage standardised, averaged by member."""
+    """Take all sets of k: a set's reward is its best, standardised and averaged by member."""
     sets = list(combinations(range(len(rewards)), k))
     best = [max(float(rewards[i] >= 1) for i in members) for members in sets]
     mean = fmean(best)
@@ -122,7 +122,7 @@ def reference_pass_at_k(rewards, k):
 
 
 def reference_opmd(rewards, tau):
-    """tau log Z by logsumexp; dividing by 1 + tau is the regularised step's length."""
+    """Compute tau log Z by logsumexp; dividing by 1 + tau is the regularised step's length."""
     z = torch.tensor(rewards, dtype=torch.double) / tau
     baseline = tau * (float(z.logsumexp(0)) - math.log(len(rewards)))
     return [(r - baseline) / (1 + tau) for r in rewards]
@@ -158,7 +158,7 @@ def test_parity_in_float64(make_rollout, advantage, reference):
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("p", [0.1, 0.6])
 def test_maxrl_estimates_the_gradient_of_the_truncated_log_likelihood(n, p):
-    """Over all outcomes of n draws: log p = -sum (1 - p)^k / k, of which it takes n - 1 terms."""
+    """MaxRL takes n - 1 terms of log p = -sum (1 - p)^k / k, over all outcomes of n draws."""
     expected = sum((1 - p) ** (k - 1) for k in range(1, n))  # d/dp of these terms
     score = {1.0: 1 / p, 0.0: -1 / (1 - p)}  # d log P(outcome) / dp
     mean = 0.0

@@ -14,7 +14,7 @@ from lightning_rl.errors import ConfigError
 
 
 def ppo(ratios: list[float], advantages: list[float], **bounds: float):
-    """Loss, gradient by logprob, and metrics, for given ratios to the old policy."""
+    """Return loss, gradient by logprob, and metrics, for given ratios to the old policy."""
     logprobs = torch.tensor(ratios).log().requires_grad_()
     tokens = TensorDict(
         {"old_logprobs": torch.zeros(len(ratios)), "advantages": torch.tensor(advantages)},
@@ -119,7 +119,7 @@ def test_a_kl_coefficient_of_zero_is_refused():
 
 @pytest.fixture
 def uneven(make_rollout) -> TensorDict:
-    """Model tokens: 1 of 2 in the first rollout, 3 in the second."""
+    """Pack model tokens: 1 of 2 in the first rollout, 3 in the second."""
     return pack_rollouts(
         [make_rollout([3], [4, 5], loss_mask=[True, False]), make_rollout([3], [4, 5, 1])]
     )

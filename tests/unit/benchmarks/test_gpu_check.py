@@ -1,4 +1,4 @@
-"""What runs the checks of a GPU machine: records are whole, and nothing stops the others."""
+"""Test the runner of a GPU machine's checks: records are whole, and nothing stops the others."""
 
 import json
 import os

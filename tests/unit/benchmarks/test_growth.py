@@ -1,4 +1,4 @@
-"""benchmarks.growth.fits: exponents of numbers whose law is known."""
+"""Test benchmarks.growth.fits: it finds the exponents of numbers whose law is known."""
 
 import math
 

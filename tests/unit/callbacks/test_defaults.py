@@ -35,7 +35,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch, tmp_path):
-    """The working directory, with a good configuration."""
+    """Prepare the working directory, with a good configuration."""
     monkeypatch.chdir(furnished)
     monkeypatch.syspath_prepend(furnished)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
@@ -44,7 +44,7 @@ def place(furnished, monkeypatch, tmp_path):
 
 
 def built(kind: str, directory, **trainer) -> Built:
-    """The objects of a configuration that says nothing of callbacks."""
+    """Build the objects of a configuration that says nothing of callbacks."""
     module, data, _ = RUNS[kind]
     config = {"model": dict(CONFIG["model"], class_path=module), "data": CONFIG["data"]}
     if data is not None:

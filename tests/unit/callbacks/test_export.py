@@ -1,4 +1,4 @@
-"""What lies beside an exported model, and folders that are whole or as they were."""
+"""Test what lies beside an exported model, and that folders are whole or as they were."""
 
 import json
 import os

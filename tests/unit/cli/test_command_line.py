@@ -14,7 +14,7 @@ from tests.support.bad_configs import CONFIG
 
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch):
-    """The working directory, with a good configuration."""
+    """Prepare the working directory, with a good configuration."""
     monkeypatch.chdir(furnished)
     monkeypatch.syspath_prepend(furnished)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards

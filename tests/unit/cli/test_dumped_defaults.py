@@ -124,7 +124,7 @@ REWARDS = ("EnvironmentReward", "Isolated", "LLMJudge", "OverlongPenalty", "Pyth
 
 
 def hints_in(hint: Any) -> Iterator[Any]:
-    """A hint, and those of the items that it lets a list or mapping hold."""
+    """Yield a hint, and those of the items that it lets a list or mapping hold."""
     yield hint
     for inner in (item_hint(hint), mapping_hint(hint)):
         if inner is not None:
@@ -132,7 +132,7 @@ def hints_in(hint: Any) -> Iterator[Any]:
 
 
 def nameable() -> dict[str, Any]:
-    """Public classes that a configuration can name, each with the hint of an argument for it."""
+    """Return public classes that a configuration can name, each with a fitting argument's hint."""
     names.load_all()
     public = [names.public(name) for name in names.MODULE_OF]
     public = [c for c in public if inspect.isclass(c) and not inspect.isabstract(c)]

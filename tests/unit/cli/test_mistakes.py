@@ -26,7 +26,7 @@ class HasLength:
 
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch) -> Path:
-    """The working directory, with a module that is broken and one with a reward's class."""
+    """Prepare the working directory, with a broken module and one with a reward's class."""
     monkeypatch.chdir(furnished)
     monkeypatch.syspath_prepend(furnished)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
@@ -37,7 +37,7 @@ def place(furnished, monkeypatch) -> Path:
 
 
 def require_message(status: int, message: str, words: list[str]) -> None:
-    """A few lines that say all this, neither usage text nor a traceback."""
+    """Require a few lines that say all this, neither usage text nor a traceback."""
     assert [word for word in words if word not in message] == []
     assert status == 2
     assert "Traceback" not in message
@@ -48,7 +48,7 @@ GONE = object()  # remove the key
 
 
 def changed(name: str, value: Any) -> dict[str, Any]:
-    """The good configuration with one dotted key set."""
+    """Return the good configuration with one dotted key set."""
     config = copy.deepcopy(CONFIG)
     *above, last = name.split(".")
     node: Any = config
@@ -151,7 +151,7 @@ URLS = {
 
 @pytest.mark.parametrize("case", URLS)
 def test_a_url_where_a_run_writes_is_refused_by_its_key(case, place):
-    """Also where Lightning would ask for s3fs first, which does not help."""
+    """The key is refused where Lightning would ask for s3fs first, too, which does not help."""
     before = sorted(place.iterdir())
     require_message(*complaint(case), [f"{URLS[case]}='{S3}", "is a URL", "choose a local"])
     assert sorted(place.iterdir()) == before

@@ -55,7 +55,7 @@ def test_reward_spread_looks_at_graded_rollouts_only(make_rollout):
 
 
 def test_reward_spread_of_one_part(make_rollout):
-    """All are wrong, and only their form differs: nothing to learn of what is right."""
+    """The rewards differ in form only, since all are wrong: nothing tells what is right."""
     group = group_of(make_rollout, 0.0, 0.1, 0.1)
     for rollout, form in zip(group, (0.0, 0.1, 0.1), strict=True):
         rollout.reward_parts = {"exact": 0.0, "form": form}

@@ -41,7 +41,7 @@ from tests.support.small_run import (
 
 
 def of_all(*rewards):
-    """The agent, plan and rewards of sets that have none of their own."""
+    """Return the agent, plan and rewards of sets that have none of their own."""
     return SingleTurn(), GroupPlan(), Rewards(list(rewards))
 
 
@@ -183,7 +183,7 @@ class Unasked(FakeEngine):
 
 
 def grader(*sets: PromptSet):
-    """What grades these sets; those without rewards of their own, for sevens."""
+    """Return the grader of these sets; it rewards sevens in those without rewards of their own."""
     return grader_of(tasks_of(Mixture(sets), *of_all(sevens), Sampling(), 2, 1.0))
 
 
@@ -196,7 +196,7 @@ def odd_first(completions, **_):
 
 
 def collected(mixture, tokenizer, collector, filters=(), count=4):
-    """Two iterations' batches: a is answered by one agent and b by another."""
+    """Collect two iterations' batches: a is answered by one agent and b by another."""
     agents = Says(10), Says(6)
     made = mixture(
         RoundRobin(),

@@ -32,7 +32,7 @@ from tests.support.small_run import share_of_sevens, trainer_of
 
 @pytest.fixture
 def make_group(make_rollout):
-    """A group of two, named by its iteration and place; both tokens of its version."""
+    """Make a group of two, named by its iteration and place; both tokens of its version."""
 
     def make(iteration, place, rewards=(0.0, 1.0), version=None):
         versions = [iteration if version is None else version] * 2
@@ -234,7 +234,7 @@ ENTRIES = [
 
 
 def shares(sampler, draws=4000) -> list[float]:
-    """How often each entry is drawn when one is."""
+    """Return how often each entry is drawn when one is."""
     random = np.random.default_rng(0)
     places = [sampler.choose(ENTRIES, 1, random)[0].place for _ in range(draws)]
     return [places.count(entry.place) / draws for entry in ENTRIES]

@@ -45,7 +45,7 @@ PLACES = {"model": PolicyModule, "data": RLDataModule, "trainer": Trainer}
 
 
 def is_ours(name: str) -> bool:
-    """Whether ``name``, as tables have it, is an argument or a public class."""
+    """Tell whether ``name``, as tables have it, is an argument or a public class."""
     place, _, argument = name.partition(".")
     if not argument:
         return place == "seed_everything" or place in MODULE_OF

@@ -13,7 +13,7 @@ from lightning_rl.errors import ConfigError
 
 
 def parts(result):
-    """The arguments of model and data."""
+    """Return the arguments of model and data."""
     return result.config["model"]["init_args"], result.config["data"]["init_args"]
 
 

@@ -1,4 +1,4 @@
-"""prime-rl's rl.toml as ours."""
+"""Test how prime-rl's rl.toml is converted."""
 
 import tomllib
 

@@ -193,7 +193,7 @@ def rows(library):
 
 
 def cases(library):
-    """An option's name, and the options that are set."""
+    """Yield an option's name, and the options that are set."""
     for row in rows(library):
         if row.theirs in WITHOUT[library]:
             continue
@@ -215,7 +215,7 @@ def test_each_option_has_a_formula(library):
 
 @pytest.fixture(scope="module")
 def batches(random_batch):
-    """Batches in float64 whose logprobs moved by some nats: by group size, and on-policy or not."""
+    """Make float64 batches whose logprobs moved: by group size, and on-policy or not."""
 
     def make(group_size, on_policy):
         batch = random_batch(11, groups=GROUPS * SIZE // group_size, group_size=group_size,
@@ -281,7 +281,7 @@ def theirs_of(objective, options, batch, leaves):
 
 
 def ours_of(result: Conversion, batch, leaves):
-    """The first minibatch's loss, put together as a PolicyModule does it."""
+    """Return the first minibatch's loss, put together as a PolicyModule does it."""
     model = result.config["model"]["init_args"]
     parts = {name: part_of(model[name]) for name in PARTS if name in model}
     batch = batch.clone()

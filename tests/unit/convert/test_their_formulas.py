@@ -1,4 +1,4 @@
-"""What docs/convert/*.md say of numbers, against the formulas of both in float64.
+"""Test the numbers of docs/convert/*.md against the formulas of both sides in float64.
 
 Their formulas are written here on padded tensors (B, T) with a mask, as they have them.
 """
@@ -22,7 +22,7 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-13}
 
 @pytest.fixture
 def batch(random_batch):
-    """Four groups of three, in float64, with logprobs that moved by up to some nats."""
+    """Make four groups of three, in float64, with logprobs that moved by up to some nats."""
     batch = random_batch(11, groups=4, longest=12)
     generator = torch.Generator().manual_seed(1)
     live = batch["tokens", "loss_mask"]
@@ -58,7 +58,7 @@ class Padded:
 
 
 def our_gradient(batch, loss, aggregation) -> torch.Tensor:
-    """Of the aggregated loss with respect to the model tokens' logprobs."""
+    """Return the gradient of the aggregated loss by the model tokens' logprobs."""
     padded = Padded(batch)
     tokens = batch["tokens"][padded.live]
     tokens["row"] = padded.row
@@ -70,7 +70,7 @@ def our_gradient(batch, loss, aggregation) -> torch.Tensor:
 
 
 def their_gradient(batch, loss) -> torch.Tensor:
-    """Of ``loss(logprobs, padded)`` with respect to the same."""
+    """Return the gradient of ``loss(logprobs, padded)`` by the same."""
     padded = Padded(batch)
     logprobs = padded(batch["tokens", "logprobs"]).requires_grad_()
     return padded.flat(torch.autograd.grad(loss(logprobs, padded), logprobs)[0])
@@ -201,7 +201,7 @@ def test_the_critic_of_verl_has_coef_one(batch):
 
 
 def whitened(values):
-    """verl's masked_whiten, of an unbiased variance."""
+    """Whiten as verl's masked_whiten does, by an unbiased variance."""
     return (values - values.mean()) * (values.var() + 1e-8).rsqrt()
 
 

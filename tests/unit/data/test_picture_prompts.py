@@ -62,7 +62,7 @@ def loaded(prompts, tokenizer):
 
 
 def require_both(prompt, tokenizer):
-    """The prompt that shows RED, then BLUE, then asks."""
+    """Require the prompt that shows RED, then BLUE, then asks."""
     assert [one.data for one in prompt.pictures] == [RED, BLUE]
     assert prompt.prompt == ask(PLACE, PLACE)
     pad, end = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|vision_end|>"])

@@ -1,4 +1,4 @@
-"""vLLM servers without vLLM: their processes, commands, answers and refusals."""
+"""Test vLLM servers without vLLM: their processes, commands, answers and refusals."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ def test_a_workers_error_keeps_its_class():
 
 
 def test_servers_on_one_machine_have_cores_of_their_own(monkeypatch):
-    """vLLM itself would bind each of them to the same."""
+    """vLLM itself would bind each of them to the same cores."""
     bind = "VLLM_CPU_OMP_THREADS_BIND"
     monkeypatch.delenv(bind, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

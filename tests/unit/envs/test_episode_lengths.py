@@ -48,7 +48,7 @@ def test_which_steps_are_of_short_episodes(done, carried, least, expected):
 
 
 def batch_of(env, least, envs=4, steps=40):
-    """A batch as the data module marks it, its agent, and the episodes that ended in it."""
+    """Return a batch as the data module marks it, its agent, and the episodes that ended."""
     made = collector_of(env, None, 60.0)
     made.start(0, 0, envs)
     torch.manual_seed(0)

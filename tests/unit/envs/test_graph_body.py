@@ -35,7 +35,7 @@ def body(**options) -> GraphBody:
 
 
 def observations(batch: int = 5) -> dict[str, torch.Tensor]:
-    """Two graphs of four nodes, of which the second's last is padding."""
+    """Return two graphs of four nodes, of which the second's last is padding."""
     exists = torch.ones(batch, NODES)
     exists[:, -1] = 0
     edges = torch.zeros(batch, NODES, NODES)

@@ -47,7 +47,7 @@ def fit(module, datamodule, tmp_path, *callbacks, **options):
 
 
 class Rows(Callback):
-    """What each iteration recorded."""
+    """Records the metrics of each iteration."""
 
     def __init__(self):
         self.rows = []

@@ -22,7 +22,7 @@ WALKER = SimpleNamespace(
 
 
 def batch():
-    """Two environments, three steps; what is seen is 10 e + t, and 100 more after a step.
+    """Make two environments, three steps; what is seen is 10 e + t, and 100 more after a step.
 
     Environment 0 is cut after its step 1, environment 1 comes to its end after step 0.
     """
@@ -43,7 +43,7 @@ def batch():
 
 
 def rows(*numbers):
-    """Rows that can be told apart."""
+    """Return rows that can be told apart."""
     values = torch.tensor(numbers, dtype=torch.float32)
     return TensorDict({"agent": {"observation": values}}, [len(numbers)])
 

@@ -33,7 +33,7 @@ def assistant(text):
 
 
 def played(conversation, *answers):
-    """One answer for each turn, whose speaker is alone."""
+    """Play one answer for each turn, whose speaker is alone."""
     for answer in answers:
         [agent] = conversation.asks()
         conversation = conversation.after({agent: answer})

@@ -23,7 +23,7 @@ def tokens(rollout, call, advantage, weight, episode=None, old=-1.0):
 
 
 def derivatives(update, players, logprobs):
-    """Of each player's loss, by the log probabilities of all: the first ones, and the second."""
+    """Differentiate each player's loss by the log probabilities of all, once and twice."""
 
     def loss(number, *given):
         return conversation_losses(update, players, given)[number]

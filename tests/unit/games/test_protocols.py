@@ -14,7 +14,7 @@ from lightning_rl.games.protocols.zero_knowledge import ZeroKnowledge
 
 
 def speakers(protocol: Protocol) -> str:
-    """The initials of who speaks in each round, by the schedule."""
+    """Return the initials of who speaks in each round, by the schedule."""
     rounds = torch.arange(protocol.max_message_rounds)
     told = {name: protocol.speaks(name, rounds).tolist() for name in protocol.agent_names}
     return "".join(
@@ -122,7 +122,7 @@ PROVERS = ["prover0", "prover1"]
 
 
 def places(protocol, seed=0):
-    """By agent and channel, the rounds in which the agent is active there."""
+    """Return the rounds in which an agent is active, by agent and channel."""
     rounds = torch.arange(protocol.max_message_rounds)
     return {
         (name, channel): protocol.is_active(name, channel, rounds, seed)
@@ -172,7 +172,7 @@ def test_merlin_or_morgana_speaks_by_the_seed():
 
 
 def speakers_by_seed(protocol, seed):
-    """The last letters of who speaks in each round; the verifier is v."""
+    """Return the last letters of who speaks in each round; the verifier is v."""
     names = {"prover0": "0", "prover1": "1", "verifier": "v"}
     return "".join(
         sign

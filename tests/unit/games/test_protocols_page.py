@@ -17,7 +17,7 @@ FILES = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', PAGE, re.DOTAL
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-    """The page's files, as modules."""
+    """Yield the page's files, as modules."""
     place = tmp_path_factory.mktemp("mine")
     for name, code in FILES.items():
         (place / f"{name}.py").write_text(code)

@@ -28,7 +28,7 @@ ROLES = ("first", "second")
 
 
 class Rows(RLCallback):
-    """Of metrics."""
+    """Records rows of metrics."""
 
     def __init__(self) -> None:
         self.rows = []
@@ -39,7 +39,7 @@ class Rows(RLCallback):
 
 @pytest.fixture(scope="module")
 def two_roles(random_rollouts):
-    """Rollouts of two rows, one for each role, which are paid differently."""
+    """Make rollouts of two rows, one for each role, which are paid differently."""
 
     def make(seed: int):
         pairs = zip(random_rollouts(seed), random_rollouts(seed + 100), strict=True)
@@ -60,7 +60,7 @@ def batches_of(two_roles, roles=ROLES, count=3):
 
 
 def alone(rollouts, role: str):
-    """The rows of one role, as rollouts of their own."""
+    """Return the rows of one role, as rollouts of their own."""
     found = []
     for rollout in rollouts:
         [row] = [row for row in rollout.rows if row.role == role]
@@ -180,7 +180,7 @@ def test_a_guard_acts_on_the_policy_that_broke_its_bound(tiny_model, train_on, t
 
 
 def test_a_run_ends_when_a_policy_has_no_signal_left(tiny_model, train_on, two_roles):
-    """All that one of two policies writes is paid alike, as by a verifier that accepts it all."""
+    """A verifier that accepts everything pays all that one of two policies writes alike."""
     module, config = roles_module(tiny_model), yaml.safe_load(no_signal_left())
     [guard] = parse(list[Callback], config["trainer"]["callbacks"])
     assert isinstance(guard, ZeroAdvantageGuard)
@@ -199,7 +199,7 @@ def test_a_run_ends_when_a_policy_has_no_signal_left(tiny_model, train_on, two_r
 
 
 def no_signal_left() -> str:
-    """The configuration that the page of guards has for this."""
+    """Return the configuration that the page of guards has for this."""
     section = (
         Path("docs/guards.md")
         .read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def fit(module, data, tmp_path, **options):
 
 
 def trained(tmp_path, body=None, **options):
-    """A checkpoint."""
+    """Train and return a checkpoint."""
     module = SoloModule(ClassHead(3), body if body is not None else MLPBody([16], "relu"))
     trainer = fit(module, SoloDataModule(poles(), seed=0), tmp_path, **options)
     trainer.save_checkpoint(tmp_path / "solo.ckpt")

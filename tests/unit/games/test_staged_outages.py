@@ -113,7 +113,7 @@ STATES = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict:
-    """The state of a run of one iteration."""
+    """Return the state of a run of one iteration."""
     directory = tmp_path_factory.mktemp("whole")
     with serving(OpenAIServer()) as server:
         staged(directory, server.url, iterations=1).fit()

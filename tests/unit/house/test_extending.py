@@ -27,7 +27,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-    """The pages' files, as modules by the part they are about."""
+    """Yield the pages' files, as modules by the part they are about."""
     place = tmp_path_factory.mktemp("mine")
     for name, code in FILES.items():
         (place / f"{name}.py").write_text(code)
@@ -160,7 +160,7 @@ def test_an_agent_of_ones_own_calls_a_model_as_it_likes(mine, tiny_model, tmp_pa
 
 
 def in_env(place, env, module, iterations):
-    """The mean reward of held-out episodes, before and after a run."""
+    """Return the mean reward of held-out episodes, before and after a run."""
     data = EnvDataModule(
         env, num_envs=8, frames_per_iteration=320, iterations_per_epoch=iterations, eval_episodes=20
     )

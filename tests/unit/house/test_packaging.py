@@ -1,4 +1,4 @@
-"""setup.cfg, the disk, the pins and what a built wheel and sdist hold agree with each other."""
+"""Test that setup.cfg, the disk, the pins, and a built wheel and sdist agree with each other."""
 
 import configparser
 import os

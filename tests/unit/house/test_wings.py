@@ -26,18 +26,18 @@ def library() -> set[Arrow]:
 
 
 def room(module: str) -> str:
-    """The first folder, or file, below the package."""
+    """Return the first folder, or file, below the package."""
     return module.split(".")[1] if "." in module else module
 
 
 def part(module: str) -> tuple[str, str]:
-    """A module's room, and the folder or file of it that the module is in; "" is the room."""
+    """Return a module's room, and its folder or file in there; "" is the room itself."""
     _, _, inside = module.removeprefix("lightning_rl.").partition(".")
     return room(module), inside.partition(".")[0]
 
 
 def not_allowed(found: set[Arrow]) -> list[str]:
-    """Arrows into a wing or an optional room that do not come from where they may."""
+    """Return arrows into a wing or an optional room that do not come from where they may."""
     wrong = []
     for arrow in sorted(found, key=str):
         above, below = room(arrow.importer), room(arrow.imported)
@@ -49,7 +49,7 @@ def not_allowed(found: set[Arrow]) -> list[str]:
 
 
 def into_tools(found: set[Arrow]) -> list[str]:
-    """Arrows into a command's folder that come from elsewhere than they may."""
+    """Return arrows into a command's folder that come from elsewhere than they may."""
     wrong = []
     for arrow in sorted(found, key=str):
         (_, above), (other, below) = part(arrow.importer), part(arrow.imported)
@@ -60,7 +60,7 @@ def into_tools(found: set[Arrow]) -> list[str]:
 
 
 def inside_out(found: set[Arrow]) -> list[str]:
-    """Arrows from a part of a wing to one that does not stand before it, or to no part of it."""
+    """Return arrows from a wing's part to one that does not stand before it, or to no part."""
     wrong = []
     for arrow in sorted(found, key=str):
         wing, above = part(arrow.importer)

@@ -1,4 +1,4 @@
-"""What is infinite or NaN: refused as a setting, bounded in a ratio, kept from the weights."""
+"""Test infinite and NaN values: refused as a setting, bounded in a ratio, kept from the weights."""
 
 import math
 import re
@@ -118,7 +118,7 @@ LOSSES = [*public_losses(), rl.PPOClip(dual_clip=3.0)]
 
 
 def gradient_of(loss, log_ratio: float, advantage: float):
-    """Value and gradient of one token, in float32, whose policy moved by ``log_ratio`` nats."""
+    """Return value and gradient of a float32 token, whose policy moved by ``log_ratio`` nats."""
     logprobs = torch.tensor([-1.0], requires_grad=True)
     tokens = TensorDict(
         {

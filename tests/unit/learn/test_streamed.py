@@ -51,7 +51,7 @@ GROUPS, GROUP_SIZE = 5, 4
 
 @pytest.fixture
 def in_double(in_double, monkeypatch):
-    """Streamed groups too, as the batches of these tests are."""
+    """Stream groups in float64, too, as the batches of these tests are."""
     monkeypatch.setattr(
         "lightning_rl.learn.streamed.pack_rollouts",
         lambda *given: doubled(pack_rollouts(*given)),
@@ -126,7 +126,7 @@ ALGORITHMS = {
 
 
 def fitted_both_ways(tiny_model, rollouts, streaming, **options):
-    """Metrics and module of one iteration, streamed by ``streaming(module, groups)``, and not."""
+    """Fit one iteration streamed by ``streaming(module, groups)``, and not; return both."""
     modules = []
     for stream_first in (True, False):
         torch.manual_seed(0)  # of a critic's first weights
@@ -377,7 +377,7 @@ def test_what_a_callback_decides_is_done(tiny_model, tmp_path):
 
 
 class Stops(Exception):
-    """On purpose."""
+    """An error that a test raises on purpose."""
 
 
 class Breaks(LotEngine):
@@ -417,7 +417,7 @@ def test_a_run_that_broke_in_the_middle_of_a_stream_goes_on(tiny_model, tmp_path
 
 
 def test_the_routing_of_streamed_scores_is_replayed(tmp_path, random_rollouts, in_double):
-    """As if the batch had been scored as a whole."""
+    """The result is the same as if the batch had been scored as a whole."""
     model = saved_mixture("qwen3_moe", tmp_path)
     rollouts = random_rollouts(2, groups=GROUPS, group_size=GROUP_SIZE)
     columns = []

@@ -50,7 +50,7 @@ def said(text, **more):
 
 
 def rows_of(kind, tokenizer):
-    """A row of a kind for each learner: its columns, and a better and a worse completion."""
+    """Return a row for each learner: its columns, and a better and a worse completion."""
     ask, end = [ASK], ends_of(tokenizer).turn
     kinds = {
         "text": ({"prompt": ask}, "4.", "5."),
@@ -81,7 +81,7 @@ KINDS = (*KINDS, "prefilled", "prefilled messages", "tools", "variables")
 
 
 def loaded(data, tokenizer):
-    """The prompt of a row as a learner reads it, and what the learner makes of it."""
+    """Return the prompt of a row as a learner reads it, and what the learner makes of it."""
     data._tokenizer = tokenizer
     prompts = data.train
     prompts.imply(data.implied())
@@ -91,7 +91,7 @@ def loaded(data, tokenizer):
 
 
 def learned(tokenizer, kind):
-    """The better completion of one row as SFT, KTO, DPO and the reward model read it."""
+    """Return the better completion of one row as SFT, KTO, DPO and the reward model read it."""
     columns, good, bad = rows_of(kind, tokenizer)
     one = IterablePrompts([{**columns, "completion": good, "label": True}])
     two = IterablePrompts([{**columns, "chosen": good, "rejected": bad}])
@@ -238,7 +238,7 @@ def test_what_cannot_be_read_is_named(row, match):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Qwen2.5's chats on a model of 2048 positions."""
+    """Make a model of 2048 positions with Qwen2.5's chats."""
     directory = tmp_path_factory.mktemp("model")
     save_chat_model(directory, "qwen2_5")
     return directory

@@ -1,4 +1,4 @@
-"""Which experts ranks have together, and what they cannot; gradients of several meshes."""
+"""Test which experts ranks share, and which they cannot, and gradients of several meshes."""
 
 from types import SimpleNamespace
 
@@ -122,7 +122,7 @@ def test_the_strategy_knows_its_sizes(tmp_path):
 
 
 def test_gradients_are_clipped_as_torch_does():
-    """Those of several meshes: tests/integration/test_layouts.py."""
+    """The gradients of several meshes are tested by tests/integration/test_layouts.py."""
     parameters = [nn.Parameter(torch.ones(*shape).double()) for shape in ((3,), (2, 2))]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)

@@ -26,7 +26,7 @@ IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 2, 9, 1]])
 
 
 def trained(policy: Policy) -> Policy:
-    """As after training: every adapter does something."""
+    """Change a policy as training does: every adapter does something."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -37,7 +37,7 @@ def trained(policy: Policy) -> Policy:
 
 @pytest.fixture(scope="module")
 def untied_model(tiny_model, tmp_path_factory):
-    """A random Llama with an output layer of its own."""
+    """Return a random Llama with an output layer of its own."""
     directory = tmp_path_factory.mktemp("untied")
     save_random_model(
         directory, AutoTokenizer.from_pretrained(tiny_model), LlamaConfig, vocab_size=16,
@@ -53,7 +53,7 @@ def model(request, tiny_model, untied_model):
 
 
 def logits(policy: Policy, model) -> torch.Tensor:
-    """The adapted model's own forward, plain attention, adapters as separate layers."""
+    """Return the adapted model's own forward: plain attention, adapters as separate layers."""
     policy.lm.set_attn_implementation("eager")
     with torch.no_grad():
         return policy.lm(input_ids=IDS, use_cache=False).logits

@@ -26,7 +26,7 @@ def form(request):
 
 @pytest.fixture
 def changed(tiny_model, tmp_path):
-    """A copy of the tiny model whose weights a function changes."""
+    """Return a copy of the tiny model whose weights a function changes."""
 
     def change(function):
         shutil.copytree(tiny_model, tmp_path / "changed")

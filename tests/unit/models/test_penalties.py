@@ -24,7 +24,7 @@ VOCABULARY = 11
 
 
 def naive(logits, target, prompt, written, s: Sampling):
-    """Logprob and entropy in float64, token by token as vLLM's documentation says."""
+    """Return logprob and entropy in float64, token by token as vLLM's documentation says."""
     z = []
     for token, logit in enumerate(logits):
         if token in prompt or token in written:

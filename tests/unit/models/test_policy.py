@@ -32,7 +32,7 @@ def plain(tiny_model):
 
 
 def scored_alone(model, rollouts) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of all model tokens, with one plain forward per rollout."""
+    """Return logprobs and entropies of all model tokens, with one plain forward per rollout."""
     logprobs, entropies = [], []
     for rollout in rollouts:
         ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)

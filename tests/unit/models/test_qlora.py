@@ -53,7 +53,7 @@ def qlora(model, form, **options):
 
 
 def plain_lora(model, quantized):
-    """A LoRA on a plain base that is what a quantised one stands for, with the same adapters."""
+    """Make a LoRA on the plain base that a quantised one stands for, with the same adapters."""
     policy = Policy(str(model), lora=LoRA(rank=4, alpha=8.0))
     base = dict(quantized.named_base_weights())
     theirs = quantized.lm.state_dict()
@@ -67,7 +67,7 @@ def plain_lora(model, quantized):
 
 
 def test_all_linear_layers_but_the_output_are(tiny_model, form):
-    """Also those that have no adapter."""
+    """Layers without an adapter are, too."""
     policy = Policy(str(tiny_model), lora=lora(form, target_modules=["q_proj"]))
     kept = {name.removesuffix(".base_layer") for name in quantized_layers(policy.lm)}
     plain = Policy(str(tiny_model)).lm
@@ -196,7 +196,7 @@ def test_an_engine_writes_what_the_trainer_computes(tiny_model, form, adapters):
 
 
 def gap_in_bfloat16(policy, model, other=None):
-    """Mean distance of the logprobs of an engine and of its trainer, which computes as in training.
+    """Return the mean logprob distance of an engine and its trainer, computed as in training.
 
     ``other``: of the engine and another trainer instead.
     """

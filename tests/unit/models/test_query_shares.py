@@ -20,13 +20,13 @@ from tests.support.places import placed
 
 
 def unevenness(shares: list[list[Piece]], before: list[int]) -> float:
-    """The most keys that a place's queries see, over the mean."""
+    """Return the most keys that a place's queries see, over the mean."""
     work = [sum(piece.work(before) for piece in pieces) for pieces in shares]
     return max(work) * len(work) / sum(work)
 
 
 def in_order(lengths: list[int], places: int) -> list[list[Piece]]:
-    """Each place has the tokens after those of the one before it."""
+    """Deal each place the tokens after those of the one before it."""
     room = -(-sum(lengths) // places)
     shares: list[list[Piece]] = [[] for _ in range(places)]
     first = 0
@@ -93,7 +93,7 @@ def test_there_may_be_more_places_than_tokens():
     ],
 )  # fmt: skip
 def test_every_token_has_a_place_and_work_is_even(seed, places, in_turn, dealt):
-    """Of groups with prompts of up to 300 tokens, and completions of which few are long."""
+    """The groups have prompts of up to 300 tokens, and completions of which few are long."""
     rng = random.Random(seed)
     lengths, before = [], []
     for _ in range(6):

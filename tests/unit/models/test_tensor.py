@@ -1,4 +1,4 @@
-"""What of a model ranks share, and what they cannot; the same numbers in threads."""
+"""Test what of a model ranks share, and what they cannot; the same numbers in threads."""
 
 from copy import deepcopy
 

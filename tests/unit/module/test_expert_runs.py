@@ -35,7 +35,7 @@ def mixture(tmp_path_factory):
 
 
 def run(mixture, where, *callbacks, precision="32-true", data=None, **options) -> Seen:
-    """Two iterations of two updates each."""
+    """Run two iterations of two updates each."""
     seen = Seen()
     trainer = trainer_of(where, [WeightSync(), *callbacks, seen], precision=precision)
     settings = {"iterations_per_epoch": 2, "evaluation": None} | (data or {})
@@ -57,7 +57,7 @@ def test_in_float32_engine_and_trainer_agree(mixture, tmp_path, replay, options)
 
 
 def test_in_bfloat16_a_replay_halves_the_gap(mixture, tmp_path):
-    """Of the first batch, which is the same: the second is another policy's."""
+    """Only the first batch is the same in both: the second is another policy's."""
     gaps = []
     for replay in (None, RolloutRouting()):
         seen = run(mixture, tmp_path, precision="bf16-mixed", routing_replay=replay)
@@ -109,7 +109,7 @@ def test_guards_tell_of_dead_and_overloaded_experts(mixture, tmp_path, caplog):
 
 
 def test_balance_makes_the_load_more_even(mixture, tmp_path):
-    """With a coefficient that outweighs the reward."""
+    """The coefficient outweighs the reward."""
     entropies = []
     for coef in (0.0, 10.0):
         data = {"iterations_per_epoch": 6}

@@ -1,4 +1,4 @@
-"""target_kl: further passes over a batch are left out once one took the policy too far."""
+"""Test target_kl: further passes over a batch are left out once one took the policy too far."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.support.updates import Recorder, sgd
 
 @pytest.fixture
 def passes_of(tiny_model, train_on, random_batch):
-    """Metrics and weights of one iteration with so many passes at most."""
+    """Return metrics and weights of one iteration with so many passes at most."""
 
     def train(passes: int, target_kl: float | None):
         recorder = Recorder()
@@ -82,7 +82,7 @@ def test_a_target_that_could_do_nothing_is_refused(tiny_model, options):
 
 
 def test_a_batch_without_a_spread_of_rewards_moves_nothing(tiny_model, train_on, random_batch):
-    """All rollouts are left out, in whichever batch, and training goes on."""
+    """Training goes on although all rollouts of a batch, whichever it is, are left out."""
     flat = random_batch(3)
     flat["rollouts", "reward"][:] = 1.0
     recorder = Recorder()

@@ -34,7 +34,7 @@ def module_of(tiny_model, **options) -> PolicyModule:
 
 
 def with_critic(tiny_model, **options) -> PolicyModule:
-    """PPO with a KL penalty and a critic whose predictions are not zero."""
+    """Make PPO with a KL penalty and a critic whose predictions are not zero."""
     module = module_of(
         tiny_model, advantage=GAE(), critic=SharedValueHead(), kl=K3Penalty(0.1), **options
     )
@@ -129,7 +129,7 @@ class StepByStep(Learner):
 
 
 def ppo(tiny_model, **options) -> PolicyModule:
-    """PPO with two passes, a critic of its own and a KL penalty."""
+    """Make PPO with two passes, a critic of its own and a KL penalty."""
     return PolicyModule(
         str(tiny_model),
         advantage=GAE(),

@@ -19,7 +19,7 @@ from tests.support.serving import serving
 
 @pytest.fixture
 def scorer(tiny_model, tmp_path):
-    """A reward model in a directory; its head weighs the last token's state."""
+    """Return a reward model in a directory; its head weighs the last token's state."""
 
     def save(labels: int = 1, weight: float = 1.0) -> str:
         with torch.random.fork_rng(devices=[]):
@@ -37,7 +37,7 @@ def scorer(tiny_model, tmp_path):
 
 
 def expected(path: str, *texts: list[int]) -> list[float]:
-    """One by one, without padding."""
+    """Score one by one, without padding."""
     model = Qwen2ForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
     return [float(model(torch.tensor([text])).logits[0, 0]) for text in texts]
 

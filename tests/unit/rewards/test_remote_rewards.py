@@ -27,7 +27,7 @@ class Flaky:
 
 @pytest.fixture
 def waits(monkeypatch):
-    """Seconds that were to be waited, without waiting."""
+    """Return seconds that were to be waited, without waiting."""
     waited = []
     sleep = asyncio.sleep
 

@@ -67,7 +67,7 @@ def test_a_part_that_is_no_number_is_named(score, says):
 
 
 def graded(scores):
-    """Two parts and a hint."""
+    """Grade two parts and a hint."""
     return [{"right": score, "form": 0.5} for score in scores]
 
 

@@ -30,7 +30,7 @@ def graded(teacher, tokenizer_of, rollouts):
 
 
 def own_logprobs(model, text: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """All logprobs (n - 1, V) of a text's tokens but the first, without packing."""
+    """Return all logprobs (n - 1, V) of a text's tokens but the first, without packing."""
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     with torch.no_grad():
         return (lm(torch.tensor([text])).logits[0, :-1] / temperature).log_softmax(-1)
@@ -149,7 +149,7 @@ def test_another_tokenizer_is_refused_by_name(tiny_model, tmp_path):
 
 @pytest.fixture
 def resized(tiny_model, tmp_path):
-    """The tiny model with so many rows, of which the first are as they were."""
+    """Return the tiny model with so many rows, of which the first are as they were."""
 
     def save(rows: int):
         folder = tmp_path / f"rows_{rows}"

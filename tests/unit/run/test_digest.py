@@ -12,7 +12,7 @@ GOLDEN, SPREAD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 def by_hand(words, dtype, shape):
-    """The definition, in integers of Python, which have no end."""
+    """Compute the definition in integers of Python, which have no end."""
 
     def signed(number):
         return (number + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -51,7 +51,7 @@ def test_it_is_the_definition_across_chunks(words):
 
 @pytest.mark.parametrize("words", [0, 5, CHUNK, 3 * CHUNK + 7])
 def test_a_gpus_way_gives_the_same(monkeypatch, words):
-    """There chunks are summed many at a time, by products of other kinds."""
+    """A GPU sums chunks many at a time, by products of other kinds."""
     tensor = torch.randint(-(2**63), 2**63 - 1, (words,))
     whole = words // CHUNK * CHUNK
     by_rows = module._weigh_rows(tensor[:whole].view(-1, CHUNK)).tolist()

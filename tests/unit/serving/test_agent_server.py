@@ -80,7 +80,7 @@ def as_little(message):
 
 
 def as_blocks(message):
-    """Text in blocks, calls with an index, arguments written otherwise, fields of other servers."""
+    """Return text in blocks, calls with an index, other arguments, and other servers' fields."""
     given = message.model_dump(exclude_none=True)
     given["content"] = [{"type": "text", "text": given.get("content", "")}]
     for index, call in enumerate(given.get("tool_calls", [])):

@@ -1,4 +1,4 @@
-"""What a rollout keeps of its session: which it was, the tools that were offered, and how."""
+"""Test what a rollout keeps of its session: its id, the tools that were offered, and how."""
 
 import json
 

@@ -27,7 +27,7 @@ def lora_policy(tiny_model):
 
 @pytest.mark.parametrize("engine", [1, 2], indirect=True)
 def test_adapters_alone_make_the_merged_weights(connect, engine, lora_policy):
-    """To the bit, for the scale of 4 / 2 is exact."""
+    """The weights are equal to the bit, for the scale of 4 / 2 is exact."""
     transport = connect(adapters_only=True)
     # Float32 A of (2, 64) and B of (64, 2), of q and up in each of two layers.
     adapters = 4 * 2 * 2 * (2 * 64 + 64 * 2)
@@ -91,7 +91,7 @@ def test_frozen_weights_go_to_each_replica_once(connect, engine, tiny_model, cha
     policy.lm.model.layers[0].requires_grad_(False)
 
     def trained(version):
-        """What each replica loads of the next version; it holds all of it."""
+        """Push the next version, check that replicas hold all of it, and return what each loads."""
         with torch.no_grad():
             for parameter in policy.parameters():
                 if parameter.requires_grad:

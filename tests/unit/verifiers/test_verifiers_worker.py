@@ -56,7 +56,7 @@ def hosting(tmp_path):
 
 
 async def asked(hosting, count=1):
-    """What each of several askers gets, within a minute; afterwards nothing is left."""
+    """Return what each of several askers gets, within a minute; afterwards nothing is left."""
     worker = Worker(hosting)
     await worker.start()
     process = worker._process.pid

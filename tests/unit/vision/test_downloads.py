@@ -94,7 +94,7 @@ def tokenizer(tmp_path_factory):
 
 
 def prompts_of(server, folder, tokenizer, *paths, **options):
-    """A row for each path: every other one has it in its chat, others in a column."""
+    """Make a row for each path: every other one has it in its chat, others in a column."""
     lines = []
     for number, path in enumerate(paths):
         part = {"type": "image_url", "image_url": {"url": server.url + path}}

@@ -1,4 +1,4 @@
-"""What training and its engine take of a GPU, calculated by hand."""
+"""Test the memory that training and its engine take of a GPU, calculated by hand."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_
 
 
 def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
-    """Of a rollout of 1 and 800 tokens two pairs of ranks have 400 queries each, on two heads.
+    """Two pairs of ranks have 400 queries each of a rollout of 1 and 800 tokens, on two heads.
 
     The first has the first 200 and the last, which see 201 and 801 keys, and the prompt's 1. The
     last token, which is not computed, is planned, too.
@@ -71,7 +71,7 @@ def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
 
 
 def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, pack):
-    """Of a tiny model with two heads of keys: all but norms is halved, then sharded in two."""
+    """All but the norms of a tiny model with two heads of keys is halved, then sharded in two."""
     sizes = {"vocab_size": 16, "num_key_value_heads": 2}
     save_random_model(tmp_path, make_tokenizer(), **sizes)
     policy = Policy(str(tmp_path))
@@ -98,7 +98,7 @@ def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, p
 
 
 def test_experts_that_ranks_have_together_are_gathered_in_part(tmp_path, pack):
-    """Of eight experts with three matrices of 32 x 64 a layer; two heads of 32, one of keys."""
+    """Each layer has eight experts of three 32 x 64 matrices; two heads of 32, one of keys."""
     policy = Policy(str(saved_mixture("qwen3_moe", tmp_path)))
     experts, outside = 8 * 3 * 32 * 64, 2 * 16 * 64 + 64
     attention = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 2 * 32
@@ -207,7 +207,7 @@ def test_chunks_of_logits_are_those_of_the_planned_device(tmp_path, pack, monkey
 
 
 def test_an_entropy_bonus_takes_a_second_chunk_in_the_backward_pass(tmp_path, pack, monkeypatch):
-    """Beside the head's gradient, which is not there in the forward pass."""
+    """The chunk lies beside the head's gradient, which is not there in the forward pass."""
     from lightning_rl.models import heads
 
     save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14)
@@ -234,7 +234,7 @@ def test_what_sampling_does_to_logits_takes_memory(tmp_path, monkeypatch):
 
 
 def test_gradients_of_earlier_passes_are_there_in_full(tiny_model, pack):
-    """In the first the head's alone: an embedding, which it is tied to, and a norm."""
+    """The first pass has the head's alone: an embedding, which it is tied to, and a norm."""
     policy = Policy(str(tiny_model))
     first = training_memory(policy, [], torch.optim.AdamW, pack, passes=1)
     later = training_memory(policy, [], torch.optim.AdamW, pack, passes=2)

@@ -1,4 +1,4 @@
-"""What is there at each moment of an update, calculated by hand."""
+"""Test what memory holds at each moment of an update, calculated by hand."""
 
 from collections import Counter
 
@@ -123,7 +123,7 @@ def pack():
 
 
 def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, pack, monkeypatch):
-    """Of a matrix of 64 x 64 in few bits, what unpacking takes is no activation."""
+    """Unpacking a matrix of 64 x 64 in few bits takes no activation."""
 
     class Seen(Tracker):
         most: Counter

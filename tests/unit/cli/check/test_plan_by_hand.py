@@ -1,4 +1,4 @@
-"""What an update's batches and memory are, by hand and against the update itself."""
+"""Test an update's batches and memory, by hand and against the update itself."""
 
 import gc
 import weakref

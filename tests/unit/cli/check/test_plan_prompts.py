@@ -1,4 +1,4 @@
-"""What a memory plan keeps of prompts that have pictures."""
+"""Test what a memory plan keeps of prompts that have pictures."""
 
 from lightning_rl.cli.check.batches import largest_rollouts, with_longest_whole
 from lightning_rl.rollout import Prompt
@@ -8,7 +8,7 @@ LENGTHS = (4, 9, 5, 9, 9, 2, 7)
 
 
 def prompts():
-    """Of these lengths, each with a picture of its own."""
+    """Return prompts of these lengths, each with a picture of its own."""
     for number, length in enumerate(LENGTHS):
         ids = list(range(length))
         yield Prompt(str(number), "", ids, pictures=[picture(number)], places=[0])
