@@ -1,4 +1,4 @@
-"""The quickstart's run, killed ten times, beside the same run that nothing stopped; and SFT's.
+"""Draw the quickstart's run, killed ten times, beside the run that nothing stopped; and SFT's.
 
     lightning-rl quickstart                  makes the model and its questions
     python -m benchmarks.kill_picture [--out docs/images/killed.png]

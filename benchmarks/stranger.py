@@ -1,4 +1,4 @@
-"""A stranger's first hour, from the wheel alone: ``python -m benchmarks.stranger``.
+"""Play a stranger's first hour, from the wheel alone: ``python -m benchmarks.stranger``.
 
 In a fresh environment, in a folder that has nothing to do with this checkout, as a user would:
 

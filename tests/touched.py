@@ -1,4 +1,4 @@
-"""The slow tests that a change touches:  python -m tests.touched [pytest's arguments]
+"""Run the slow tests that a change touches: python -m tests.touched [pytest's arguments]
 
 `make test` leaves out the tests that are marked `slow`; `make test-all` runs them, and notes in
 `.ci/durations.txt` at which commit it did and how long each file took. This command runs the slow

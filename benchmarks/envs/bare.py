@@ -1,4 +1,4 @@
-"""The library's iteration beside a bare loop of its parts, and beside the environment alone.
+"""Time the library's iteration, a bare loop of its parts, and the environment alone.
 
 For `benchmarks/envs`, which runs it in a process of its own, on CartPole. After or before each
 iteration of `Trainer.fit`, in turn, comes one of a bare loop with the same start and seeds:

@@ -1,4 +1,4 @@
-"""CleanRL's PPO, for `benchmarks/envs`, in that benchmark's environment.
+"""Run CleanRL's PPO for `benchmarks/envs`, in that benchmark's environment.
 
 The installed files as they are, run as scripts, with the task as arguments: ppo.py, and for actions
 that are real numbers ppo_continuous_action.py, whose wrappers that normalise observations and

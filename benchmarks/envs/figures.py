@@ -1,4 +1,4 @@
-"""The figures of `benchmarks/envs`: means, standard errors, and a table."""
+"""Summarise `benchmarks/envs`: means, standard errors, and a table."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The library's PPO, for `benchmarks/envs`, which runs it in processes of its own.
+"""Run the library's PPO for `benchmarks/envs`, in processes of its own.
 
 `Trainer.fit` of an `ActorCriticModule` without logger and bars. Its defaults are CartPole's task.
 """

@@ -1,4 +1,4 @@
-"""Runs of each side, in processes and an environment of their own."""
+"""Run each side in processes and an environment of its own."""
 
 import json
 import os

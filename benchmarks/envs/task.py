@@ -1,4 +1,4 @@
-"""The tasks of `benchmarks/envs`, and what each side leaves; imports gymnasium and torch.
+"""Define the tasks of `benchmarks/envs`, and what each side leaves; import gymnasium and torch.
 
 PPO, the same for all: numbers of environments and steps, networks (actor and critic apart, two
 layers of 64 with tanh, orthogonal), Adam, and what the loss is made of.
@@ -120,7 +120,7 @@ def cpu_now() -> float:
 
 
 class Progress:
-    """CPU seconds of each iteration of this process, and the returns of its episodes.
+    """Measures CPU seconds of each iteration of this process, and the returns of its episodes.
 
     Args:
         task: whose goal ends the run, once the policy has been judged.

@@ -1,4 +1,4 @@
-"""torchrl's PPO, for `benchmarks/envs`, in that benchmark's environment.
+"""Run torchrl's PPO for `benchmarks/envs`, in that benchmark's environment.
 
 Its example's loop (sota-implementations/ppo: collector, GAE, ClipPPOLoss) at its best: gymnasium's
 vector of environments in this process, reset by torchrl (of what it takes the fastest), the

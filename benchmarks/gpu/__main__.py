@@ -1,4 +1,4 @@
-"""One command that says what of this library works on a GPU machine, and how fast.
+"""Say by one command what of this library works on a GPU machine, and how fast.
 
     make gpu-check                                     (or: python -m benchmarks.gpu)
     make gpu-check GPU_PYTHON=python3                  with the machine's own packages, no .venv

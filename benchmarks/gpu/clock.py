@@ -1,4 +1,4 @@
-"""Milliseconds, bytes and waits of a device, on which work goes on behind Python's back."""
+"""Measure milliseconds, bytes and waits of a device that works behind Python's back."""
 
 import gc
 import time

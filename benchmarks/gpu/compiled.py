@@ -1,4 +1,4 @@
-"""An update with and without ``torch.compile``: its speed, its peak memory and its rounding."""
+"""Update with and without ``torch.compile``: measure its speed, peak memory and rounding."""
 
 import random
 import time

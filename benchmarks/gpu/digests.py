@@ -1,4 +1,4 @@
-"""Digests of weights: the same on a GPU and a CPU, and what share of a push they take."""
+"""Compare digests of weights on a GPU and a CPU, and measure what share of a push they take."""
 
 import tempfile
 import time

@@ -1,4 +1,4 @@
-"""Training as users start it, in every precision; saved, resumed, and done twice."""
+"""Train as users do, in every precision; save, resume, and do it twice."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention over packs and the policy head, by themselves."""
+"""Check attention over packs and the policy head, by themselves."""
 
 from collections.abc import Callable
 from functools import partial

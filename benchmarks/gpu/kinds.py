@@ -31,7 +31,7 @@ from tests.support.tiny_vision import picture, save_vision_model
 
 @dataclass(frozen=True)
 class Kind:
-    """``parts`` are arguments of the module."""
+    """A kind of training; ``parts`` are arguments of the module."""
 
     model: Callable[[Bench], Path]
     prompts: Callable[[], IterablePrompts]

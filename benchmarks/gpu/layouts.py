@@ -1,4 +1,4 @@
-"""GPUs that compute packs together: the scores and gradients of one, and what a push to many takes.
+"""Check GPUs that compute packs together: one's scores and gradients, and a push to many.
 
 Skipped where there are too few GPUs; a trial on a CPU has two processes over gloo.
 """

@@ -1,4 +1,4 @@
-"""Models and rollouts that checks make for themselves: nothing is looked up anywhere."""
+"""Make models and rollouts for checks: nothing is looked up anywhere."""
 
 import random
 from collections.abc import Sequence

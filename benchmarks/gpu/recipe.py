@@ -1,4 +1,4 @@
-"""The recipe as its users start it, and the tests in ``tests/gpu``."""
+"""Run the recipe as its users start it, and the tests in ``tests/gpu``."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Layers' inputs in host memory: the same gradients, the planned peak, and what the copies cost."""
+"""Keep layers' inputs in host memory: check gradients and planned peak, and time the copies."""
 
 from typing import Any
 

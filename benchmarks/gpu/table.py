@@ -1,4 +1,4 @@
-"""The checks by name, in the order in which they run; nothing here imports torch."""
+"""List the checks by name, in the order in which they run; nothing here imports torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

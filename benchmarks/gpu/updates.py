@@ -1,4 +1,4 @@
-"""An update of models of 0.5B and 1.5B parameters, stage by stage."""
+"""Time an update of models of 0.5B and 1.5B parameters, stage by stage."""
 
 import time
 from collections import defaultdict

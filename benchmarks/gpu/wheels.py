@@ -1,4 +1,4 @@
-"""The wheels that a GPU machine without a network needs for ``make gpu-check``, and their sizes.
+"""Collect the wheels that a GPU machine without a network needs for ``make gpu-check``.
 
     python -m benchmarks.gpu.wheels                       for torch 2.11: names and sizes
     python -m benchmarks.gpu.wheels --have freeze.txt     less what that machine has

@@ -1,4 +1,4 @@
-"""Costs that grow with a size, measured, and the exponents by which they do."""
+"""Fit the exponents by which measured costs grow with a size."""
 
 import gc
 import math
@@ -13,7 +13,7 @@ WORK = Callable[[], object]
 
 @dataclass(frozen=True)
 class Cost:
-    """``prepare(size)`` returns what is measured; ``memory``: its allocations too."""
+    """A cost: ``prepare(size)`` returns what is measured; with ``memory`` its allocations, too."""
 
     name: str
     sizes: Sequence[int]

@@ -1,4 +1,4 @@
-"""Counts of a checkout, and the purpose of each of its rooms."""
+"""Count a checkout, and tell the purpose of each of its rooms."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""A checkout's modules, the library's floor plan, and which modules import which."""
+"""Read a checkout's modules, the library's floor plan, and which modules import which."""
 
 import ast
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The parts of the house with their sizes, and the names that several classes share."""
+"""Measure the parts of the house, and find the names that several classes share."""
 
 import ast
 from collections import defaultdict

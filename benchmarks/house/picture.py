@@ -1,4 +1,4 @@
-"""The floor plan of a house as an SVG picture: a floor per row, the ground floor at the bottom."""
+"""Draw a house's floor plan as an SVG picture: a floor per row, the ground floor at the bottom."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape

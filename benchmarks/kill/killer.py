@@ -1,4 +1,4 @@
-"""Points at which a run is killed, and the callback that kills it there."""
+"""Define points at which a run is killed, and the callback that kills it there."""
 
 import json
 import os

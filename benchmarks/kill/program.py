@@ -1,4 +1,4 @@
-"""The agent of ``benchmarks.kill --program``: asks twice, and may be killed in between, once.
+"""Ask twice as the agent of ``benchmarks.kill --program``, which may be killed in between, once.
 
 With KILL_DIR set, a third of the programs end by a SIGKILL of their own after their first call, and
 leave a file there, so that they live when they are run again. Nothing but the standard library is

@@ -1,4 +1,4 @@
-"""The run that is killed, of texts, programs or pictures, and its rewards."""
+"""Configure the run that is killed, of texts, programs or pictures, and its rewards."""
 
 import json
 import shutil

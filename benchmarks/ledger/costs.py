@@ -1,4 +1,4 @@
-"""The share of a push that its digests take."""
+"""Measure the share of a push that its digests take."""
 
 import statistics
 import time

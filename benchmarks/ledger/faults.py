@@ -1,4 +1,4 @@
-"""Ways in which a push may arrive stale or torn, for :mod:`benchmarks.ledger` and the tests.
+"""Make pushes arrive stale or torn, for :mod:`benchmarks.ledger` and the tests.
 
 A fault changes what is on its way from the trainer to the engine, after its digests were noted and
 before the engine loads it. Everything else is the real thing.

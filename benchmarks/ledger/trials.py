@@ -1,4 +1,4 @@
-"""Pushes that arrive stale or torn, and whether each is caught."""
+"""Try pushes that arrive stale or torn, and tell whether each is caught."""
 
 import random
 import tempfile

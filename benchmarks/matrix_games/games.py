@@ -1,4 +1,4 @@
-"""Four games with known losses, their updates, and where these end."""
+"""Define four games with known losses, their updates, and where these end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The figure of `benchmarks.matrix_games`."""
+"""Draw the figure of `benchmarks.matrix_games`."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Kinds of models, and what is compared of each."""
+"""Define kinds of models, and what is compared of each."""
 
 from collections.abc import Callable
 from pathlib import Path

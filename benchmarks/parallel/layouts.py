@@ -1,4 +1,4 @@
-"""Layouts of processes that compute packs together, for benchmarks/parallel/ranks.py."""
+"""Define layouts of processes that compute packs together, for benchmarks/parallel/ranks.py."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Processes of benchmarks/parallel compute packs together, and compare with one by one."""
+"""Compute packs together in processes of benchmarks/parallel, and compare with one by one."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -36,7 +36,7 @@ Side = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes, and OpenMP threads of each.
+    """A layout of processes, and OpenMP threads of each.
 
     ``streamed``: groups that the engine, in a thread of its own, has in flight while the trainer
     works on those that are complete; 0: the trainer waits for the batch. ``generation``: ours is

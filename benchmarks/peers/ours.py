@@ -1,4 +1,4 @@
-"""The library on one task, for `benchmarks/peers`, which runs it in processes of its own.
+"""Run the library on one task for `benchmarks/peers`, in processes of its own.
 
 Through `Trainer.fit`, with the weight sync and its probe, the preview of rollouts, the step timer
 and a TensorBoard logger.

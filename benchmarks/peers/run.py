@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Progress:
-    """CPU and wall seconds of each iteration of this process.
+    """Measures CPU and wall seconds of each iteration of this process.
 
     Beside them are the mean reward, and the numbers of completions and tokens, of all processes.
     """

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on one task, for `benchmarks/peers`, in that benchmark's own environment.
+"""Run TRL's GRPOTrainer on one task for `benchmarks/peers`, in that benchmark's environment.
 
 Needs torch and trl, nothing of this project. `--generation`: padded, continuous, or vllm, which
 `benchmarks/peers/trl_vllm.py` makes possible. Under torchrun accelerate makes one run of its

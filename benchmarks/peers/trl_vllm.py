@@ -1,4 +1,4 @@
-"""``trl.py`` with vLLM colocated, which TRL 1.16 cannot use on CPUs as it is shipped.
+"""Run ``trl.py`` with vLLM colocated, which TRL 1.16 cannot use on CPUs as it is shipped.
 
 Runs in this project's environment, where vLLM is, with that of TRL behind it: both have the same
 torch and transformers. The shim: vLLM packs its weights for oneDNN and drops their loaders, so that

@@ -1,4 +1,4 @@
-"""Both sides on one task, in turns."""
+"""Run both sides on one task, in turns."""
 
 import statistics
 from dataclasses import replace

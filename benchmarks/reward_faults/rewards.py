@@ -1,4 +1,4 @@
-"""Rewards that do what rewards should not, for ``benchmarks.reward_faults`` and the tests."""
+"""Define rewards with faults, for ``benchmarks.reward_faults`` and the tests."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The eight runs, and how a checkout records them."""
+"""Define the eight runs, and how a checkout records them."""
 
 import json
 import os
@@ -100,7 +100,7 @@ class Run(ABC):
 
 
 class Fit(Run):
-    """``lightning-rl fit``: what it was trained on, a line per iteration, and the weights."""
+    """Records ``lightning-rl fit``: its training data, a line per iteration, and the weights."""
 
     def leave(self, place: Checkout, folder: Path, work: Path) -> None:
         digests = f"{Path(recorder.__file__).stem}.Digests"
@@ -123,7 +123,7 @@ class Fit(Run):
 
 
 class Staged(Run):
-    """``lightning-rl staged``: interactions, metrics, and every model that its jobs made."""
+    """Records ``lightning-rl staged``: interactions, metrics, and every model that its jobs made."""
 
     def leave(self, place: Checkout, folder: Path, work: Path) -> None:
         place.run("lightning_rl", "staged", *self.arguments(), "--run_dir", str(work))

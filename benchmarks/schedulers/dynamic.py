@@ -1,4 +1,4 @@
-"""The part of `benchmarks.schedulers` about groups that are rejected, evicted or aborted.
+"""Simulate groups that are rejected, evicted or aborted, for `benchmarks.schedulers`.
 
 Lengths are those of SmolLM2-135M-Instruct (`smollm2_lengths.json`): 8 completions of each of 48
 prompts of `recipes/smollm2`, at temperature 1 and at most 1,024 tokens. A filter rejects 40% of the

@@ -1,4 +1,4 @@
-"""The figure of `benchmarks.schedulers`."""
+"""Draw the figure of `benchmarks.schedulers`."""
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg

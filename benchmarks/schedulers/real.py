@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.schedulers` that train sort_digits, with a latency and without one."""
+"""Train sort_digits for `benchmarks.schedulers`, with a latency and without one."""
 
 import asyncio
 import statistics

@@ -1,4 +1,4 @@
-"""The part of `benchmarks.schedulers` that simulates: collectors on loads, on a virtual clock."""
+"""Simulate collectors on loads, on a virtual clock, for `benchmarks.schedulers`."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Accuracies, gains and tables, from what runs and exams have left."""
+"""Compute accuracies, gains and tables, from what runs and exams have left."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

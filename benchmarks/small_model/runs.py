@@ -1,4 +1,4 @@
-"""Training and exams, each in a process of its own, and only where its result is missing."""
+"""Run trainings and exams, each in a process of its own, and only where its result is missing."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Programs in processes of their own, forked from one that has imported what they need.
+"""Run programs in processes of their own, forked from one that has imported what they need.
 
 A short run of a program is mostly imports. Here one process imports everything, and does nothing
 else; each program begins as a copy of it, and is in all other things a process of its own, with its

@@ -1,4 +1,4 @@
-"""Small games in which what a policy can expect, and the gradient of that, are known exactly."""
+"""Define small games whose expectations under a policy, and gradients, are known exactly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ GROUP_SIZE = 4
 
 @dataclass(frozen=True)
 class Game:
-    """Up to ``turns`` turns, in each of which an action is chosen on a field.
+    """A game of up to ``turns`` turns, in each of which an action is chosen on a field.
 
     A policy is a table of logits, (turns * fields, actions): it has probabilities of its own in
     each state, a turn and a field.

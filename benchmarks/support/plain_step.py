@@ -1,4 +1,4 @@
-"""A training step with nothing but torch: what the same tokens cost without any library around.
+"""Take a training step with nothing but torch: the cost of the same tokens without a library.
 
 A Qwen2 forward written out by hand on unpadded tokens, its gradient and a fused AdamW step. Used as
 the floor of `benchmarks/floor.py`, and as an independent check of the library's logprobs.
@@ -15,7 +15,7 @@ from lightning_rl.rollout import Rollout
 
 @dataclass
 class Segments:
-    """Token segments run as one unpadded row; each may look at a prefix segment.
+    """Runs token segments as one unpadded row; each may look at a prefix segment.
 
     ``index`` (N, L) are the row's positions of a batch of segments, -1 where padded; ``prefix``
     (N, P) those of what they look at besides themselves, or None.
@@ -26,7 +26,7 @@ class Segments:
 
 
 class PlainStep:
-    """Policy-gradient steps on given rollouts, with Hugging Face's Qwen2 weights."""
+    """Takes policy-gradient steps on given rollouts, with Hugging Face's Qwen2 weights."""
 
     def __init__(self, config: object, weights: dict[str, Tensor], lr: float) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""A machine on which wall seconds mean something: enough cores, and nothing else that runs."""
+"""Require a machine on which wall seconds mean something: enough cores, and no other load."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Figures of several seeds: curves over iterations, and each task before and after."""
+"""Draw figures of several seeds: curves over iterations, and each task before and after."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A simulator for collectors: the real classes, on a virtual clock, with an engine made of numbers.
+"""Simulate collectors: the real classes, on a virtual clock, with an engine made of numbers.
 
 ``simulate`` runs hours of training in seconds, always with the same result, and stops with an error
 where real time would hang.

@@ -1,4 +1,4 @@
-"""The quickstart's task, as benchmarks build and run it."""
+"""Define the quickstart's task, as benchmarks build and run it."""
 
 import subprocess
 import sys

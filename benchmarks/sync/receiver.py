@@ -1,4 +1,4 @@
-"""The other side of :mod:`benchmarks.sync`: a process that takes weights as a worker does."""
+"""Receive weights for :mod:`benchmarks.sync` in a process, as a worker does."""
 
 import asyncio
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Each transport beside its floor, and pushes to a real server."""
+"""Measure each transport beside its floor, and pushes to a real server."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Layouts of both sides, and which of them are fast enough to be compared."""
+"""Choose layouts of both sides that are fast enough to be compared."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Runs of the chosen layouts in turns, and what they tell."""
+"""Run the chosen layouts in turns, and compute what they tell."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""The reward of the calculator recipe."""
+"""Reward answers in the calculator recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of graphs, isomorphic or not, that only the whole of both tells apart.
+"""Make pairs of graphs, isomorphic or not, that only the whole of both tells apart.
 
 Graphs come as twins: two that are not isomorphic, and have the same degrees. A pair is either of
 them beside itself, or beside its twin, both with their nodes in random order. So either graph
@@ -23,7 +23,9 @@ TRIES = 10_000
 
 @dataclass(frozen=True)
 class Twins:
-    """M twins: ``graphs`` (M, 2, N, N), bytes of 0 and 1, padded; ``sizes`` (M,), their nodes."""
+    """Holds M twins: ``graphs`` (M, 2, N, N), bytes of 0 and 1, padded; ``sizes`` (M,), their
+    nodes.
+    """
 
     graphs: np.ndarray
     sizes: np.ndarray

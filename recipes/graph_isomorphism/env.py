@@ -1,4 +1,4 @@
-"""GraphIsomorphism: two agents talk about whether two graphs are the same, as torchrl sees it."""
+"""Define GraphIsomorphism: two agents talk about whether two graphs are the same."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ from recipes.graph_isomorphism.views import (
 
 @configurable
 class GraphIsomorphism(EnvBase):
-    """Many interactions side by side, each about a pair of graphs (:mod:`.data`).
+    """Runs many interactions side by side, each about a pair of graphs (:mod:`.data`).
 
     A message names a node; one beyond a smaller graph's nodes counts on from its first, and an
     answer is always in the graph that was not asked about. The prover sees both graphs, and all

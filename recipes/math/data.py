@@ -1,4 +1,4 @@
-"""Rows of GSM8K: what the reward needs of them, and problems of the same form to try it with."""
+"""Prepare rows of GSM8K for the reward, and make problems of the same form to try it with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MatrixGame: two players act at once, round by round, as torchrl sees it."""
+"""Define MatrixGame: two players act at once, round by round, as torchrl sees it."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ PLAYERS = ("row", "column")
 
 @configurable
 class MatrixGame(EnvBase):
-    """Many games side by side between ``row`` and ``column``, each of some rounds.
+    """Plays many games side by side between ``row`` and ``column``, each of some rounds.
 
     A player sees which pair of actions was the last one, (1 + R * C,): nothing yet, or row's action
     times C plus column's.

@@ -1,4 +1,4 @@
-"""An agent that keeps notes: it reads a text once, and goes on from what it wrote down."""
+"""Define an agent that keeps notes: it reads a text once, and goes on from what it wrote down."""
 
 from lightning_rl import Prompt
 from lightning_rl.serving import AgentClient

@@ -1,4 +1,4 @@
-"""A wrapper that scales rewards."""
+"""Scale rewards by a wrapper."""
 
 from typing import Any
 

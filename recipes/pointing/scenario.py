@@ -1,4 +1,4 @@
-"""Pointing: provers who have read a row of digits point at one, and that is all the verifier sees.
+"""Define Pointing: provers who have read a row point at a digit, all that the verifier sees.
 
 A row has exactly one 7 and no 3, or one 3 and no 7; accepting is right if it has the 7. A prover
 answers with a place, a to h, and who reads its message is shown the digit there.

@@ -1,4 +1,4 @@
-"""The quickstart: a real model of 135 million parameters learns arithmetic on this machine.
+"""Run the quickstart: a real model of 135 million parameters learns arithmetic on this machine.
 
     lightning-rl quickstart    (make quickstart in a checkout)
 

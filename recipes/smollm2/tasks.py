@@ -1,4 +1,4 @@
-"""Seven tasks of arithmetic and reading that a small chat model gets right now and then.
+"""Define seven tasks of arithmetic and reading that a small chat model gets right now and then.
 
 A question is drawn by a seed. Its *facts* (the two factors, the four numbers, the word) decide
 whether it is held out: what a model is examined on, it has met in no other order or words.
@@ -44,7 +44,7 @@ _WORDS = """
 
 @dataclass(frozen=True)
 class Question:
-    """Hold a question's text, the right number, and the values that both are made of."""
+    """Holds a question's text, the right number, and the values that both are made of."""
 
     text: str
     answer: int

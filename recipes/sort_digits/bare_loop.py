@@ -1,4 +1,4 @@
-"""The same training without `Trainer.fit`: every step of an iteration, called by its name.
+"""Train the same without `Trainer.fit`: every step of an iteration is called by its name.
 
     python -m recipes.sort_digits.bare_loop --iterations 20
     python -m recipes.sort_digits.bare_loop --iterations 20 --devices 2

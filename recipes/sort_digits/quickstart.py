@@ -1,4 +1,4 @@
-"""Warm start, GRPO with vLLM, and what came of it.
+"""Run a warm start and GRPO with vLLM, and report what came of them.
 
     python -m recipes.sort_digits.quickstart
 

@@ -1,4 +1,4 @@
-"""The reward of the sort-digits recipe."""
+"""Reward answers in the sort-digits recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about pictures: count shapes, read a number, find the odd one out.
+"""Draw questions about pictures: count shapes, read a number, find the odd one out.
 
 Each task draws a picture of 56 to 84 pixels a side, and knows the answer. Sides are multiples of
 28, the side of what becomes one token of the model.

@@ -1,4 +1,4 @@
-"""The reward of the vision recipe."""
+"""Reward answers in the vision recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warm start: learn to see, by imitating answers of two conventions.
+"""Run the warm start: learn to see, by imitating answers of two conventions.
 
     python -m recipes.vision.warm_start --out runs/vision
 

@@ -1,4 +1,4 @@
-"""Real tokenizers and templates: the tokens that are trained on are those of the whole chat.
+"""Test real tokenizers and templates: the tokens that are trained on are those of the whole chat.
 
 Slow: real tokenizers take seconds to load, and the largest has 262,144 tokens.
 """

@@ -1,4 +1,4 @@
-"""CPU kernels whose results are moved by as much as real kernels differ from each other.
+"""Provide CPU kernels whose results move by as much as real kernels differ from each other.
 
 Each result moves by a sample of the differences in ``spread.json``, in the units of
 ``operations.py``. The sample is a function of the seed, the operation, its shapes and the place in
@@ -50,7 +50,7 @@ WITHIN = {
 
 
 class Samples:
-    """Signed samples of the measured differences, ``size`` times as large."""
+    """Samples the measured differences with signs, ``size`` times as large."""
 
     def __init__(self, seed: int, size: float = 1) -> None:
         self.seed, self.size = seed, size

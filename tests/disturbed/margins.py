@@ -1,4 +1,4 @@
-"""A pytest plugin that records how far each numerical assertion is from failing.
+"""Record how far each numerical assertion is from failing, as a pytest plugin.
 
 ``python -m tests.disturbed`` loads it in each of its rounds. It notes both sides of every
 comparison of floating-point numbers by ``<``, ``<=``, ``>`` or ``>=`` within an ``assert`` (but for

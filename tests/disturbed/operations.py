@@ -1,4 +1,4 @@
-"""The operations that are disturbed, and the unit in which each one's rounding is measured.
+"""Define the disturbed operations, and the unit in which each one's rounding is measured.
 
 Every disturbance is a sample times the dtype's epsilon times a scale. The scale is one of
 

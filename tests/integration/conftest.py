@@ -1,4 +1,4 @@
-"""Fixtures that integration tests share: engines that are started once, and the fault table."""
+"""Share fixtures between integration tests: engines that are started once, and the fault table."""
 
 import json
 import os

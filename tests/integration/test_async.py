@@ -1,4 +1,4 @@
-"""Asynchronous training on real vLLM: versions that are true, resuming, failing, Ctrl-C.
+"""Test asynchronous training on real vLLM: versions that are true, resuming, failing, Ctrl-C.
 
 Slow: runs are ended, resumed and run as a whole beside that.
 """
@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class SlowTurns(Agent):
-    """Three turns of six tokens, and between them a tool that takes its time, by the seed."""
+    """Takes three turns of six tokens, and between them a tool that takes its time, by the seed."""
 
     async def run(self, rollout, engine, sampling):
         latency = random.Random(rollout.seed)

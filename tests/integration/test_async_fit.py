@@ -1,4 +1,4 @@
-"""Runs whose engine works while the trainer does: resumed, repeated, greedy, and failing."""
+"""Test runs whose engine works while the trainer does: resumed, repeated, greedy, and failing."""
 
 import asyncio
 import json

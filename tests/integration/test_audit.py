@@ -1,4 +1,4 @@
-"""Audits: a run that is as it was comes out again, and every forgery is found."""
+"""Test audits: a run that is as it was comes out again, and every forgery is found."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Guards of how completions change: by hand, and in a real run that games its reward."""
+"""Test guards of how completions change: by hand, and in a real run that games its reward."""
 
 import logging
 from types import SimpleNamespace

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # compiling takes minutes
 def test_a_compiled_module_trains_the_same_whatever_the_pack(
     tiny_model, train_on, random_batch, recomputes
 ):
-    """Packs of several sizes, scoring without gradient and a reference included.
+    """The packs have several sizes; scoring without gradient and a reference are included.
 
     Also where compiled layers run again in backward.
     """

@@ -1,4 +1,4 @@
-"""Two processes, and one for comparison: the same rollouts, the same losses, the same errors.
+"""Test two processes, and one for comparison: the same rollouts, the same losses, the same errors.
 
 Slow: every scenario trains in two processes, and in one for comparison.
 """

@@ -1,4 +1,4 @@
-"""The recipes on two processes, as a user starts them, with vLLM.
+"""Test the recipes on two processes, as a user starts them, with vLLM.
 
 Slow: each recipe starts two processes, which import all and start a vLLM each.
 """

@@ -23,7 +23,7 @@ def require_same(ours, theirs):
 
 @pytest.mark.parametrize("kind", ["sft", slow("dpo"), "kto", slow("rm")])
 def test_two_processes_take_the_steps_of_one(together, tiny_model, kind):
-    """Steps of 8 and 5 rows: one batch, two of two processes, or four of two that accumulate.
+    """The steps have 8 and 5 rows: one batch, two of two processes, or four accumulated of two.
 
     The last batches of the second cut have 1 row for two processes, so one has none.
     """

@@ -1,4 +1,4 @@
-"""Runs in environments, as commands: they learn, go on after a kill, and say what goes wrong.
+"""Test runs in environments, as commands: they learn, go on after a kill, and say what goes wrong.
 
 Slow: recipes that learn in environments run as commands, and some are killed and resumed.
 """

@@ -1,4 +1,4 @@
-"""HFExport: on the way and at the end, whole or not there."""
+"""Test HFExport: on the way and at the end, whole or not there."""
 
 import json
 import os

@@ -56,7 +56,7 @@ def engine(model, tmp_path_factory):
 
 
 class Recorded(PolicyLoss):
-    """REINFORCE that notes every pack's log ratios, to the old policy and to the engine."""
+    """A REINFORCE that notes every pack's log ratios, to the old policy and to the engine."""
 
     def __init__(self) -> None:
         self.to_old: list[torch.Tensor] = []

@@ -109,7 +109,7 @@ def test_players_that_do_not_look_at_each_other_learn_as_in_actor_critic():
 
 
 class Looked(LOLA):
-    """LOLA whose games are kept."""
+    """A LOLA whose games are kept."""
 
     games: ClassVar[list] = []
 

@@ -1,4 +1,4 @@
-"""Each check of a GPU machine, tried on the CPU at a tiny size: there is no other chance to.
+"""Test each check of a GPU machine, tried on the CPU at a tiny size: there is no other chance to.
 
 Slow: each of 25 checks starts engines or trainers of its own, and two have layers compiled.
 """

@@ -1,4 +1,4 @@
-"""Hostile calls, each in a process of its own: all are refused clearly, or done right."""
+"""Test hostile calls, each in a process of its own: all are refused clearly, or done right."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Prompts of a hub on the loopback, read by the real clients; each refusal says what to do."""
+"""Test prompts of a hub on the loopback, read by the real clients; each refusal says what to do."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The manifests of launch/kubernetes, against Kubernetes' own schemas, unknown fields refused.
+"""Test the manifests of launch/kubernetes, against Kubernetes' own schemas, unknown fields refused.
 
 A RayJob is KubeRay's; no package has its schema. Its pods are Kubernetes' and are checked as such.
 """

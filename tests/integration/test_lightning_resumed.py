@@ -1,4 +1,4 @@
-"""Kept over a resume: averages, the best, and whose folder of checkpoints it is."""
+"""Test what a resume keeps: averages, the best, and whose folder of checkpoints it is."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def state(folder: str) -> dict:
 
 @pytest.mark.parametrize("decay", ["", "decay: 0.5", "decay: 0.5, update_starting_at_step: 2"])
 def test_an_average_goes_on(workplace, decay):
-    """Four iterations at once, or two and two: the same average and the same weights."""
+    """Four iterations at once, or two and two, give the same average and the same weights."""
     kind = "EMAWeightAveraging" if decay else "WeightAveraging"
 
     def run(folder: str, epochs: int, *more: str) -> None:

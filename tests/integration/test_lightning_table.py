@@ -137,7 +137,7 @@ SUPERVISED = [
 
 @pytest.mark.parametrize("case", unless_few(SUPERVISED))
 def test_it_deserves_its_word_in_supervised_training(case, place, capsys):
-    """Two steps of six rows."""
+    """The training takes two steps of six rows."""
     got, said = word(case, "sft.yaml", "sft/loss", capsys)
     assert got == case.word, said
     assert case.says in said

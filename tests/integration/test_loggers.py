@@ -1,4 +1,4 @@
-"""The same numbers in metrics.jsonl, CSV, TensorBoard, W&B and MLflow; tables and checkpoints.
+"""Test the same numbers in metrics.jsonl, CSV, TensorBoard, W&B and MLflow; tables and checkpoints.
 
 MLflow is not in the environment of the others: ``install/mlflow.sh`` makes one.
 """

@@ -1,4 +1,4 @@
-"""One LoRA policy whose engine in this process keeps base and adapters apart."""
+"""Test one LoRA policy whose engine in this process keeps base and adapters apart."""
 
 import asyncio
 from typing import get_args

@@ -1,4 +1,4 @@
-"""One LoRA policy whose engine keeps base and adapters apart, in servers and in Ray.
+"""Test one LoRA policy whose engine keeps base and adapters apart, in servers and in Ray.
 
 It takes minutes: three servers and an actor start, and one of them anew.
 

@@ -1,4 +1,4 @@
-"""The probe after a sync, with a real vLLM in float32 and in bfloat16: what it finds."""
+"""Test the probe after a sync, with a real vLLM in float32 and in bfloat16: what it finds."""
 
 from contextlib import nullcontext
 from functools import partial

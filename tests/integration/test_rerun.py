@@ -1,4 +1,4 @@
-"""Reruns: recorded rollouts and iterations done again, and every difference found."""
+"""Test reruns: recorded rollouts and iterations done again, and every difference found."""
 
 import json
 import logging
@@ -114,7 +114,7 @@ def test_the_first_other_token_is_named(run, capsys):
 
 @pytest.mark.slow
 def test_a_rollout_of_two_versions_is_scored_with_each(run):
-    """Its first token by version 1, the others by version 3: each scored by the right weights."""
+    """The right weights score each: version 1 its first token, version 3 the others."""
     rollouts = run.log.rollouts(4)
     chosen = next(r for r in rollouts if len(r.token_ids) >= 3)
     earlier = next(rerun_rollout(run, chosen.id, version=1)).again.logprobs

@@ -1,4 +1,4 @@
-"""Isolated: real processes, real faults; what a completion does stays with that completion."""
+"""Test Isolated: real processes, real faults; what a completion does stays with that completion."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Runs in which two policies write rollouts together, and each learns from its own part."""
+"""Test runs in which two policies write rollouts together, and each learns from its own part."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.support.two_roles import roles_data, roles_module
 
 
 class Watch(RLCallback):
-    """Rows of metrics, and which versions wrote what."""
+    """Records rows of metrics, and which versions wrote what."""
 
     def __init__(self) -> None:
         self.rows, self.written = [], []

@@ -1,4 +1,4 @@
-"""Seeds of a command: one that was drawn is told and kept."""
+"""Test seeds of a command: one that was drawn is told and kept."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""VLLMServer with two real servers: requests, and pushes by every transport.
+"""Test VLLMServer with two real servers: requests, and pushes by every transport.
 
 Every test pushes first, so each finds the engine as it wants it, whatever the one before did.
 What it does as every engine does is in test_engine_contract.py, and its faults are

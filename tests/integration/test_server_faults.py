@@ -1,4 +1,4 @@
-"""The fault table of two real vLLM servers: what is broken, and what comes of it.
+"""Test the fault table of two real vLLM servers: what is broken, and what comes of it.
 
 A line of docs/sync.md is a ``with fault(...)`` block here (``python -m benchmarks.faults``). Every
 test pushes first. It takes minutes: servers that were killed start anew, and others are waited for.

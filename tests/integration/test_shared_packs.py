@@ -1,4 +1,4 @@
-"""Packs that several processes compute together: the same numbers and gradients as one by one.
+"""Test packs that several processes compute together: the same numbers and gradients as one by one.
 
 Slow: every layout computes in two or four processes that exchange each layer.
 """

@@ -209,7 +209,7 @@ def wide_slurm(tmp_path):
 
 
 def test_one_node_trains_while_servers_on_the_other_generate(wide_slurm, tmp_path):
-    """The configuration and the launch file of the example, with two processes a node."""
+    """The example's configuration and launch file run, with two processes a node."""
     prepare(tmp_path, "qwen3-8b", **SIZES)
     model, recipe = tmp_path / "qwen3-8b", ROOT / "recipes" / "math"
     (tmp_path / "small.yaml").write_text(SMALL.format(model=model, rows=tmp_path))

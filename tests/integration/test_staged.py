@@ -1,4 +1,4 @@
-"""Staged runs in processes that are killed, with jobs that train.
+"""Test staged runs in processes that are killed, with jobs that train.
 
 Slow: a staged run is killed at every request that it makes, and each time resumed.
 """

@@ -1,4 +1,4 @@
-"""ToolAgent on real vLLM: its tool-call parsers, and turns that share a cached prefix."""
+"""Test ToolAgent on real vLLM: its tool-call parsers, and turns that share a cached prefix."""
 
 import asyncio
 

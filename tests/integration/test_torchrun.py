@@ -1,4 +1,4 @@
-"""``launch/torchrun/fit.sh`` on two nodes, both on the loopback interface.
+"""Test ``launch/torchrun/fit.sh`` on two nodes, both on the loopback interface.
 
 Slow: each launch starts two nodes, every one of which imports all and trains.
 """

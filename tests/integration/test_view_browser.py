@@ -1,4 +1,4 @@
-"""The viewer's page in a real Chromium that is offline: what a person sees and clicks.
+"""Test the viewer's page in a real Chromium that is offline: what a person sees and clicks.
 
 ``make browser`` installs one; the tests are skipped where there is none.
 """

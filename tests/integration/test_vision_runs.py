@@ -1,4 +1,4 @@
-"""Runs on pictures: a tiny image-text model is trained end to end.
+"""Test runs on pictures: a tiny image-text model is trained end to end.
 
 Slow: each run trains a model that sees from the start.
 """

@@ -1,4 +1,4 @@
-"""VLLMAdapters: two LoRA policies on one base in one vLLM; the rest is in the contract.
+"""Test VLLMAdapters: two LoRA policies on one base in one vLLM; the rest is in the contract.
 
 That is in test_adapters_contract.py.
 """

@@ -1,4 +1,4 @@
-"""VLLMLocal beside a trainer in one process: threads, kernels, memory, starts and ends.
+"""Test VLLMLocal beside a trainer in one process: threads, kernels, memory, starts and ends.
 
 What it does as every engine does is in test_engine_contract.py.
 """

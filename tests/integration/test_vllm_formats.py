@@ -1,4 +1,4 @@
-"""VLLMLocal in other formats than the trainer's: a float32 head, weights in fp8."""
+"""Test VLLMLocal in other formats than the trainer's: a float32 head, weights in fp8."""
 
 from types import SimpleNamespace
 

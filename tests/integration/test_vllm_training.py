@@ -1,4 +1,4 @@
-"""Training on rollouts of a real vLLM engine, its weight sync, and what comes out of it."""
+"""Test training on rollouts of a real vLLM engine, its weight sync, and what comes out of it."""
 
 import asyncio
 import json

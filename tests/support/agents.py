@@ -1,4 +1,4 @@
-"""Engines, environments and tools for agents that are tested."""
+"""Provide engines, environments and tools for agents that are tested."""
 
 import asyncio
 from dataclasses import replace

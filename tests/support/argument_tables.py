@@ -1,4 +1,4 @@
-"""Tables of the arguments of classes in the documentation, from signatures and docstrings.
+"""Write the tables of classes' arguments in the documentation, from signatures and docstrings.
 
     python -m tests.support.argument_tables         writes them into the pages
 

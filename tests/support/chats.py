@@ -1,4 +1,4 @@
-"""Ways in which real chat templates write chats, and what is known of each."""
+"""Provide ways in which real chat templates write chats, and what is known of each."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Computing in float64, in which rounding is nothing beside any fault."""
+"""Compute in float64, in which rounding is nothing beside any fault."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Parts of a configuration as --print_config tells them."""
+"""Return parts of a configuration as --print_config tells them."""
 
 import yaml
 from jsonargparse import ActionConfigFile

@@ -1,4 +1,4 @@
-"""Agents for what a collector of environments has started."""
+"""Provide agents for what a collector of environments has started."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Architectures of causal LMs that people train, each as a tiny random model.
+"""Provide architectures of causal LMs that people train, each as a tiny random model.
 
 What holds for all of them is in tests/conformance/test_architectures.py; the table in
 docs/models.md shows it.

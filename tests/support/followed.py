@@ -1,4 +1,4 @@
-"""The memory that a policy keeps between its passes."""
+"""Measure the memory that a policy keeps between its passes."""
 
 from tensordict import TensorDict
 

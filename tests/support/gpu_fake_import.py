@@ -1,4 +1,4 @@
-"""A check whose module leaves a file when it is imported, and another when it begins."""
+"""Provide a check whose module leaves a file when it is imported, and another when it begins."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Checks that do as they are told, for the tests of what runs them."""
+"""Provide checks that do as they are told, for the tests of what runs them."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Labelled data for tests: which way a pole falls."""
+"""Provide labelled data for tests: which way a pole falls."""
 
 import torch
 from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""The tables of docs/api/lightning.md, from the cases that tests run by ``lightning-rl fit``.
+"""Write the tables of docs/api/lightning.md, from the cases that tests run by ``lightning-rl fit``.
 
 python -m tests.support.lightning_table            writes them into the page
 

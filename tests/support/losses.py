@@ -1,4 +1,4 @@
-"""Policy losses that every test of losses goes through."""
+"""Provide policy losses that every test of losses goes through."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Engines that draw tokens by lot, so that rounding decides none of them.
+"""Provide engines that draw tokens by lot, so that rounding decides none of them.
 
 Two layouts of one computation (two processes and one, other packs, sharded weights) add in other
 orders. Logprobs then differ by rounding, and a number drawn between the two gives another token,

@@ -1,4 +1,4 @@
-"""Mixtures of experts at tiny shapes, with random weights."""
+"""Provide mixtures of experts at tiny shapes, with random weights."""
 
 from collections.abc import Callable
 from pathlib import Path

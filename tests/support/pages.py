@@ -1,4 +1,4 @@
-"""Fenced blocks of the documentation, and a directory for each page as its reader has it."""
+"""Read the documentation's fenced blocks, and make each page's directory as its reader has it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The objectives of TRL 1.16, verl 0.9 and prime-rl, as formulas of their options.
+"""Provide the objectives of TRL 1.16, verl 0.9 and prime-rl, as formulas of their options.
 
 Tensors are padded (B, T), in float64.
 

@@ -1,4 +1,4 @@
-"""Places that share a pack's queries, one after another in a single process."""
+"""Provide places that share a pack's queries, one after another in a single process."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A server over HTTP that answers everything alike, and counts its connections.
+"""Provide a server over HTTP that answers everything alike, and counts its connections.
 
 python -m tests.support.plain_server      prints its URL, and serves until it is killed
 """

@@ -1,4 +1,4 @@
-"""A device that is none: its tensors say that they are on it, and compute on the CPU.
+"""Pretend a device: its tensors say that they are on it, and compute on the CPU.
 
 As on a GPU, they refuse to be mixed with the CPU's, but for numbers (0-dimensional tensors) in what
 is computed element by element, and every wait of the host for the device is counted. What computes
@@ -32,7 +32,7 @@ waits: Counter[str] = Counter()
 
 
 class _Backend(_DummyBackendModule):
-    """``torch.pretended``."""
+    """Stands for ``torch.pretended``."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -191,7 +191,7 @@ _made_there.impl("_copy_from", _copy_from, "PrivateUse1")
 
 
 class _Attention(torch.autograd.Function):
-    """SDPA by the CPU's fused kernel; torch would take another one for an unknown device."""
+    """Computes SDPA by the CPU's fused kernel; torch would take another for an unknown device."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Worlds: processes of one group that stay alive, and run one function after another together."""
+"""Run functions in worlds: processes of one group that stay alive."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""A loop of one's own with Lightning Fabric."""
+"""Run a loop of one's own with Lightning Fabric."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Guards that trip on one rank, commands that several processes run, and a rerun by two."""
+"""Provide guards that trip on one rank, commands that several processes run, and a rerun by two."""
 
 import contextlib
 import io
@@ -55,7 +55,7 @@ class OnRankOne(BatchGuard):
 
 
 class Noted(RLCallback):
-    """Rows, and a metric that only rank 1 records."""
+    """Records rows, and a metric that only rank 1 records."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""A run of three policies; of one a rank may have no rows."""
+"""Provide a run of three policies; of one a rank may have no rows."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def mean_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Watch(RLCallback):
-    """Rows of metrics, and the rollouts and the rows of each policy that a rank has."""
+    """Records rows of metrics, and the rollouts and rows of each policy that a rank has."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""A short run that one process and several make alike, and what a test compares of it."""
+"""Provide a short run that one process and several make alike, and what a test compares of it."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ ITERATIONS = 2
 
 
 class Seen(RLCallback):
-    """Rows of metrics, what was monitored, and the rollouts that this rank trained on."""
+    """Records metrics, what was monitored, and the rollouts that this rank trained on."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

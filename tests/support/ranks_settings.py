@@ -1,4 +1,4 @@
-"""Settings of runs by name, which one process and several train with: ``settings("lora", ...)``."""
+"""Name settings of runs, which one process and several train with: ``settings("lora", ...)``."""
 
 import operator
 from collections.abc import Callable

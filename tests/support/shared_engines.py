@@ -1,4 +1,4 @@
-"""Real engines that are started once, for all tests that need no engine of their own.
+"""Provide real engines that are started once, for all tests that need no engine of their own.
 
 Whoever takes one pushes weights first, and so finds it as after its start: a push drops what was
 cached. That nothing is in flight is checked before an engine is lent, and after the last test.

@@ -1,4 +1,4 @@
-"""Runs of several processes of which some get signals: what they are told, and by whom.
+"""Provide runs of several processes of which some get signals: what they are told, and by whom.
 
 Each process is ``python -m lightning_rl fit``, started as torchrun or srun does. The callback here
 sends its own process a signal at a place that the configuration names.

@@ -1,4 +1,4 @@
-"""A Slurm of two emulated nodes on the loopback interface, of build/slurm or of PATH.
+"""Provide a Slurm of two emulated nodes on the loopback interface, of build/slurm or of PATH.
 
 Jobs in the partition ``low`` make way for those in ``high``: they get their own signal, and have a
 minute until they are ended.

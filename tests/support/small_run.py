@@ -1,4 +1,4 @@
-"""A run of seconds: the tiny model learns to write sevens."""
+"""Provide a run of seconds: the tiny model learns to write sevens."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

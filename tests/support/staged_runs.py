@@ -1,4 +1,4 @@
-"""Staged runs against a server of the tests: is a number even?"""
+"""Provide staged runs against a server of the tests: is a number even?"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The four supervised learners on small rows, for tests of what they have in common."""
+"""Provide the four supervised learners on small rows, for tests of what they have in common."""
 
 from lightning.pytorch.callbacks import LambdaCallback
 

@@ -1,4 +1,4 @@
-"""Ranks that share matrices, as threads of one process."""
+"""Run ranks that share matrices as threads of one process."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Replicas that are threads: the real receivers of vLLM's workers, without vLLM."""
+"""Provide replicas that are threads: the real receivers of vLLM's workers, without vLLM."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""An agent whose rollouts have several rows, as those of agent programs do."""
+"""Provide an agent whose rollouts have several rows, as those of agent programs do."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Random models, byte-level tokenizers, and the chat templates of real models."""
+"""Provide random models, byte-level tokenizers, and the chat templates of real models."""
 
 from collections.abc import Sequence
 from pathlib import Path

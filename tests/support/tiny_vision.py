@@ -1,4 +1,4 @@
-"""Random image-text models of tiny shapes, and pictures for them."""
+"""Provide random image-text models of tiny shapes, and pictures for them."""
 
 import json
 from collections.abc import Callable

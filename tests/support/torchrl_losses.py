@@ -1,4 +1,4 @@
-"""Losses on steps of environments beside torchrl's, in float64."""
+"""Compare losses on steps of environments with torchrl's, in float64."""
 
 import torch
 from tensordict import TensorDict

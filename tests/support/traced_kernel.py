@@ -1,4 +1,4 @@
-"""The fused attention kernel's definition as an operator that ``torch.compile`` takes whole.
+"""Trace the fused attention kernel's definition: ``torch.compile`` takes the operator whole.
 
 On CUDA torch's kernel is one; its definition (:func:`plain_varlen`) loops over segments, which a
 compiler would trace anew for each pack.

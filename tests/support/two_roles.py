@@ -1,4 +1,4 @@
-"""Rollouts that two policies write, and a run in which both learn."""
+"""Provide rollouts that two policies write, and a run in which both learn."""
 
 from lightning_rl import LoRA
 from lightning_rl.engines import TransformersEngine

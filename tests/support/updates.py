@@ -12,7 +12,7 @@ def sgd(parameters):
 
 
 class Recorder(Callback):
-    """Every iteration's metrics."""
+    """Records every iteration's metrics."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

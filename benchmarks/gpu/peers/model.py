@@ -1,4 +1,4 @@
-"""A model of a true shape with random weights, whose completions end by lot, and its prompts."""
+"""Make a model of a true shape with random weights, whose completions end by lot; and prompts."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The library on the task of ``benchmarks.gpu.peers``, through ``Trainer.fit``."""
+"""Run the library on the task of ``benchmarks.gpu.peers``, through ``Trainer.fit``."""
 
 import time
 from collections.abc import Iterator

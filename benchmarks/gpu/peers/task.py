@@ -1,4 +1,4 @@
-"""The task of both sides of ``benchmarks.gpu.peers``, and the lines that they write; no torch."""
+"""Define the task of both sides of ``benchmarks.gpu.peers``, and their output lines; no torch."""
 
 import json
 import os
@@ -21,7 +21,7 @@ IMPOSSIBLE = -1.0
 
 @dataclass(frozen=True)
 class Task:
-    """GRPO on a made model; both sides have the same batches, precision and share of the card.
+    """GRPO on a made model: both sides have the same batches, precision and share of the card.
 
     Args:
         shape: one of ``recipes.math.make_model.SHAPES``.

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the task of ``benchmarks.gpu.peers``, with vLLM in its process.
+"""Run TRL's GRPOTrainer on the task of ``benchmarks.gpu.peers``, with vLLM in its process.
 
 What it shares with ours is set: batches, learning rate, temperature 1, no KL, float32 weights
 computed with in bfloat16, vLLM's share of the card. All else is TRL's default, gradient

@@ -1,4 +1,4 @@
-"""Measurements of both sides: seconds of stages, tokens in passes, floating-point operations."""
+"""Measure both sides: seconds of stages, tokens in passes, floating-point operations."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Hostile calls: what is done to a recorded run before it is audited or rerun."""
+"""Provide hostile calls: what is done to a recorded run before it is audited or rerun."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A hostile call: what is done, and what has to come of it."""
+"""Define a hostile call: what is done, and what has to come of it."""
 
 import os
 import sys

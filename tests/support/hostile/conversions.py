@@ -1,4 +1,4 @@
-"""Hostile calls: conversions."""
+"""Provide hostile calls: conversions."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Hostile calls: environments."""
+"""Provide hostile calls: environments."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Hostile calls: damaged files that ``view`` and ``rollouts`` are given."""
+"""Provide hostile calls: damaged files that ``view`` and ``rollouts`` are given."""
 
 import json
 import os

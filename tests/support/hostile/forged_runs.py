@@ -1,4 +1,4 @@
-"""Ways to forge a recorded run of four iterations; ``lightning-rl audit`` finds each.
+"""Provide ways to forge a recorded run of four iterations; ``lightning-rl audit`` finds each.
 
 Each is given the directory of a run that ended, and changes it as somebody would who wants other
 results to be believed. ``FOUND`` says what an audit of the files alone tells of it.

@@ -1,4 +1,4 @@
-"""Hostile bodies: what stands in a request's JSON, and how much of it."""
+"""Provide hostile bodies: what stands in a request's JSON, and how much of it."""
 
 import json
 from typing import Any

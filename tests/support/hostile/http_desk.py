@@ -1,4 +1,4 @@
-"""An AgentServer with a real engine on the loopback, and what is said to it, byte by byte."""
+"""Talk, byte by byte, to an AgentServer with a real engine on the loopback."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Hostile calls: staged runs, whose server, files or configuration misbehave."""
+"""Provide hostile calls: staged runs, whose server, files or configuration misbehave."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Prompts that end in a turn of the model, which every agent lets it continue.
+"""Test prompts that end in a turn of the model, which every agent lets it continue.
 
 The matrix: each agent and chat template. The tokens are those of transformers'
 ``continue_final_message``, and who reads the completion reads the whole turn.

@@ -354,7 +354,7 @@ def test_previews_and_the_page_say_where_it_branched(tree, tmp_path):
 
 
 class Seen(RLCallback):
-    """Rollouts and rows of metrics of a run."""
+    """Records rollouts and rows of metrics of a run."""
 
     def __init__(self) -> None:
         self.rollouts, self.rows = [], []

@@ -1,4 +1,4 @@
-"""Episode: what models were asked and answered is what is trained on, however it was asked."""
+"""Test Episode: what models were asked and answered is what is trained on, however it was asked."""
 
 import asyncio
 from dataclasses import dataclass, field, replace

@@ -183,7 +183,7 @@ def test_a_text_is_made_of_all_rows(talk, tiny_model):
 
 
 class Watching(RLCallback):
-    """Rollouts and metrics of every iteration."""
+    """Records rollouts and metrics of every iteration."""
 
     def __init__(self) -> None:
         self.rollouts, self.rows = [], []

@@ -1,4 +1,4 @@
-"""MultiTurn: token-exact turns, limits, resuming, failures, and who gets the credit."""
+"""Test MultiTurn: token-exact turns, limits, resuming, failures, and who gets the credit."""
 
 import asyncio
 import os

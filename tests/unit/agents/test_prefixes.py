@@ -1,4 +1,4 @@
-"""Prefixes: the row that is found is the one that comparing with all of them finds."""
+"""Test prefixes: the row that is found is the one that comparing with all of them finds."""
 
 from hypothesis import given, settings, strategies as st
 

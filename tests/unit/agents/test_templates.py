@@ -1,4 +1,4 @@
-"""TurnTemplate on real chat templates: exact where they keep the past, refused where not."""
+"""Test TurnTemplate on real chat templates: exact where they keep the past, refused where not."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""ToolAgent: token-exact turns, its limits, errors told to the model, and resuming."""
+"""Test ToolAgent: token-exact turns, its limits, errors told to the model, and resuming."""
 
 import asyncio
 import json
@@ -399,7 +399,7 @@ def test_the_prompt_shows_the_tools():
 
 
 class Commas(ToolParser):
-    """``name,argument``: what no template writes."""
+    """Writes calls as ``name,argument``, which no template does."""
 
     def parse(self, text):
         name, _, value = text.partition(",")

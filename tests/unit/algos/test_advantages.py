@@ -1,4 +1,4 @@
-"""GRPO by hand, GAE against its recursion written as a plain loop."""
+"""Test GRPO by hand, GAE against its recursion written as a plain loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Aggregation: weights by hand, losses in float64, gradients however a minibatch is cut."""
+"""Test aggregation: weights by hand, losses in float64, gradients however a minibatch is cut."""
 
 from collections import defaultdict
 from statistics import fmean

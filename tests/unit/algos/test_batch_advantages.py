@@ -1,4 +1,4 @@
-"""Advantages that look at the batch or the past, and GAE with a reward per token."""
+"""Test advantages that look at the batch or the past, and GAE with a reward per token."""
 
 from statistics import stdev
 
@@ -112,7 +112,7 @@ def test_gdpo_tells_apart_what_has_one_sum(make_rollout):
 
 
 def test_gdpo_of_rewards_that_no_function_gave(make_rollout):
-    """A role's own reward, and one that a callback changed."""
+    """One reward is a role's own, and one was changed by a callback."""
     group = []
     for solver, critic in ((1.0, 0.5), (0.0, 0.25)):
         rollout = make_rollout([5], [1], reward=9.0, role="solver")
@@ -195,7 +195,7 @@ def test_reinforce_plus_plus_with_a_group_baseline_by_hand(make_rollout):
 
 @pytest.mark.parametrize("advantage", [ReinforcePlusPlus(), GAE(lam=1.0)])
 def test_rounding_is_not_blown_up_to_full_size_advantages(make_rollout, advantage):
-    """Rewards 1 +- 1e-5, a standard deviation of 1e-5: 1e-5 / sqrt(1e-10 + 1e-8) = 0.0995."""
+    """Rewards 1 +- 1e-5 have a standard deviation of 1e-5: 1e-5 / sqrt(1e-10 + 1e-8) = 0.0995."""
     rollouts = [make_rollout([3], [1], reward=1 + 1e-5 * sign) for sign in (1, -1)]
     batch = pack_rollouts(rollouts)
     batch["tokens", "values"] = torch.zeros(len(batch["tokens"]))

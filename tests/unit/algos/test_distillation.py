@@ -130,7 +130,7 @@ def test_a_share_that_rounds_to_nothing_is_small_and_finite(sure):
 
 
 def test_the_loss_by_hand():
-    """Teacher (1/2, 1/4, rest 1/4), student (1/4, 1/4, rest 1/2): forward KL = 1/4 ln 2."""
+    """Teacher (1/2, 1/4, rest 1/4) and student (1/4, 1/4, rest 1/2) give 1/4 ln 2."""
     tokens = TensorDict(
         {
             "old_logprobs": torch.zeros(2),
@@ -157,7 +157,7 @@ def test_the_loss_by_hand():
 
 
 class Noting(Reinforce):
-    """-A log p, which notes what it saw."""
+    """The loss -A log p, which notes what it saw."""
 
     def __init__(self):
         object.__setattr__(self, "seen", [])
@@ -193,7 +193,7 @@ def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_
 
 
 def test_likeliest_tokens_that_the_policy_lacks_are_among_all_others(tiny_model, make_rollout):
-    """A teacher of 20 tokens, and a policy of 16."""
+    """The teacher has 20 tokens, and the policy 16."""
     losses = []
     for ids in ([[6, 19]], [[6, -1]]):
         module = PolicyModule(str(tiny_model), loss=TeacherDivergence(beta=0.3))

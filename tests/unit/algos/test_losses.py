@@ -1,4 +1,4 @@
-"""Policy loss, value loss, KL penalty and aggregation, by hand."""
+"""Test policy loss, value loss, KL penalty and aggregation, by hand."""
 
 import math
 

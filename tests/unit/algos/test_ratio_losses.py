@@ -1,4 +1,4 @@
-"""Policy losses: value and gradient, by hand and in float64 against their papers' formulas."""
+"""Test policy losses: value and gradient, by hand and in float64 against their papers' formulas."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Credit per turn: by hand, in float64, and the same in however many rows and in any order."""
+"""Test credit per turn: by hand, in float64, and the same in however many rows and in any order."""
 
 import random
 from statistics import fmean, stdev

@@ -1,4 +1,4 @@
-"""Gaming: a part of the reward, or accuracy, falls while the reward rises."""
+"""Test Gaming: a part of the reward, or accuracy, falls while the reward rises."""
 
 import json
 

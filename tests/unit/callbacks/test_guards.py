@@ -1,4 +1,4 @@
-"""Guards: each number by hand, what each action does to an update, and runs that they stop."""
+"""Test guards: each number by hand, what each action does to an update, and runs that they stop."""
 
 import logging
 import math
@@ -42,7 +42,7 @@ PROMPT = [3, 2]
 
 
 class Rows(RLCallback):
-    """Every iteration's metrics."""
+    """Records every iteration's metrics."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""RolloutRecorder: what it writes is what training used."""
+"""Test RolloutRecorder: what it writes is what training used."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Mistakes beside those of docs/api/mistakes.md: one message that names key, value and fix."""
+"""Test mistakes beside those of docs/api/mistakes.md: one message that names key, value and fix."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""A test of several checkpoints: which they are, and what comes of each."""
+"""Test a test of several checkpoints: which they are, and what comes of each."""
 
 import csv
 import json
@@ -51,7 +51,7 @@ def test_each_is_tested_in_one_start(saved, tmp_path, capsys):
 
 def test_each_is_compared_with_the_first_task_by_task(saved, tmp_path, capsys):
     class Told(Walks):
-        """Ten tasks; the larger the weight, the more of them are solved."""
+        """Solves ten tasks; the larger the weight, the more of them."""
 
         def scores(self, done):
             weight = self.trainer.lightning_module.weight.item()

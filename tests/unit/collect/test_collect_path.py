@@ -1,4 +1,4 @@
-"""The way from the loader to the first token: seven files, as whoever reads it meets them."""
+"""Test the way from the loader to the first token: seven files, as whoever reads it meets them."""
 
 import asyncio
 import sys

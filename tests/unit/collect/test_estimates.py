@@ -1,4 +1,4 @@
-"""Shares with their intervals, votes, and comparisons of two policies, worked out by hand."""
+"""Test shares with their intervals, votes, and comparisons of two policies, worked out by hand."""
 
 from math import sqrt
 

@@ -1,4 +1,4 @@
-"""RolloutLoader: lazy, sized, and exact after an interruption at any point."""
+"""Test RolloutLoader: lazy, sized, and exact after an interruption at any point."""
 
 import json
 from itertools import islice

@@ -1,4 +1,4 @@
-"""Token metrics, stage times, evaluation metrics and collection statistics."""
+"""Test token metrics, stage times, evaluation metrics and collection statistics."""
 
 import json
 import math

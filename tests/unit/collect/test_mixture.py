@@ -1,4 +1,4 @@
-"""Several prompt sets: what is drawn, who answers and grades it, on ranks and when resumed."""
+"""Test several prompt sets: what is drawn, who answers and grades it, on ranks and when resumed."""
 
 import asyncio
 import json
@@ -176,7 +176,7 @@ class Says(Agent):
 
 
 class Unasked(FakeEngine):
-    """No agent here asks it for tokens."""
+    """A set whose agent asks it for no tokens."""
 
     async def generate(self, token_ids, sampling, seed):
         raise AssertionError("asked")
@@ -363,7 +363,7 @@ def test_a_rollout_keeps_its_set(make_rollout):
 
 
 class Kept(RLCallback):
-    """Ids, tokens and rewards of what was trained on."""
+    """Records ids, tokens and rewards of what was trained on."""
 
     def __init__(self) -> None:
         self.seen = []

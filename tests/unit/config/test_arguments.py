@@ -1,4 +1,4 @@
-"""Constructors in Python: what is convenient is taken, what is wrong refused as in YAML."""
+"""Test constructors in Python: what is convenient is taken, what is wrong refused as in YAML."""
 
 import gc
 import inspect

@@ -1,4 +1,4 @@
-"""The tables of docs/convert/*.md, from the data that ``lightning-rl convert`` reads.
+"""Write the tables of docs/convert/*.md, from the data that ``lightning-rl convert`` reads.
 
 python -m tests.unit.convert.counterpart_tables         writes them into the pages
 """

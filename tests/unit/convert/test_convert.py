@@ -1,4 +1,4 @@
-"""Tables of counterparts against our classes, and configurations of TRL as ours."""
+"""Test tables of counterparts against our classes, and configurations of TRL as ours."""
 
 import json
 import re

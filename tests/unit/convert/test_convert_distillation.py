@@ -1,4 +1,4 @@
-"""Distillation as TRL and verl configure it: the teacher, and what is learned from it."""
+"""Test Distillation as TRL and verl configure it: the teacher, and what is learned from it."""
 
 from pathlib import Path
 

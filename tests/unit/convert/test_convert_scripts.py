@@ -1,4 +1,4 @@
-"""Shell scripts and commands that start a trainer: what Bash makes of them is converted."""
+"""Test shell scripts and commands that start a trainer: what Bash makes of them is converted."""
 
 import re
 

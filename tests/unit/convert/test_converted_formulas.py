@@ -1,4 +1,4 @@
-"""Every option that convert carries over: what is written, against the peers' own formulas.
+"""Test every option that convert carries over: what is written, against the peers' own formulas.
 
 The options come from convert's tables. For each, our classes are made as the converted
 configuration has them, and value and gradient of their loss are held against ``peer_objectives``:
@@ -247,7 +247,7 @@ def batches(random_batch):
 
 
 class Padded:
-    """Model tokens as (B, T), and back."""
+    """Converts model tokens to (B, T), and back."""
 
     def __init__(self, batch: TensorDict) -> None:
         live = batch["tokens", "loss_mask"].nonzero().squeeze(1)

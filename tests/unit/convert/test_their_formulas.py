@@ -39,7 +39,7 @@ def batch(random_batch):
 
 
 class Padded:
-    """Model tokens as (B, T) with a mask."""
+    """Converts model tokens to (B, T) with a mask."""
 
     def __init__(self, batch: TensorDict) -> None:
         tokens, row = batch["tokens"], token_rows(batch)

@@ -1,4 +1,4 @@
-"""Mixing strategies by hand: which set the next group is drawn from."""
+"""Test mixing strategies by hand: which set the next group is drawn from."""
 
 import json
 

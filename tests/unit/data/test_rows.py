@@ -1,4 +1,4 @@
-"""A rollout of several rows: packed row by row, compared and averaged as one."""
+"""Test a rollout of several rows: packed row by row, compared and averaged as one."""
 
 import pytest
 import torch

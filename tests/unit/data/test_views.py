@@ -1,4 +1,4 @@
-"""Views of the packed batch, taken by torchrl itself: its buffers and its GAE."""
+"""Test views of the packed batch, taken by torchrl itself: its buffers and its GAE."""
 
 import pytest
 import torch

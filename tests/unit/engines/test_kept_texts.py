@@ -1,4 +1,4 @@
-"""Kept texts: a turn that continues one reads what is new, and gets what it would have got."""
+"""Test kept texts: a turn that continues one reads what is new, and gets what it would have got."""
 
 import asyncio
 

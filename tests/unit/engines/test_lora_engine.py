@@ -1,4 +1,4 @@
-"""One LoRA policy: when an engine keeps its adapters apart, and what it then writes."""
+"""Test one LoRA policy: when an engine keeps its adapters apart, and what it then writes."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""TransformersEngine: its draws, its batches, and weights that come while it writes.
+"""Test TransformersEngine: its draws, its batches, and weights that come while it writes.
 
 What it does as every engine does is in tests/integration/test_engine_contract.py.
 """

@@ -33,7 +33,7 @@ from lightning_rl.sync.schedule import FixedSchedule
 
 
 class FakeCUDA:
-    """Two GPUs. As in CUDA, each thread begins on the first one."""
+    """Fakes two GPUs. As in CUDA, each thread begins on the first one."""
 
     def __init__(self):
         self._thread = threading.local()

@@ -1,4 +1,4 @@
-"""Our distributions of actions against torch's."""
+"""Test our distributions of actions against torch's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Environments that do what they should not: each is one message, and none stops who waits."""
+"""Test environments that do what they should not: each is one message, and none stops who waits."""
 
 import logging
 import os

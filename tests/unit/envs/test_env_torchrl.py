@@ -1,4 +1,4 @@
-"""Batches of environments in torchrl's own parts, and torchrl's losses in our modules."""
+"""Test batches of environments in torchrl's own parts, and torchrl's losses in our modules."""
 
 import pytest
 import torch

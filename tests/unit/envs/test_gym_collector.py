@@ -1,4 +1,4 @@
-"""GymCollector: what a batch holds, what follows its steps, and how a run goes on."""
+"""Test GymCollector: what a batch holds, what follows its steps, and how a run goes on."""
 
 import pytest
 import torch

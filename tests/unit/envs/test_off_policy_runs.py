@@ -1,4 +1,4 @@
-"""Runs of DQN and SAC: they learn, and warm up."""
+"""Test runs of DQN and SAC: they learn, and warm up."""
 
 from typing import ClassVar
 
@@ -133,7 +133,7 @@ def test_dqn_learns_to_balance(tmp_path):
 
 
 class Signs(EnvCollector):
-    """Two groups, a pair of agents and one alone: a reward for naming the sign that they see.
+    """Rewards naming the sign that they see: two groups, a pair of agents and one alone.
 
     Every step is an episode. The one alone sees two things, of which one is noise.
     """

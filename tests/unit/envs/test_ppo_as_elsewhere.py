@@ -220,7 +220,7 @@ def test_advantages_are_normalised_once_of_the_batch_or_of_each_minibatch():
 
 
 class Rates(RLCallback):
-    """Learning rates that batches were learned from with."""
+    """Records the learning rates of the batches."""
 
     def __init__(self):
         self.rates = []

@@ -1,4 +1,4 @@
-"""Single steps of batches, the buffer that keeps them, and how agents explore."""
+"""Test single steps of batches, the buffer that keeps them, and how agents explore."""
 
 import math
 from types import SimpleNamespace

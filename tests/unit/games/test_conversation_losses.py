@@ -1,4 +1,4 @@
-"""Losses of rollouts that several wrote: what a token counts for, by hand."""
+"""Test losses of rollouts that several wrote: what a token counts for, by hand."""
 
 import math
 from functools import partial

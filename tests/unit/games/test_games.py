@@ -1,4 +1,4 @@
-"""Updates in games: by hand, against numerical differentiation, and from sampled steps."""
+"""Test updates in games: by hand, against numerical differentiation, and from sampled steps."""
 
 from functools import partial
 

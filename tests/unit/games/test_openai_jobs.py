@@ -1,4 +1,4 @@
-"""OpenAIFineTuning against a server that answers as documented, and fails in every way."""
+"""Test OpenAIFineTuning against a server that answers as documented, and fails in every way."""
 
 import asyncio
 import json

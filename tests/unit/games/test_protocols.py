@@ -1,4 +1,4 @@
-"""Protocols: who speaks when, which decisions count, and what they pay, by hand."""
+"""Test protocols: who speaks when, which decisions count, and what they pay, by hand."""
 
 import pytest
 import torch
@@ -424,7 +424,7 @@ def test_a_batch_of_panels_is_each_of_them():
 
 
 class Chat(Protocol):
-    """Two talk, and nobody decides."""
+    """Lets two talk, and nobody decide."""
 
     agent_names = ("ann", "bob")
     deciders = ()

@@ -1,4 +1,4 @@
-"""StagedTrainer: every stage once, every job once, wherever it was interrupted."""
+"""Test StagedTrainer: every stage once, every job once, wherever it was interrupted."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Expert iteration and MALT on trees made by hand."""
+"""Test expert iteration and MALT on trees made by hand."""
 
 import random
 from itertools import product

@@ -1,4 +1,4 @@
-"""Staged runs whose server is out, or whose files are damaged: one message, and they go on."""
+"""Test staged runs whose server is out, or whose files are damaged: one message, and they go on."""
 
 import json
 import os

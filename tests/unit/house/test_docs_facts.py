@@ -1,4 +1,4 @@
-"""Facts that pages state, and that change with the code: names, counts, sizes."""
+"""Test facts that pages state, and that change with the code: names, counts, sizes."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""The seconds of each test file, and the slow tests that a change touches."""
+"""Test the seconds of each test file, and the slow tests that a change touches."""
 
 import pytest
 

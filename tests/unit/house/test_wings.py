@@ -1,4 +1,4 @@
-"""One spine and its wings: who may import whom across them, and inside of a wing."""
+"""Test one spine and its wings: who may import whom across them, and inside of a wing."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Packs sized by memory, on a GPU that is made up: what it has free, and what a pass takes."""
+"""Test packs sized by memory, on a GPU that is made up: what it has free, and what a pass takes."""
 
 import pytest
 import torch

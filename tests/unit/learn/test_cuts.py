@@ -77,7 +77,7 @@ def test_a_short_last_window_counts_as_what_it_has(tiny_model, tmp_path, in_doub
 
 
 def test_a_schedule_of_accumulation_is_followed(tiny_model, tmp_path, in_double):
-    """Steps of 8 rows in the first epoch, of 4 in the second."""
+    """The steps have 8 rows in the first epoch, and 4 in the second."""
     schedule = GradientAccumulationScheduler({0: 2, 1: 1})
     ours, _ = run("sft", tiny_model, tmp_path, 4, 1, [schedule])
     assert sorted(ours) == [1, 2, 3, 4, 5, 6]

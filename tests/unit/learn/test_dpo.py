@@ -1,4 +1,4 @@
-"""DPO: the loss by hand, pairs from files and from recorded rollouts, and that it learns."""
+"""Test DPO: the loss by hand, pairs from files and from recorded rollouts, and that it learns."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_a_lora_leaves_its_base_to_the_models_files(tiny_model, 
 
 
 def test_margins_equal_plain_transformers(tiny_model, in_double):
-    """The pair's loss, computed from each completion alone by a plain forward."""
+    """A plain forward of each completion alone gives the pair's loss."""
     module = DPOModule(str(tiny_model), beta=0.7)
     data = PairDataModule(IterablePrompts(PAIRS[:5]), batch_size=5)
     tokenizer = load_tokenizer(str(tiny_model))

@@ -1,4 +1,4 @@
-"""An optimizer of bitsandbytes, whose state has 8 bits, as a configuration names it."""
+"""Test an optimizer of bitsandbytes, whose state has 8 bits, as a configuration names it."""
 
 import io
 

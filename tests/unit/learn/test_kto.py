@@ -1,4 +1,4 @@
-"""KTO: the loss by hand and as TRL has it, examples from files, and that it learns."""
+"""Test KTO: the loss by hand and as TRL has it, examples from files, and that it learns."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_first_loss_is_a_half_and_training_separates_the_kinds(tiny_model, tmp_p
 
 @pytest.mark.parametrize("towards", [1.0, -1.0])
 def test_the_loss_is_trls_of_plain_transformers(tiny_model, in_double, towards):
-    """TRL's formula on logprobs of each completion alone, with a KL above 0, and one cut at 0."""
+    """TRL's formula takes each completion's logprobs alone, with a KL above 0, and one cut at 0."""
     weights = {"desirable_weight": 0.75, "undesirable_weight": 1.5}
     module = KTOModule(str(tiny_model), beta=0.3, **weights)
     data = KTODataModule(IterablePrompts(ROWS[:5]), batch_size=5)

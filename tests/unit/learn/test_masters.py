@@ -1,4 +1,4 @@
-"""Weights in bfloat16 whose optimizer steps float32 copies."""
+"""Test weights in bfloat16 whose optimizer steps float32 copies."""
 
 import copy
 import logging

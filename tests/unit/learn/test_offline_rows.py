@@ -1,4 +1,4 @@
-"""Rows of a data set: with pictures they are read when they are needed."""
+"""Test rows of a data set: with pictures they are read when they are needed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The probe after a sync: what it lets pass, when it asks again, and what it catches."""
+"""Test the probe after a sync: what it lets pass, when it asks again, and what it catches."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by hand."""
+"""Test learning-rate schedules by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""SFTModule: the warm start lowers its loss, on the right tokens."""
+"""Test SFTModule: the warm start lowers its loss, on the right tokens."""
 
 import math
 

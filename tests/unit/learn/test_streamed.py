@@ -1,4 +1,4 @@
-"""Streamed updates: the same as unstreamed ones, or refused, or given up."""
+"""Test streamed updates: the same as unstreamed ones, or refused, or given up."""
 
 import pytest
 import torch
@@ -328,7 +328,7 @@ def test_a_batch_that_is_more_than_its_groups_is_refused(
 
 
 class Watching(RLCallback):
-    """Rollouts and metrics of every iteration."""
+    """Records rollouts and metrics of every iteration."""
 
     def __init__(self) -> None:
         self.rollouts, self.rows = [], []

@@ -1,4 +1,4 @@
-"""Rows of supervised training: what people write, read alike by all learners and by RL.
+"""Test rows of supervised training: what people write, read alike by all learners and by RL.
 
 The matrix: each learner, kind of row and chat template. The tokens are those of the template's own
 rendering, the mask is that of the template's ``{% generation %}`` where it has one, and the prompt

@@ -1,4 +1,4 @@
-"""The policy head against a naive float64 implementation, and the value heads."""
+"""Test the policy head against a naive float64 implementation, and the value heads."""
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ def test_the_hand_calculated_case():
 
 
 def test_a_cap_and_a_scale_by_hand():
-    """Products (2, -1), halved and capped at 1: tanh(1) and tanh(-1/2)."""
+    """Products (2, -1), halved and capped at 1, are tanh(1) and tanh(-1/2)."""
     products = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
     slope = LogitMap(scale=0.5, cap=1.0).apply(products)
     high, low = 0.761594155956, -0.462117157260
@@ -363,7 +363,7 @@ def test_weights_are_cast_once_a_pass_and_products_have_16_bits(monkeypatch, row
 
 
 def test_chunks_of_a_large_vocabulary_by_device():
-    """16,384 tokens of 151,936 words: 110 rows a chunk on a CPU, 883 on a GPU.
+    """The chunks of 16,384 tokens of 151,936 words have 110 rows on a CPU, 883 on a GPU.
 
     Compiled 220, where logits have 16 bits, since no copy in float32 is made.
     """

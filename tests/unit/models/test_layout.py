@@ -11,7 +11,7 @@ from lightning_rl.models.attention.varlen import attend, plain_varlen
 
 
 class Cost(TorchDispatchMode):
-    """Operations, and the bytes that they fill."""
+    """Counts operations, and the bytes that they fill."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""LoRA: what trains, what is pushed to engines, what is exported."""
+"""Test LoRA: what trains, what is pushed to engines, what is exported."""
 
 import pytest
 import torch

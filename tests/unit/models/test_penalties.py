@@ -1,4 +1,4 @@
-"""Scoring under min-p and penalties on what was written: as engines sampled."""
+"""Test scoring under min-p and penalties on what was written: as engines sampled."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A LoRA whose frozen base is kept in few bits: the same in trainer, engine and export."""
+"""Test a LoRA whose frozen base is kept in few bits: the same in trainer, engine and export."""
 
 import asyncio
 

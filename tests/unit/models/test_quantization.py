@@ -1,4 +1,4 @@
-"""Weights in few bits: the numbers they stand for, from their definitions in float64."""
+"""Test weights in few bits: the numbers they stand for, from their definitions in float64."""
 
 import subprocess
 import sys

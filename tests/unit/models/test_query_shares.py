@@ -118,7 +118,9 @@ def test_every_token_has_a_place_and_work_is_even(seed, places, in_turn, dealt):
 @pytest.mark.parametrize("masked", [0, 10, 1 << 16])
 @pytest.mark.parametrize("places", [2, 5])
 def test_places_attend_together_as_one_process_does(monkeypatch, random_batch, places, masked):
-    """Outputs and gradients, with masks and without, and by the fused kernel's definition."""
+    """The outputs and gradients agree, with masks and without, and by the fused kernel's
+    definition.
+    """
     monkeypatch.setattr(query_shares, "MASKED", masked)
     monkeypatch.setattr(short_attention, "MOST_KEYS", masked >> 10)  # as where pieces are long
     whole = build_layout(random_batch(2, groups=5))

@@ -1,4 +1,4 @@
-"""Recomputed layers: the same gradients, whatever they keep and wherever."""
+"""Test recomputed layers: the same gradients, whatever they keep and wherever."""
 
 import weakref
 

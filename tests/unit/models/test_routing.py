@@ -1,4 +1,4 @@
-"""Routing: what a mixture's routers choose is heard, and what is given to them is replayed."""
+"""Test routing: what a mixture's routers choose is heard, and what is given to them is replayed."""
 
 import copy
 
@@ -106,7 +106,7 @@ def turned(policy, batch):
 
 
 def test_given_experts_compute_with_gates_of_the_routers_own_logits(policy, batch):
-    """Written down anew from the layers of transformers, token by token."""
+    """The test writes transformers' layers down anew, token by token."""
     batch = turned(policy, batch)
     policy.replays = True
     scores = policy(batch)
@@ -240,7 +240,7 @@ def test_routers_that_score_by_a_sigmoid_are_heard_and_replayed(sigmoids, make_r
 
 
 def test_gates_of_given_experts_are_scaled_sigmoids(sigmoids):
-    """Written down anew from the routers of transformers."""
+    """The test writes transformers' routers down anew."""
     config, routing = sigmoids.lm.config, sigmoids.routing
     logits = torch.linspace(-3, 3, 16).reshape(2, 8)
     chosen = torch.tensor([[0, 5], [7, 3]])

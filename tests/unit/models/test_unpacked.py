@@ -1,4 +1,4 @@
-"""Models that cannot be packed: each rollout in a line, as by the model's own forward."""
+"""Test models that cannot be packed: each rollout in a line, as by the model's own forward."""
 
 import dataclasses
 

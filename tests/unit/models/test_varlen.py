@@ -1,4 +1,4 @@
-"""The layout for the fused attention kernel, which needs CUDA, against the one for CPUs."""
+"""Test the layout for the fused attention kernel, which needs CUDA, against the one for CPUs."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Logprobs and entropies of a vocabulary in parts: by hand, and as those of the whole."""
+"""Test logprobs and entropies of a vocabulary in parts: by hand, and as those of the whole."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Attention through a sliding window: each query sees itself and the tokens just before it."""
+"""Test attention through a sliding window: each query sees itself and the tokens just before it."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def of(*rows):
 
 
 def test_blocks_by_hand(monkeypatch):
-    """Ten tokens after a prompt of three, seen through a window of four, in blocks of four."""
+    """The blocks of four have ten tokens after a prompt of three, and a window of four."""
     monkeypatch.setattr(windows, "BLOCK", 4)
     seen = Pieces(*of([3], [10], [0], [3], [10]), rows=torch.arange(13))
     blocks = blocks_of(seen, window=4)

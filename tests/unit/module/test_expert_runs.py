@@ -1,4 +1,4 @@
-"""Runs of a mixture of experts: collected, pushed, replayed and trained."""
+"""Test runs of a mixture of experts: collected, pushed, replayed and trained."""
 
 import logging
 
@@ -17,7 +17,7 @@ from tests.support.small_run import data_module, grpo, trainer_of
 
 
 class Seen(RLCallback):
-    """Rows of metrics, and all rollouts."""
+    """Records rows of metrics, and all rollouts."""
 
     def __init__(self) -> None:
         self.rows, self.rollouts = [], []

@@ -1,4 +1,4 @@
-"""PolicyModule: the update's gradient, its named steps, its metrics, its refusals."""
+"""Test PolicyModule: the update's gradient, its named steps, its metrics, its refusals."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""The recipe graph_isomorphism: pairs, what is seen of them, rewards, and what can be won."""
+"""Test the recipe graph_isomorphism: pairs, what is seen of them, rewards, and what can be won."""
 
 import networkx as nx
 import numpy as np

@@ -1,4 +1,4 @@
-"""LLMJudge against a real HTTP server that breaks in every way, and against an engine."""
+"""Test LLMJudge against a real HTTP server that breaks in every way, and against an engine."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""ModelReward and ServedReward: scores of reward models, and what becomes of those without."""
+"""Test ModelReward and ServedReward: scores of reward models, and what becomes of those without."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""PythonTests: what a program can be asked; right ones pass, and none passes by a trick."""
+"""Test PythonTests: what a program can be asked; right ones pass, and none passes by a trick."""
 
 import asyncio
 import datetime
@@ -373,7 +373,7 @@ def test_a_machine_without_a_sandbox_is_refused_at_once(monkeypatch):
 
 @pytest.mark.slow
 def test_a_container_that_hides_parts_of_proc_has_a_sandbox_without_it():
-    """It permits no new /proc; found out by trying, in a user namespace like a container's."""
+    """The container permits no new /proc, which is found by trying, in such a user namespace."""
     need_sandbox()
     script = (
         "import asyncio\nfrom lightning_rl.rewards.rules import PythonTests\n"

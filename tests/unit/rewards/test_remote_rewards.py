@@ -1,4 +1,4 @@
-"""Remote and retry: how many at once, how often, how long, and what becomes of a failure."""
+"""Test Remote and retry: how many at once, how often, how long, and what becomes of a failure."""
 
 import asyncio
 from random import Random

@@ -1,4 +1,4 @@
-"""Rewards of several numbers per completion: what is learned from, and what is kept."""
+"""Test rewards of several numbers per completion: what is learned from, and what is kept."""
 
 import json
 import math

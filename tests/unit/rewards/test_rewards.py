@@ -1,4 +1,4 @@
-"""Grading: every form of reward function, and everything that can go wrong in one."""
+"""Test grading: every form of reward function, and everything that can go wrong in one."""
 
 import asyncio
 import os

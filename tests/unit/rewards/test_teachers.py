@@ -1,4 +1,4 @@
-"""ModelTeacher and ServedTeacher: what they think of tokens, and what becomes of faults."""
+"""Test ModelTeacher and ServedTeacher: what they think of tokens, and what becomes of faults."""
 
 import asyncio
 import json

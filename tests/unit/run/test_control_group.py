@@ -1,4 +1,4 @@
-"""Messages of ranks that train over NCCL: two processes with gloo, that take it for NCCL."""
+"""Test messages of ranks that train over NCCL: two processes with gloo, that take it for NCCL."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Threads of several training processes: a share of the cores each, unless the user chose."""
+"""Test threads of several training processes: a share of the cores each, unless the user chose."""
 
 import os
 from functools import partial

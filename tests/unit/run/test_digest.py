@@ -1,4 +1,4 @@
-"""Digests of tensors: what they are made of, and what they see."""
+"""Test digests of tensors: what they are made of, and what they see."""
 
 import zlib
 

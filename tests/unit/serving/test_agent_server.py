@@ -1,4 +1,4 @@
-"""AgentServer: real clients over HTTP; what they read, and what is recorded of it."""
+"""Test AgentServer: real clients over HTTP; what they read, and what is recorded of it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Programs and functions as agents: what is recorded, what they say, and how they may end."""
+"""Test programs and functions as agents: what is recorded, what they say, and how they may end."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""Running programs: their input and output, limits, and that nothing of them is left."""
+"""Test running programs: their input and output, limits, and that nothing of them is left."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""An engine whose replicas are threads, and every transport to it."""
+"""Provide an engine whose replicas are threads, and every transport to it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pushes of adapters alone, and without frozen weights, to replicas that are threads."""
+"""Test pushes of adapters alone, and without frozen weights, to replicas that are threads."""
 
 import pytest
 import torch

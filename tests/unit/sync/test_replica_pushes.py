@@ -1,4 +1,4 @@
-"""Every transport to replicas that are threads, with the real receivers: what arrives."""
+"""Test every transport to replicas that are threads, with the real receivers: what arrives."""
 
 import pytest
 import torch

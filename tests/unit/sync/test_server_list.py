@@ -1,4 +1,4 @@
-"""Replicas that join and leave during a run, and the lists that say so."""
+"""Test replicas that join and leave during a run, and the lists that say so."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ ONE = Sampling(max_tokens=1)
 
 
 class HeldReplica(ThreadReplica):
-    """It answers when it is told to."""
+    """A replica that answers when it is told to."""
 
     def __init__(self, name):
         super().__init__(name)

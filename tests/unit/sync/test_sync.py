@@ -163,7 +163,7 @@ def test_buckets_are_full_but_never_split_a_unit():
 
 
 class Buffers(dict):
-    """Flat buffers by number, into which weights are copied in bfloat16."""
+    """Copies weights in bfloat16 into flat buffers by number."""
 
     def __call__(self, slot, numel, dtype, is_read):
         return self.setdefault(slot, torch.zeros(numel, dtype=dtype))

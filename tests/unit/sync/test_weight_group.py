@@ -1,4 +1,4 @@
-"""Groups by which weights are broadcast: peers that never come, hang, or leave."""
+"""Test groups by which weights are broadcast: peers that never come, hang, or leave."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A worker that sends invalid messages: whoever asked it is told, and waits for nothing."""
+"""Test a worker that sends invalid messages: whoever asked it is told, and waits for nothing."""
 
 import asyncio
 import sys

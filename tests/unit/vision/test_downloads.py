@@ -20,7 +20,7 @@ GIVEN = PictureLimits(retries=0), PictureAccess()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """``/3.png`` waits until the server's whole party has asked; ``/404`` has nothing to show."""
+    """Lets ``/3.png`` wait until the whole party has asked; ``/404`` has nothing to show."""
 
     def do_GET(self):
         server = self.server

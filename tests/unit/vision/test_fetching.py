@@ -22,7 +22,7 @@ def png():
 
 
 class Handler(BaseHTTPRequestHandler):
-    """``/404`` answers so, ``/to/x`` leads on to ``/x``, and others do as their names say."""
+    """Answers ``/404`` so; ``/to/x`` leads on to ``/x``, and others do as their names say."""
 
     def do_GET(self):
         self.server.asked.append(self.path)

@@ -66,7 +66,7 @@ def test_shared_weights_are_gathered_layer_by_layer():
 
 
 def test_gradients_of_a_large_vocabulary_are_summed_last(tmp_path):
-    """Outside of layers: whole in float32, and in the message that they go in."""
+    """They are whole in float32 outside of layers, and in the message that they go in."""
     save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14, tie_word_embeddings=False)
     pack = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 2))
     placement = Placement(precision="bf16-mixed", shards=2)
