@@ -26,7 +26,7 @@ from benchmarks.support.task import LR, MODEL, Rows, fit, make_data, make_module
 from lightning_rl import PolicyModule, PreviewTable, Rollout, StepTimer, WeightSync
 
 PHASES = ("generate", "train", "sync")
-"""Of an iteration, as StepTimer records them: in wall seconds."""
+"""The phases of an iteration, as StepTimer records them, in wall seconds."""
 FLOORS = ("shared", "unshared", "skipping", "asking")
 
 

@@ -51,7 +51,7 @@ LONGEST_S = 3.0
 PATIENCE_S = 300.0
 GRADING_S = 1.0
 JOINED = "has joined the engine"
-"""What the run prints for each server that joins."""
+"""The words that the run prints for each server that joins."""
 
 
 class Servers:

@@ -37,7 +37,7 @@ MODELS = {"smollm2": "runs/smollm2/model", "sort_digits": "runs/sort_digits/sft/
 MADE_BY = {"smollm2": "lightning-rl quickstart",
            "sort_digits": "python -m recipes.sort_digits.quickstart"}  # fmt: skip
 COLLECTING_S = 0.3
-"""Of which a share passes before the SIGKILL: an iteration collects for longer."""
+"""The time of which a share passes before the SIGKILL: an iteration collects for longer."""
 COLOURS = ("#174a7e", "#d9822b", "#3a9474", "#b03a5b")
 ROWS = 96
 """Rows that SFT learns from: two epochs of 8 rows a step are 24 steps."""

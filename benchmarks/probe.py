@@ -31,9 +31,9 @@ from lightning_rl.learn.probe import AGAIN_TOKENS, ONE_PROMPT, OUTLIER
 PAGE = Path(__file__).parents[1] / "docs" / "sync.md"
 BOUND = logprob_tolerance("bfloat16")
 PROMPTS, TOKENS = 4, 2
-"""Of a first probe."""
+"""The size of a first probe."""
 SYNCS = 1_000
-"""Of a run."""
+"""The syncs of a run."""
 ROUNDS, FIRST, SECOND = 10, 200_000, 25
 """Syncs that are drawn in each of so many rounds, and second probes for each that needs one."""
 

@@ -54,7 +54,7 @@ _ON_CPU: dict[Any, Callable[..., int]] = {
         )
     ),
 }
-"""What torch's own counter does not know."""
+"""The operations that torch's own counter does not know."""
 
 
 class Counted(TorchDispatchMode):

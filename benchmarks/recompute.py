@@ -51,7 +51,7 @@ SETTINGS: dict[str, bool | Recompute] = {
         2, "attention", "host", 200
     ),
 }
-"""Of ``gradient_checkpointing``, as YAML has them."""
+"""The settings of ``gradient_checkpointing``, as YAML has them."""
 TIMES = 5
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 

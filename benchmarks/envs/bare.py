@@ -29,7 +29,7 @@ from lightning_rl.envs.rows import rows_of
 
 TASK = TASKS["cartpole"]
 SECONDS = 60.0
-"""That a step may take, as in the data module."""
+"""The longest time of a step, as in the data module."""
 
 
 class BareLoop:

@@ -35,7 +35,7 @@ from benchmarks.envs.task import (
 )
 
 LAST = "charts/SPS"
-"""What the scripts write at the end of an iteration."""
+"""The metric that scripts write at the end of an iteration."""
 
 
 class Over(Exception):

@@ -16,7 +16,7 @@ TITLES = {
 OURS = ("ours", "same")
 """The sides that are no peers."""
 Runs = dict[str, list[dict[str, Any]]]
-"""What each side's processes left, seed by seed."""
+"""The results of each side's processes, seed by seed."""
 
 
 def frames_per_cpu_s(measured: Mapping[str, Any]) -> float:

@@ -20,7 +20,7 @@ SAME = ("torch", "numpy", "gymnasium")
 """The packages that the peers get in the versions installed here."""
 PEER_PACKAGES = ("torchrl==0.14.1", "stable-baselines3==2.9.2", "tensorboard==2.21.0")
 CLEANRL = "cleanrl==1.2.0"
-"""Without what it asks for: a gym and a torch of its day."""
+"""The package is installed without its requirements: a gym and a torch of its day."""
 SIDES: dict[str, object] = {
     "ours": sys.executable,
     "same": sys.executable,
@@ -28,7 +28,7 @@ SIDES: dict[str, object] = {
     "sb3": PEER_PYTHON,
     "cleanrl": PEER_PYTHON,
 }
-"""With which Python."""
+"""The Python of each side."""
 
 
 def make_environment() -> None:

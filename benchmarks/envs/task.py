@@ -21,13 +21,13 @@ from torch import Tensor
 
 ENVS, STEPS = 8, 128
 FRAMES = ENVS * STEPS
-"""Of an iteration."""
+"""The frames of an iteration."""
 EPS, LAMBDA, CLIP = 1e-5, 0.95, 0.2
 VALUE_COEF = 0.25
-"""Of the squared error; with half of it in the loss, as most write it, the coefficient is 0.5."""
+"""The coefficient of the squared error; with half of it in the loss, as usual, it is 0.5."""
 MAX_GRAD_NORM = 0.5
 EPISODES = 20
-"""That a trained policy is judged by."""
+"""The number of episodes that a trained policy is judged by."""
 RECENT = 20
 """Episodes of training, over all environments, whose mean return is held against the goal."""
 

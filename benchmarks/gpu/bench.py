@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LAST_LINES = 15
-"""Of an error or of a process's output, that a record keeps."""
+"""The lines of an error or of a process's output that a record keeps."""
 
 
 class Skipped(Exception):

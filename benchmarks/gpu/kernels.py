@@ -20,7 +20,7 @@ from tests.support.places import attended_in_places
 HEADS = ((14, 2, 64), (12, 2, 128), (8, 8, 64), (8, 1, 256))
 """Query heads, key heads and their width: of 0.5B and 1.5B models, ungrouped, and the extremes."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Of norms: some roundings of each format, whereas a wrong mask is off by 0.1 and more."""
+"""The tolerance of norms: some roundings of each format; a wrong mask is off by 0.1 and more."""
 
 
 def attention(bench: Bench) -> None:

@@ -26,7 +26,7 @@ from lightning_rl.sync.sent import SentWeights
 from tests.support.ranks import World
 
 CLOSE, CLOSE_IN_FLOAT32 = 1e-9, 1e-4
-"""Of scores and gradients, against one GPU's: its sums are in another order."""
+"""The tolerance to one GPU's scores and gradients, whose sums are in another order."""
 
 
 def equal(bench: Bench, kind: str) -> None:

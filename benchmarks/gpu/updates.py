@@ -28,7 +28,7 @@ from lightning_rl.models.attention.packed import PackLayout
 PACKS = {"60x256": (60, 256), "8x2000": (8, 2000), "1x16000": (1, 16_000)}
 TINY_PACKS = {"6x12": (6, 12), "2x40": (2, 40), "1x100": (1, 100)}
 WARM_UP, STAGED, WHOLE, WAITS = range(4)
-"""What each iteration is for."""
+"""The purpose of each iteration."""
 PLAN_IS_OFF = 1.25
 """Times the peak, or less than its inverse: then `check` misleads."""
 

@@ -33,7 +33,7 @@ CONSTRAINTS = ROOT / "install" / "cuda-constraints.txt"
 TORCH, VLLM = "2.11.0", "0.26.0"
 """vLLM's wheel for CUDA is made for one version of torch, this one for that."""
 THERE = ("lightning", "transformers")
-"""Besides torch."""
+"""The packages that are there, besides torch."""
 FOR_TESTS = ("peft", "pytest", "pytest-timeout")
 PIECE_MIB = 64
 

@@ -82,7 +82,7 @@ def room(module: str) -> str:
 
 
 DOORS = {"lightning_rl", "lightning_rl.__main__"}
-"""What is no room: the package itself, and its command."""
+"""The modules that are no room: the package itself, and its command."""
 
 
 def folder_of(module: str, path: Path) -> str:

@@ -42,7 +42,7 @@ import lightning_rl
 
 LIBRARY = Path(lightning_rl.__file__).parent
 PLACES = ("", ".serving", ".envs", ".games", ".extend", ".callbacks")
-"""Where public names may be."""
+"""The places of public names."""
 
 
 def named(name: str) -> Any:

@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     save: Saved
     features: tuple[str, ...]
     layouts: dict[int, list[str]]
-    """By the number of processes."""
+    """The layouts by the number of processes."""
 
 
 _ALL = {2: ["sequence", "tensor"], 4: ["sequence", "tensor", "both"]}

@@ -48,7 +48,7 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "pairs": lambda ranks: Layout(expert=2),
     "mixed": lambda ranks: Layout(sequence=ranks, expert=2),
 }
-"""By name, for so many ranks."""
+"""The layouts by name, for so many ranks."""
 
 
 def share(policy: Policy, layout: str) -> None:

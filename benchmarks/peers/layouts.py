@@ -24,12 +24,12 @@ GENERATIONS: dict[str, tuple[object, str]] = {
     "continuous": (PEER_PYTHON, "benchmarks.peers.trl"),
     "vllm": (sys.executable, "benchmarks.peers.trl_vllm"),
 }
-"""With which Python, and what, TRL generates."""
+"""The Python and the engine with which TRL generates."""
 COMPLETIONS = 256
 START_S = 30
-"""That vLLM may take to start, at most."""
+"""The longest time that vLLM may take to start."""
 STOP_S = 40
-"""That torchrun may take to end its processes; it kills them after 30."""
+"""The longest time that torchrun may take to end its processes; it kills them after 30."""
 Side = Callable[..., dict[str, Any]]
 """``run_ours`` or ``run_trl``."""
 

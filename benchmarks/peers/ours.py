@@ -32,7 +32,7 @@ ENGINES: dict[str, Callable[[int], Engine]] = {
     ),
     "transformers": lambda length: TransformersEngine(),
 }
-"""By the name of the generation; given the longest prompt and completion."""
+"""The engines by the generation's name, given the longest prompt and completion."""
 
 
 class Clock(RLCallback):

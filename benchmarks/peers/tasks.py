@@ -17,7 +17,7 @@ GOAL, NEVER = 0.90, 2.0
 BUILD = Path("build")
 LONG_PROMPT, LONGEST = 512, 100
 DIGITS, TIMES = 9, 3
-"""Of the task `longer`: 9 digits, whose answer is written 3 times, so 28 tokens with the last."""
+"""The task `longer` has 9 digits, whose answer is written 3 times, so 28 tokens with the last."""
 
 
 @dataclass(frozen=True)

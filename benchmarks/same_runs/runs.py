@@ -123,7 +123,7 @@ class Fit(Run):
 
 
 class Staged(Run):
-    """Records ``lightning-rl staged``: interactions, metrics, and every model that its jobs made."""
+    """Records ``lightning-rl staged``: interactions, metrics, and models of its jobs."""
 
     def leave(self, place: Checkout, folder: Path, work: Path) -> None:
         place.run("lightning_rl", "staged", *self.arguments(), "--run_dir", str(work))

@@ -9,7 +9,7 @@ from benchmarks.small_model.runs import FULL, ITERATIONS, LORA, LR, RUNS, TRAINE
 from recipes.smollm2.tasks import TASKS
 
 FIVES = (0, 5, 10, 15, 25, 35)
-"""Where the blocks of five iterations begin whose rewards are shown."""
+"""The iterations at which the blocks of five begin whose rewards are shown."""
 STUDENT_T = 4.303
 """The 0.975 quantile of Student's t with two degrees of freedom: three seeds."""
 

@@ -31,7 +31,7 @@ TASKS: dict[str, tuple[Callable[[int], Task], int]] = {
     "large": (large_task, 3),
     "huge": (huge_task, 3),
 }
-"""With the iterations of a run, at most."""
+"""The tasks, with the most iterations of a run."""
 CORES = 2
 SHAPES = {
     "2 processes": Layout(processes=CORES),

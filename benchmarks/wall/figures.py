@@ -11,7 +11,7 @@ from benchmarks.support.results import RESULTS
 from benchmarks.wall.choice import CORES, SIDES, TASKS, on_one_thread
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]
-"""By side and layout."""
+"""The runs by side and layout."""
 
 
 def measure(task: Task, names: Mapping[str, list[str]], runs: int) -> Runs:

@@ -12,7 +12,7 @@ FRONT = {
 }
 """The tasks on the front page."""
 NAMES = {"transformers": "TransformersEngine", "vllm": "vLLM"}
-"""Of ways to generate, where the front page calls them otherwise."""
+"""The ways to generate that have another name on the front page."""
 
 
 def table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:

@@ -79,10 +79,10 @@ class GraphIsomorphism(EnvBase):
         self.round = torch.zeros(num_envs, dtype=torch.long)
         channels = self.protocol.message_channel_names
         self.messages = {channel: self._silence() for channel in channels}
-        """By channel (E, R)."""
+        """The messages by channel, (E, R)."""
         undecided = torch.full((num_envs,), GO_ON)
         self.decided = {name: undecided.clone() for name in self.protocol.deciders}
-        """By agent that decides (E,), the decision that counted; 2: none yet."""
+        """The decision that counted, by agent that decides, (E,); 2: none yet."""
         self._set_seed(0)
 
     def _silence(self) -> Tensor:

@@ -32,7 +32,7 @@ SHOWN = 3
 MEMORY_OF_EACH = 6 << 30
 """Bytes that a training process may need, with its optimizer and its engine."""
 GAIN = 0.40
-"""By how much held-out accuracy should rise."""
+"""The least rise of held-out accuracy."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -30,7 +30,7 @@ CLOSE = 1e-9
 SINGLE = 1e-4
 """In float32, after weights were rounded to it; an adapter that is left out shows at 1e-2."""
 STEPS_APART = {"nemotron_h": 1e-3}
-"""Where transformers' own steps with a cache are apart from its whole pass, in float64 too."""
+"""The distance of transformers' cached steps from its whole pass, where there is one in float64."""
 PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], [3, 4, 2]]
 SAMPLING = Sampling(max_tokens=6, temperature=0.75)
 

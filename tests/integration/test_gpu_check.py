@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 BY_NAME = {check.name: check for check in CHECKS}
 ONE_EACH = {check.target: check for check in reversed(CHECKS)}
-"""Of those that are one function with other options, the first."""
+"""The first of the checks that are one function with other options."""
 
 
 def function_of(check: Check) -> Callable[..., None]:

@@ -144,7 +144,7 @@ def require_same(ours, theirs):
 
 
 QUICK = {"sft": list(PLACES), "kto": ["within a step", "validation"], "dpo": ["step"], "rm": []}
-"""Of the other learners a few: what differs among them is little."""
+"""The other learners have only a few cases: what differs among them is little."""
 
 
 @pytest.mark.parametrize(

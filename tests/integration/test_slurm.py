@@ -195,7 +195,7 @@ data:
     iterations_per_epoch: 2
 trainer: {{accelerator: cpu, precision: 32-true, max_epochs: 1}}
 """
-"""What makes of the example of 8B parameters one that a CPU computes."""
+"""The changes that make of the 8B example one that a CPU computes."""
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,

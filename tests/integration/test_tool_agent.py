@@ -62,7 +62,7 @@ NAMED = {
     "llama3_json": ('{"name": "', '", "parameters": {}}', ""),
     "pythonic": ("[", "()]", ""),
 }
-"""What stands before a tool's name, after it, and at the end of a call without arguments."""
+"""The text before a tool's name, after it, and at the end of a call without arguments."""
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -65,4 +65,4 @@ CHATS = {
         tools="rewrites earlier turns", calls="object",
     ),
 }  # fmt: skip
-"""By family; gpt-oss comes without a template."""
+"""The chats by family; gpt-oss comes without a template."""

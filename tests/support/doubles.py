@@ -14,7 +14,7 @@ EXACT = 1e-12
 number: more than ten times what is measured, and a ten-thousandth of what float32 would make."""
 
 PRODUCTS = (Tensor.__matmul__, Tensor.matmul)
-"""What ``@`` is, for buffers of older releases of transformers and of newer ones."""
+"""The functions behind ``@``, for buffers of older releases of transformers and of newer ones."""
 
 
 class Doubled(TorchFunctionMode):

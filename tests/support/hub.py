@@ -20,7 +20,7 @@ configs:
   data_files: socratic/*.jsonl
 ---
 """
-"""Of a data set with two configurations."""
+"""The card of a data set with two configurations."""
 
 Answer = tuple[int, bytes, dict[str, str]]
 _API = re.compile(r"/api/(?P<kind>datasets|models)/(?P<repo>[^/]+/[^/]+)(?:/(?P<rest>.*))?")

@@ -330,7 +330,7 @@ SAYS = {
         "TransformerEnginePrecision": "needs its package; no engine computes in its formats",
     },
 }
-"""What the page says of them besides the word; ``lightning_flags`` tells of the others."""
+"""The page's further words on them; ``lightning_flags`` tells of the others."""
 
 
 def word_of(cases: list[Case]) -> str:

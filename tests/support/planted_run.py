@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\"> 😀"
-"""What a model may write to break a page."""
+"""A text that a model may write to break a page."""
 
 PLANTED = {
     "mask": {"loss_mask": [True, True, True, True], "versions": [3, -1, 3, 3]},
@@ -24,10 +24,10 @@ PLANTED = {
         "error": "TimeoutError: the judge did not answer within 5 s",
     },
 }
-"""What is changed in a good rollout, by the flag that it must get."""
+"""The change of a good rollout, by the flag that it must get."""
 
 PLACES = {"mask": [1], "gap": [2], "version": [2], "number": [2]}
-"""Of the tokens that the flags are about; the others are about the rollout."""
+"""The tokens that the flags are about; the others are about the rollout."""
 
 
 def good_rollout(more_rows: Sequence[dict[str, Any]] = (), **changes: Any) -> dict[str, Any]:

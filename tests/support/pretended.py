@@ -28,7 +28,7 @@ NAME = "pretended"
 DEVICE = torch.device("cpu")  # until the backend has its name, below
 
 waits: Counter[str] = Counter()
-"""How often the host waited for the device since this was cleared, by operator."""
+"""The number of waits for the device since this was cleared, by operator."""
 
 
 class _Backend(_DummyBackendModule):

@@ -24,7 +24,7 @@ from benchmarks.support import forked
 from lightning_rl.engines.replicas.server_process import free_port
 
 SECONDS = 280
-"""How long one function may take, less than pytest gives the test that asked for it."""
+"""The longest time of one function, less than pytest gives the test that asked for it."""
 
 
 def environment_of(rank: int, ranks: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from tests.support.small_run import trainer_of
 from tests.support.supervised import LEARNERS, doubling
 
 ROWS, EPOCHS = 13, 2
-"""Which two processes cannot share evenly, with a last step of 5 rows."""
+"""Two processes cannot share the rows evenly, with a last step of 5 rows."""
 
 
 class SaveAt(Callback):

@@ -103,7 +103,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     **{name: partial(_archive, name) for name in ARCHIVES},
     "mistral": _mistral,
 }
-"""How each is put into an empty folder."""
+"""The way in which each is put into an empty folder."""
 
 
 def _place(name: str) -> Path:

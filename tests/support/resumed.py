@@ -22,7 +22,7 @@ from tests.support.small_run import trainer_of
 EPOCHS, PER_EPOCH = 2, 2
 ITERATIONS = EPOCHS * PER_EPOCH
 TRAINED = {"within": 1, "epoch": 2, "collected": 3}
-"""How many iterations are trained on in each checkpoint that a whole run leaves."""
+"""The number of iterations trained on in each checkpoint that a whole run leaves."""
 
 
 def is_time(name: str) -> bool:
@@ -80,7 +80,7 @@ class Case:
     callbacks: Callable[[], list[Callback]] = list
     trainer: dict[str, Any] = field(default_factory=dict)
     places: Sequence[str] = ("within", "collected")
-    """Of its checkpoints those that a run is resumed from."""
+    """The checkpoints that a run is resumed from."""
     model: str = "tiny_model"
     """The fixture with the model's directory."""
 

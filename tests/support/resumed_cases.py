@@ -28,7 +28,7 @@ from tests.support.turn_rollouts import played, random_episodes
 SMALL = {"groups_per_iteration": 3, "group_size": 3, "iterations_per_epoch": PER_EPOCH}
 ALL = ("within", "epoch", "collected")
 AFTER_UPDATES = ("within", "epoch")
-"""Where nothing is kept of a batch that is not trained on yet: it is made again."""
+"""The places at which an untrained batch is not kept: it is made again."""
 
 
 class OwnStage(RLCallback):

@@ -53,7 +53,7 @@ def rm(model, rows, batch_size, **options):
 
 
 LEARNERS = {"sft": sft, "dpo": dpo, "kto": kto, "rm": rm}
-"""By the first part of their metrics' names: module and data of a model, rows and a batch size."""
+"""The learners by the first part of their metrics' names, given a model, rows and a batch size."""
 
 
 def doubling() -> LambdaCallback:

@@ -43,7 +43,7 @@ from benchmarks.gpu.table import Check
 
 SECONDS = 350.0
 LEAST_S = {"cuda": 45.0, "cpu": 5.0}
-"""With fewer left no side is begun: it would not get to an iteration."""
+"""The least time in which a side is begun: with less it would not get to an iteration."""
 PEAK_FLOPS = 989e12
 BEST = {
     "per_device_train_batch_size": 32,

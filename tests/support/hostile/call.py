@@ -20,7 +20,7 @@ class Call:
     """
 
     name: str
-    """What is wrong with it, in words; unique in its surface."""
+    """The fault in words; unique in its surface."""
     play: Callable[[Path], object]
     """Does it; gets the folder. An error of the library, if raised, is printed in one line and
     counts as a failure that was told; ``SystemExit`` sets the status."""

@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "id": ([], "id is [], but must be a text"),
     "seed": (10**30, "seed is 1000000000000000000000000000000, but must fit into 64 bits"),
 }
-"""What a field may hold that it must not, and what is said of it."""
+"""The values that a field must not hold, and what is said of each."""
 
 
 def given(content: bytes, *arguments: str, name: str = "some.jsonl") -> Callable[[Path], object]:

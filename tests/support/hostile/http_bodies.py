@@ -13,7 +13,7 @@ PROMPT = {"prompt": "2 + 3 =", "max_tokens": 2}
 MESSAGE = {**GOOD, "model": "policy"}
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ALLOWED = RequestLimits(client_templates=True, max_seconds=30, max_bytes=2**20)
-"""So long that a busy machine refuses for the reason that is asked for."""
+"""The limit is so long that a busy machine refuses for the reason that is asked for."""
 SHORT = RequestLimits(client_templates=True, max_seconds=3, max_bytes=2**20)
 
 

@@ -14,7 +14,7 @@ from tests.support.hostile.call import Call, command
 from tests.support.hostile.configurations import good
 
 EVIL = "open('ran', 'w').close()\n"
-"""What no call may get to run."""
+"""The code that no call may get to run."""
 PARTS = {
     "evil.py": EVIL + "def f(*a, **k): return [0.0]\nclass Evil: ...\n",
     "evil_package/__init__.py": EVIL,

@@ -23,7 +23,7 @@ from lightning_rl.games import RewardThreshold, Selection, StagedAlgorithm, Stag
 from tests.support.dumped import of, require_same_again
 
 ROOTS = (LightningModule, LightningDataModule, Callback, CheckpointIO, Precision, Strategy)
-"""What a configuration of ``lightning-rl fit`` names."""
+"""The classes that a configuration of ``lightning-rl fit`` names."""
 
 HERE = __name__
 
@@ -116,7 +116,7 @@ NEEDED = {
 }
 """Arguments that a class cannot do without."""
 GIVEN_BY_LIGHTNING = {"optimizer"}
-"""Of schedulers, which are called with it."""
+"""The argument of schedulers, which are called with it."""
 
 
 REWARDS = ("EnvironmentReward", "Isolated", "LLMJudge", "OverlongPenalty", "PythonTests", "Remote")

@@ -149,7 +149,7 @@ ITEMS = (
     "{% for k, v in c.function.arguments|items %}{{ k }}={{ v }};{% endfor %}{% endfor %}\n"
     "{% endfor %}"
 )
-"""As Qwen3-Coder's does, it goes through the arguments one by one."""
+"""The template goes through the arguments one by one, as Qwen3-Coder's does."""
 
 
 def from_all_places(rows, tokenizer):

@@ -17,7 +17,7 @@ PAYS = torch.tensor(
     [[3.0, -1.0, 0.5, 2.0, -1.5, 1.0, 4.0, -2.0], [1.0, 2.5, -3.0, 0.5, 2.0, -1.0, 0.0, 1.5],
      [-1.0, 2.0, 1.5, -2.5, 3.0, 0.5, -0.5, 2.0]]
 ).double()  # fmt: skip
-"""Of three players (or of the first two of them) in each outcome, as a binary number."""
+"""The payoffs of three players, or the first two, in each outcome as a binary number."""
 
 
 def draw():

@@ -214,7 +214,7 @@ def test_without_followers_it_is_ones_own_gradient():
 # ---------------------------------------------------------------- steps that were played
 
 PAYS = torch.tensor([[[1.0, -2.0], [0.5, 3.0]], [[-1.0, 2.0], [1.5, 0.0]]]).double()
-"""Of two players, by what the first and the second do."""
+"""The payoffs of two players, by what the first and the second do."""
 
 
 def policies(logits):

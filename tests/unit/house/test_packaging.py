@@ -20,7 +20,7 @@ from tests.support.packaged import (
 from tests.support.reports import git
 
 RECIPES = "lightning_rl.recipes"
-"""Where a wheel has recipes/: files to copy, of which nothing is imported there."""
+"""The place of recipes/ in a wheel: files to copy, of which nothing is imported there."""
 
 
 @pytest.fixture(scope="module")

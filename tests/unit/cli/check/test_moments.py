@@ -35,7 +35,7 @@ USED = {
     (LAYER_BACKWARD, True): 55 + 5,
     (REDUCED, True): 40 + 9,
 }
-"""By moment, and whether another layer's backward pass is over: what a pass has besides weights."""
+"""The memory of a pass beside weights, by moment, and whether another backward pass is over."""
 
 
 def totals(gathering: Gathering) -> list[float]:
