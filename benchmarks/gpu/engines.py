@@ -123,7 +123,7 @@ def _sleep(bench: Bench, model: Path, policy: Policy, level: int) -> None:
         settle(bench)
         awake = used_bytes(bench)
         slept = _seconds(bench, engine.sleep)
-        # From one moment to the next: other jobs may be on the card.
+        # The difference is taken between two moments: other jobs may be on the card.
         freed = awake - used_bytes(bench)
         if level == 2:
             push_to(engine, policy, version=2)

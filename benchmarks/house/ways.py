@@ -4,7 +4,7 @@
 
 Runs three tiny trainings with the transformers engine: on prompts, on an environment, and on what a
 client asks by HTTP. A file is on a way if a function of it is called in any thread between the
-way's two ends, each time that it is gone. That it is imported does not count, nor that it waits on
+way's two ends, each time that it is gone. Neither its import counts, nor that it waits on
 the stack, or is gone on with after it has waited.
 
     prompt_to_token     from the epoch's start to the engine's first completion

@@ -14,7 +14,7 @@ train on, in ``brief`` there are fewer tokens than ranks, and in ``idle`` tokens
 one rank only. Then, in float32, of one rollout: bytes that autograd keeps on a rank, against what
 ``lightning-rl check`` plans, and bytes that a rank sends in both passes, against the formulas of
 Ulysses, of gathered keys, of Megatron-LM and of GShard, the last at an even load.
-And of a whole update: the most that a rank has allocated at a time, against the plan.
+A whole update is measured by the most that a rank has allocated at a time, against the plan.
 
 The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;
 ``equal``, how many of them are within 1e-12, and in float32 at most three times as far from

@@ -162,7 +162,7 @@ def sent_for_matrices(policy: Policy, count: int, shares: int, parts: int) -> in
     """Count what a rank sends for its share of ``count`` tokens, of which it has one part."""
     config = policy.lm.config
     tokens = -(-count // shares)
-    # Per layer and token: outputs of attention and MLP, and their inputs' gradients.
+    # Each layer and token has outputs of attention and MLP, and their inputs' gradients.
     layers = 4 * config.num_hidden_layers * config.hidden_size * tokens
     # Embeddings, and gradients of the last states.
     ends = 2 * config.hidden_size * tokens

@@ -82,7 +82,7 @@ def main() -> None:
         ddp_find_unused_parameters=False,
         seed=arguments.seed,
         use_transformers_continuous_batching=arguments.generation == "continuous",
-        # By itself it takes half of the machine's memory for its cache; this much is enough.
+        # It takes half of the machine's memory for its cache by itself; this much is enough.
         transformers_continuous_batching_config={
             "page_size": 32,
             "num_blocks": max(512, 256 * arguments.max_model_len // 32),

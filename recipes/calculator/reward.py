@@ -10,7 +10,7 @@ def right_answer(
 ) -> list[float]:
     """Return 1.0 where the last message is the answer and the model ended it by itself, else 0.0.
 
-    How the model came by the answer is not looked at.
+    It does not look at how the model came by the answer.
     """
     rows = zip(completions, answer, finish_reasons, strict=True)
     return [

@@ -116,7 +116,7 @@ OWN: dict[str, tuple[tuple[str, ...], Callable[[Inputs], int] | None]] = {
     ),
     "prod": (("prod", "prod.dim_int"), _along),
     "softmax": (("_softmax", "_softmax.out"), _along),
-    # Of positive terms the sum of absolute values is the result.
+    # The sum of absolute values is the result itself where all terms are positive.
     "sum": (
         ("mse_loss", "huber_loss", "smooth_l1_loss", "nll_loss_forward"),
         lambda inputs: inputs[0].shape[0] if inputs[0].dim() else 1,
@@ -146,7 +146,7 @@ FIRST_ONLY = ("native_layer_norm", "native_group_norm", *ROWS["log_sigmoid"])
 """Operations of whose results only the first is moved: the others are means, which may cancel, or
 what the backward pass reads, which is not in the range of the result."""
 VLLM = {
-    # By vLLM's names of its kernels for CPUs: the family, and the arguments that hold results.
+    # vLLM's kernels for CPUs, by name: the family, and the arguments that hold results.
     "onednn_mm": ("product_row", (0,)),
     "bmm_cpu": ("product_row", (0,)),
     "rms_norm": ("layer_norm", (0,)),

@@ -26,7 +26,7 @@ def test_a_compiled_module_trains_the_same_whatever_the_pack(
 ):
     """The packs have several sizes; scoring without gradient and a reference are included.
 
-    Also where compiled layers run again in backward.
+    Compiled layers run again in backward, too.
     """
     weights = []
     for compiled in (False, True):

@@ -1,6 +1,6 @@
 """Signals to processes of one run (gloo), as under srun: all stop at one place, or none starts.
 
-With a real Slurm: tests/integration/test_slurm.py.
+tests/integration/test_slurm.py has a real Slurm.
 """
 
 import os

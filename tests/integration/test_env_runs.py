@@ -173,7 +173,7 @@ def test_only_a_memory_remembers(tmp_path, monkeypatch):
             options["model__clips"] = {"length": 8}
         assert fit(folder, monkeypatch, configuration("Remember", **options)) == 0
         learned[kind] = outcome(folder)[2][30]["eval/reward_mean"]
-    # Of 4 steps the first shows which is right; of the others a guess earns half.
+    # The first of 4 steps shows which is right; a guess earns half of the others.
     assert learned["gym"] < 3.4
     assert learned["memory"] > 3.8
 

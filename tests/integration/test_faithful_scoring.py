@@ -39,7 +39,7 @@ def model(tiny_model, tmp_path_factory):
         directory, AutoTokenizer.from_pretrained(tiny_model), vocab_size=VOCABULARY,
         max_position_embeddings=128, initializer_range=0.15, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    # As in Qwen3 and Phi-3.5: config.json names one of several ends.
+    # This is as in Qwen3 and Phi-3.5: config.json names one of several ends.
     (directory / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
     return directory
 

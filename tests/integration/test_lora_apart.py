@@ -87,7 +87,7 @@ def test_what_is_cached_of_old_adapters_is_not_met(local, trained, monkeypatch):
     assert gap(local, trained(4)) < ROUNDING
     if isinstance(local, TransformersEngine):
         return  # it caches nothing
-    # With the cache as it is the old keys and values are found: that this test can fail.
+    # The cache as it is still has the old keys and values, so this test can fail.
     monkeypatch.setattr(local._llm, "reset_prefix_cache", lambda **_: True)
     assert gap(local, trained(5)) > 1e-2
 

@@ -94,7 +94,7 @@ def test_the_first_cell_installs_a_wheel_that_lies_beside_the_notebook(tmp_path)
          "--no-index", "--wheel-dir", str(tmp_path / "made"), str(copy)],
         check=True,
     )  # fmt: skip
-    # As in Colab, where a dialogue brings the wheel to the working directory.
+    # A dialogue brings the wheel to the working directory, as in Colab.
     colab = tmp_path / "here" / "google" / "colab"
     colab.mkdir(parents=True)
     (colab / "files.py").write_text(

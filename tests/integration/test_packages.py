@@ -61,7 +61,7 @@ def test_a_package_adds_its_command(installed, tmp_path):
     said = succeeded(python(*ours, "--help", at=tmp_path, path=installed))
     assert "\n  count      count the lines" in said
     assert succeeded(python(*ours, "count", "rows.jsonl", at=tmp_path, path=installed)) == "7\n"
-    # Without the package, neither.
+    # Neither is there without the package.
     assert "count" not in succeeded(python(*ours, "--help", at=tmp_path))
     assert "no command 'count'" in python(*ours, "count", at=tmp_path).stderr
 
@@ -147,7 +147,7 @@ print(len(names.MODULE_OF), *names.added())
 """
 
 
-# Without site no .pth file is read, so not the one by which an editable install finds all of it.
+# No .pth file is read without site, so not the one by which an editable install finds all of it.
 REST = "-S"
 
 

@@ -74,7 +74,7 @@ STOPPED = [
 ]
 """Commands that are stopped once they have trained for an iteration."""
 
-# What a reader who comes from elsewhere brings.
+# The reader comes from elsewhere and brings these.
 ROW = '{"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}\n'
 BROUGHT = {
     "my_heldout.jsonl": ROW,
@@ -126,7 +126,7 @@ def reader(tmp_path_factory) -> Path:
     return place
 
 
-# As it is when tests are collected: those that run before may leave a rank or a seed in it.
+# This is as when tests are collected: those that run before may leave a rank or a seed in it.
 ENVIRONMENT = dict(os.environ)
 ENVIRONMENT["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
 

@@ -108,7 +108,7 @@ def slow(way):
     return pytest.param(way, marks=pytest.mark.slow)
 
 
-# By memory and by files in the way of every engine: test_engine_contract.py.
+# Memory and files are tested as for every engine: test_engine_contract.py.
 TRANSPORTS = {
     "collective": lambda tmp: CollectiveTransport(bucket_mb=0.05),
     "memory_two_buckets": lambda tmp: MemoryTransport(bucket_mb=0.05, keep_copy=False),

@@ -37,9 +37,9 @@ MODELS = {
     "four_heads": dense(Qwen3Config, 4, 2, head_dim=16),
     # Two ranks share its queries.
     "one_head": dense(Qwen2Config, 1, 1),
-    # Of four ranks two share the heads, and two such pairs the queries.
+    # Two of four ranks share the heads, and two such pairs the queries.
     "two_heads": dense(Qwen2Config, 2, 1),
-    # Of four ranks the two that share matrices have a head each.
+    # The two of four ranks that share matrices have a head each.
     "one_left": dense(Qwen3Config, 2, 2, head_dim=16),
     # A layer sees seven tokens, and rollouts have up to 23.
     "windows": dense(

@@ -48,7 +48,7 @@ def submit(slurm: dict[str, str], folder: Path) -> str:
     """Submit a job; return its number."""
     slurm |= {
         "PATH": f"{Path(sys.executable).parent}:{slurm['PATH']}",
-        # As nodes these have no names that anything could look up.
+        # These nodes have no names that anything could look up.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTHONPATH": str(ROOT),

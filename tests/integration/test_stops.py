@@ -1,6 +1,6 @@
 """A run is stopped by signals, failures, full disks and damage, and goes on exactly where it was.
 
-With all that has a state in one run; tests/integration/test_resume.py resumes other kinds.
+The run has all that has a state; tests/integration/test_resume.py resumes other kinds.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ def whole(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("done", [1, 4])
 def test_a_killed_run_goes_on_from_any_iteration(tiny_model, tmp_path, whole, done):
-    # What a kill after this checkpoint leaves: later rows and rollouts too, the last cut in two.
+    # A kill after this checkpoint leaves later rows and rollouts too, the last cut in two.
     directory = version(tmp_path)
     shutil.copytree(whole, directory, symlinks=True)
     for later in range(done + 1, ITERATIONS + 1):
@@ -256,7 +256,7 @@ def test_a_failed_reward_leaves_the_rollouts_for_the_next_start(tiny_model, tmp_
         fit(tiny_model, tmp_path, rewards=[broken_once], saver=IterationCheckpoint(100))
     again = SignalWhileCollecting(1000, signal.SIGTERM)  # counts
     fit(tiny_model, tmp_path, agent=again)
-    # Of three evaluations of 2 and four batches of 8, only those of the failed batch are left out.
+    # Only the failed batch's evaluations and batches, of three of 2 and four of 8, are left out.
     assert 1000 - again.left == 3 * 2 + 3 * 8
     assert_same_run(version(tmp_path), whole)
 

@@ -81,7 +81,7 @@ def test_a_name_that_is_not_closed_is_no_call(name):
     cut = [header[:length] for length in range(len(begin) + 1, len(header) + 1)]
     unclosed = [f"{header}\n{end}", f"{begin}{end}"] if end else []
     for text in [*cut, *unclosed, f"{header}\n{begin}now{close}{end}"]:
-        # Of two, the second may be read.
+        # The second of two may be read.
         read = [call for call in parser.parse(text)[1] if call.error is None]
         assert read in ([], [whole] if text.count("now") == 2 else []), text
 

@@ -51,7 +51,7 @@ def test_ten_iterations_raise_the_reward_and_every_callback_does_its_part(
     accuracy = column(report.history, "eval/accuracy")
     assert accuracy[-1] > accuracy[0] + 0.3
 
-    # On policy throughout: engine and trainer agree, and nothing is stale.
+    # Engine and trainer agree on policy throughout, and nothing is stale.
     assert max(column(report.history, "sync/probe_gap")) < 1e-4
     assert max(column(report.history, "rollout/logprob_gap_max")) < 1e-4
     assert set(column(report.history, "rollout/staleness_max")) == {0.0}

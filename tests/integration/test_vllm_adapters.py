@@ -51,7 +51,7 @@ def test_what_is_cached_of_old_weights_is_not_met(engine, trainers):
     old = engine._served[view]
     trainers.push("prover", 4)
     assert gap(view, trainers.plain("prover")) < ROUNDING
-    # By the old name the old keys and values are found: that this test can fail.
+    # The old name still finds the old keys and values, so this test can fail.
     engine._served[view] = old
     assert gap(view, trainers.plain("prover")) > 1e-2
 

@@ -44,7 +44,7 @@ def test_the_device_that_it_is_told_is_the_one_of_that_number_here(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assigned = EngineArgs(model=str(skeleton), device_ids=[1])._resolve_device_ids()
     assert assigned == [physical]
-    # What its worker does with that, and with its local rank of 0.
+    # The worker does this with that, and with its local rank of 0.
     interface.set_assigned_physical_gpu_ids(assigned)
     assert Cards.logical_device_id_to_visible_device_id(0) == 1
 

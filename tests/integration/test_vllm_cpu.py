@@ -50,7 +50,7 @@ def replaced(layer):
 @pytest.mark.parametrize("width", [32, 64, 192, 1024])
 def test_norms_equal_their_formula(dtype, width):
     layer = norm(width, dtype=dtype)
-    # Without bfloat16 in the CPU vLLM's kernel does not round, and is left alone.
+    # vLLM's kernel does not round where the CPU lacks bfloat16, and is left alone.
     assert replaced(layer) or (dtype == torch.bfloat16 and not HAS_BFLOAT16)
     rows, residual = x(7, width, dtype=dtype), x(7, width, dtype=dtype, scale=5.0).flip(0)
 

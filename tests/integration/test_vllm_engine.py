@@ -99,7 +99,7 @@ def test_a_push_drops_the_prefix_cache(monkeypatch, tiny_model, weights, engine)
     assert gap(engine, old) < ROUNDING  # fills the cache
     engine.load_weights(changed.items(), 4)
     assert gap(engine, new) < ROUNDING
-    # Without the reset the old keys and values poison what follows: that this test can fail.
+    # The old keys and values poison what follows without the reset, so this test can fail.
     monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
     engine.load_weights(weights.items(), 5)
     assert gap(engine, old) > 1e-2

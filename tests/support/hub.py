@@ -150,7 +150,7 @@ class Hub(ThreadingHTTPServer):
     def _readable(self, asked: re.Match[str], token: str) -> Repository | Answer:
         kind = asked["kind"] or "models"
         found = self.repositories.get((kind, asked["repo"]))
-        # As the hub does: who is nobody does not learn which repositories there are.
+        # The hub does not tell anonymous clients which repositories there are.
         if found is None:
             status = 404 if token == self.token else 401
             return _error(status, "RepoNotFound", "Repository not found")

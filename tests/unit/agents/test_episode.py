@@ -381,7 +381,7 @@ def test_a_call_is_cut_to_the_room_that_there_is():
     engine = Scripted([7, 7])
     rollout = play(program, engine)
     assert (engine.samplings[0].max_tokens, engine.samplings[0].min_tokens) == (2, 2)
-    # As a longer call would be scored.
+    # A longer call would be scored so.
     assert rollout.rows[1].sampling == SamplingDistribution(min_tokens=3)
 
 

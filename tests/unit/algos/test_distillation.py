@@ -95,7 +95,7 @@ def test_divergences_are_those_of_torch(beta):
     )
     found = generalized_jsd(teacher, student, beta)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    # Of fewer outcomes, never more (data processing); of all, the same.
+    # Fewer outcomes have less, never more (data processing); all have the same.
     few, order = teacher.topk(3)
     less = generalized_jsd(with_rest(few), with_rest(student.gather(-1, order)), beta)
     assert (less <= found + 1e-12).all()

@@ -140,7 +140,7 @@ def test_gae_with_rewards_on_calls_by_hand():
     batch = pack_rollouts([played([("s", 2, 0.5), ("t", 1, 0.25)], 1.0)])
     batch["tokens", "values"] = torch.tensor([9, 0.5, 1.0, 9, 0.25])
     batch = GAE(gamma=0.5, lam=0.5, whiten=False)(batch)
-    # Of the 1.0, 0.25 are beyond what calls were paid. Deltas: 0 + 0.5 * 1 - 0.5 = 0;
+    # 0.25 of the 1.0 is beyond what calls were paid. Deltas: 0 + 0.5 * 1 - 0.5 = 0;
     # 0.5 + 0.5 * 0.25 - 1 = -0.375; 0.25 + 0.25 - 0.25 = 0.25. Then -0.375 + 0.25 * 0.25 =
     # -0.3125, and 0 + 0.25 * -0.3125.
     assert batch["tokens", "advantages"].tolist() == [0, -0.078125, -0.3125, 0, 0.25]

@@ -108,7 +108,7 @@ def test_nothing_is_written_where_there_is_nothing_to_see(tmp_path):
 def test_the_lowest_mean_by_hand():
     # 3 standard errors of the difference: 3 sqrt(0.3^2 / 100 + 0.4^2 / 100) = 3 * 0.05.
     assert Sample(0.5, 0.3, 100).lowest(Sample(0.1, 0.4, 100), 3.0) == pytest.approx(0.35)
-    # Of many values the error is small: then a fifth of the standard deviation is the least.
+    # The error of many values is small: then a fifth of the standard deviation is the least.
     assert Sample(0.5, 0.3, 10**8).lowest(Sample(0.1, 0.3, 10**8), 3.0) == pytest.approx(0.44)
 
 

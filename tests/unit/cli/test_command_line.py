@@ -155,7 +155,7 @@ def test_weights_are_pushed_whether_or_not_it_is_said(command, callbacks, probes
     [sync] = [c for c in built.trainer.callbacks if isinstance(c, WeightSync)]
     assert (built.trainer.callbacks[0] is sync) == (probes == 4)
     assert sync.probe_prompts == probes
-    # As a part of the configuration, a run that goes on is compared with it.
+    # A run that goes on is compared with it as a part of the configuration.
     table = flatten(yaml.safe_load(built._parser(command).dump(built.config[command])))
     assert table["trainer.callbacks.WeightSync.probe_prompts"] == probes
     assert table["trainer.callbacks.WeightSync.schedule.every_n_iterations"] == 1

@@ -246,7 +246,7 @@ def test_long_runs_are_cut_into_blocks(tmp_path):
     records = [good_rollout(id=str(i)) for i in range(600)]
     (tmp_path / "recorded.jsonl").write_text(lines_of(*records))
     blocks = blocks_of(build_page([read_run(tmp_path, 1000)]))
-    # Per rollout 2 + 4 texts, 4 tokens in 6 columns, 4 versions (4 bytes each), 4 mask bytes.
+    # Each rollout has 2 + 4 texts, 4 tokens in 6 columns, 4 versions (4 bytes each), 4 mask bytes.
     each = 4 * (2 + 4 + 4 * len(TOKEN_COLUMNS) + 4) + 4
     assert [len(blocks[f"tokens-{i}"]) for i in range(3)] == [256 * each, 256 * each, 88 * each]
     assert set(blocks) == {"index", "pictures", "tokens-0", "tokens-1", "tokens-2"}

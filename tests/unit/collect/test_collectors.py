@@ -504,7 +504,7 @@ def ready_to_take(collector, engine, num_groups, reward=nothing):
 
 def test_what_is_in_flight_and_what_waits():
     async def run():
-        # With room for two batches of two: prompts 0 and 2 take 10 s, 1 and 3 take 20.
+        # There is room for two batches of two: prompts 0 and 2 take 10 s, 1 and 3 take 20.
         engine = SimulatedEngine(lambda prompt, seed: 20 if prompt % 2 else 10, step=1.0)
         collector = ready_to_take(AsyncCollector(max_staleness=1), engine, 2)
         taken = await collector.take(2)

@@ -195,7 +195,7 @@ def test_a_batch_may_be_made_up_of_what_was_rejected(tiny_model):
     run = Collecting(tiny_model, useful=3)
     with pytest.warns(UserWarning, match=r"2 of groups_per_iteration=4 .* filters rejected"):
         collection = run.collect([RewardSpread()], rounds=2, fill_with_rejected=True)
-    # Of 1 to 8, [3] and [6], and the last that were rejected
+    # The useful ones of 1 to 8 are [3] and [6], and the last that were rejected
     assert numbers(collection.rollouts) == [n for n in (3, 6, 7, 8) for _ in range(3)]
     assert {r.status for r in collection.rollouts} == {RolloutStatus.COMPLETED}
     assert collection.metrics() == {"filter/RewardSpread": 6.0, "filter/made_up": 2.0}

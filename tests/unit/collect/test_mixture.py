@@ -224,7 +224,7 @@ def collected(mixture, tokenizer, collector, filters=(), count=4):
 )
 def test_every_collector_dispatches_by_set(mixture, tokenizer, collector):
     found, (of_a, of_b) = collected(mixture, tokenizer, collector())
-    # What is ahead may hand out any two groups first, so of both batches together.
+    # The queue may hand out any two groups first, so this looks at both batches together.
     assert {(g[0].prompt.set, len(g)) for _, groups in found for g in groups} == {
         ("a", 2),
         ("b", 3),

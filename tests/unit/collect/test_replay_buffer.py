@@ -202,7 +202,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(
         assert [step(second, i) for i in range(stopped, 8)] == expected[stopped:]
         kept = {n for n, s in states(tmp_path / f"{stopped}.sqlite").items() if s == "kept"}
         assert kept == {n for n, s in states(tmp_path / "whole.sqlite").items() if s == "kept"}
-        # As a data set: each group once, though two iterations were collected twice.
+        # A data set has each group once, though two iterations were collected twice.
         groups = names(RolloutStore(tmp_path / f"{stopped}.sqlite").groups())
         assert sorted(groups) == sorted(names(RolloutStore(tmp_path / "whole.sqlite").groups()))
 

@@ -108,7 +108,7 @@ OTHER = {
     "model_init_kwargs": {"subfolder": "v2"}, "chat_template_kwargs": {"enable_thinking": False},
     "lora_modules_to_save": ["norm"], "teacher_model_init_kwargs": {"subfolder": "v2"},
 }  # fmt: skip
-# What a parameter needs beside it to mean anything.
+# Parameters that mean nothing without another.
 BESIDE = {
     "epsilon_high": {"epsilon_high": 0.3},
     "lora": {"use_peft": True},

@@ -98,7 +98,7 @@ def check_nothing_vanishes(trainer, name):
                 if whole
                 else 0.5
             )
-    # Of one that has a single known value this is written for all others.
+    # This is what is written for all others where a row has a single known value.
     values = (as_written(row) if len(row.values) != 1 else ..., other)
 
     def convert(said):

@@ -85,7 +85,7 @@ TRL_WITHOUT_FORMULA = {
     "entropy_target",
     # They decide which weights the reference has, and how often.
     "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha",
-    # How many, how long and how often; of gradient accumulation and minibatches see above.
+    # These say how many, how long and how often; see above for accumulation and minibatches.
     "per_device_train_batch_size", "generation_batch_size", "num_iterations", "max_steps",
     "num_train_epochs",
 }  # fmt: skip
@@ -142,12 +142,12 @@ VERL_SWEEPS = {
     "critic.cliprange_value": ([0.2], [GAE]),
 }  # fmt: skip
 VERL_WITHOUT_FORMULA = {
-    # How a coefficient moves, which groups are kept, and which weights are the critic's.
+    # These say how a coefficient moves, which groups are kept, and which weights are the critic's.
     "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl",
     "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches",
     "algorithm.filter_groups.metric",
     "critic.enable", "trainer.critic_warmup", "critic.loss_agg_mode",
-    # How many, and how long; and what happens to a gradient.
+    # These say how many, and how long; and what happens to a gradient.
     ACTOR + "ppo_mini_batch_size", ACTOR + "ppo_epochs", ACTOR + "use_dynamic_bsz",
     ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "grad_clip", ACTOR + "strategy",
     "critic.grad_clip", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
@@ -167,7 +167,7 @@ PRIME_SWEEPS = {
     ALGO + "decay": ([0.5], [{ALGO + "type": "rae"}]),
 }
 PRIME_WITHOUT_FORMULA = {
-    # Which rollouts are counted, and who the teacher is.
+    # These say which rollouts are counted, and who the teacher is.
     "orchestrator.train.filter_zero_advantages", ALGO + "demo_key", ALGO + "template",
     *(name for name in table("prime_rl") if ".teacher." in name),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from lightning_rl.algos.objective import SequenceMean, TokenMean, TokenSum
 from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.data.batch import token_rows
 
-# Per token a handful of float64 operations on numbers of order 1.
+# Each token takes a handful of float64 operations on numbers of order 1.
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-13}
 
 

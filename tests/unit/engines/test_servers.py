@@ -63,7 +63,7 @@ def test_a_workers_error_keeps_its_class():
     assert str(error) == "http://a: x.safetensors cannot be read: no"
     assert type(refusal("a", "/b", 500, "WeightSyncError: odd")) is WeightSyncError
     assert str(refusal("a", "/b", 404, "gone")) == "a/b answered 404: gone"
-    # What a server answers between its engine's death and its own: another one may.
+    # A server answers so between its engine's death and its own: another one may.
     dead = '{"error":{"message":"EngineCore encountered an issue. See stack trace (above)..."}}'
     assert type(refusal("a", "/b", 500, dead)) is ReplicaLost
     assert type(refusal("a", "/b", 500, "Internal Server Error")) is ServerRefusal

@@ -106,7 +106,7 @@ def test_actions_that_are_not_allowed_have_no_value(one_hot):
     steps = random_steps(nn.functional.one_hot(action, 4) if one_hot else action)
     allowed = torch.tensor([1, 0, 1, 0], dtype=torch.uint8).expand(12, -1)
     steps["move_mask"] = allowed
-    # Where nothing is allowed any more.
+    # Nothing is allowed any more.
     steps["next", "move_mask"] = allowed * ~steps["next", "terminated"]
     found = loss(steps)["loss"]
     found.backward()

@@ -55,7 +55,7 @@ def sampled(buffer, count):
 
 def test_each_step_knows_what_followed_it():
     own = single_steps(batch(), {"walker": WALKER})["walker"]
-    # By time, then by environment: the oldest first.
+    # The order is by time, then by environment: the oldest first.
     assert own["place"].flatten().tolist() == [0, 10, 1, 11, 2, 12]
     after = own["next", "place"].flatten().tolist()
     # Where it was cut it is what was seen then, not the next episode's begin; nothing follows an

@@ -38,7 +38,7 @@ def derivatives(update, players, logprobs):
 
 
 def test_what_one_is_paid_for_all_have_said_by_hand():
-    # Of rollout 1 the first wrote calls 0 and 2, of rollout 0 call 1, and the second all others.
+    # The first wrote calls 0 and 2 of rollout 1, call 1 of rollout 0; the second all others.
     first = tokens([1, 1, 0], [0, 2, 1], [2.0, 2.0, -1.0], [0.5, 0.5, 0.25])
     second = tokens([0, 1], [0, 1], [3.0, 5.0], [1.0, 1.0])
     slopes, bends = derivatives(LOLA(), [first, second], [torch.full((3,), -1.0), torch.zeros(2)])

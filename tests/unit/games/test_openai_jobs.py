@@ -220,7 +220,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_no_answer_is_one_line_and_may_pass(server, name):
     fault, says = FAULTS[name]
-    # Of a request that may be repeated aiohttp makes two, if the first meets a closed connection.
+    # aiohttp makes two of a request that may be repeated, if it meets a closed connection.
     server.fail("GET /v1/fine_tuning/jobs", *[fault] * 4)
     with pytest.raises(ServerError, match=re.escape(says)) as caught:
         create(jobs_of(server, retries=1))

@@ -179,7 +179,7 @@ def test_an_environment_a_head_and_a_turn_of_ones_own(mine, tmp_path, monkeypatc
     module = ActorCriticModule(agents={"agent": agent}, optimizer=adamw(0.01))
     in_env(tmp_path, Gym("my_env:Thermostat-v0"), module, iterations=2)
     taught = module.agents["agent"]
-    # Of two actions each keeps a chance of a tenth, whatever is seen.
+    # Each of two actions keeps a chance of a tenth, whatever is seen.
     chances = taught.act({"observation": torch.linspace(-9, 9, 7).unsqueeze(1)})[0]["action"].logits
     assert float(chances.exp().min()) >= 0.1
     torch.testing.assert_close(chances.exp().sum(1), torch.ones(7))
@@ -191,7 +191,7 @@ def test_a_loop_of_ones_own_learns(mine, tmp_path, monkeypatch):
     before, after = in_env(
         tmp_path, Gym("my_env:Thermostat-v0"), mine["loop"].ImitateBest(share=0.3), iterations=12
     )
-    # Whatever weights it begins with: some are at -18 already, most at -299.
+    # This holds whatever weights it begins with: some are at -18 already, most at -299.
     assert before < after
     assert after > -16
 

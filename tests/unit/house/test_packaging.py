@@ -69,7 +69,7 @@ def test_messages_and_pages_name_installs_that_work(config: configparser.ConfigP
                 found = re.findall(r"pip install ((?:'[^']+' ?)+)", text)
                 named |= {name for names in found for name in re.findall(r"'([^']+)'", names)}
                 assert not re.search(r"pip install [\"']?lightning_rl", text), path
-    # Of environments of their own: the first two are checked in test_doctor.py.
+    # These are of environments of their own: the first two are checked in test_doctor.py.
     named -= {"verifiers>=0.4", "{wanted}", "ray[default]>=2.50,<3"}
     assert len(named) >= 6
     assert named - declared == set()

@@ -141,7 +141,7 @@ def test_a_lora_trains_adapters_and_the_head_and_its_checkpoint_holds_these(tiny
     module, trainer = fitted()
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     assert {name for name in trained if ".lora_" not in name} == {"policy.lm.score.weight"}
-    # Of two layers with seven linear layers each, the head not among them.
+    # The two layers have seven linear layers each, the head not among them.
     assert len(trained) == 2 * 7 * 2 + 1
     files = dict(load_lm(str(tiny_model), False, PLAIN).base_model.named_parameters())
     for name, weight in module.policy.lm.base_model.named_parameters():

@@ -148,7 +148,7 @@ def test_mapped_logits_and_all_gradients_match_autograd(logit_map):
     linear, hidden, targets, temperature = problem(True)
     linear, hidden = linear.double(), hidden.detach().double().requires_grad_()
     inputs = [hidden, *linear.parameters()]
-    # As an engine that penalizes what it has seen: of tokens 0 to 6 those before each.
+    # An engine penalizes what it has seen: of tokens 0 to 6 those before each.
     ids, begin, end = torch.arange(7), torch.zeros(7, dtype=torch.long), torch.arange(7)
     penalties = Penalties(
         ids, begin, begin, end, torch.full((7,), 1.3), torch.full((7,), 0.2), torch.full((7,), 0.1)

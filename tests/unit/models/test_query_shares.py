@@ -44,7 +44,7 @@ def test_the_halves_of_a_rollout_by_hand():
     assert [piece.work([0]) for piece in shares[0]] == [1 + 2, 7 + 8]
     assert unevenness(in_order([8], 2), [0]) == 26 / 18
     assert unevenness(shares, [0]) == 1
-    # Of a long one the last of 8 in order has nearly 15/8 of the mean.
+    # The last of 8 places in order has nearly 15/8 of the mean for a long sequence.
     assert unevenness(in_order([4096], 8), [0]) == pytest.approx(15 / 8, abs=0.001)
     assert unevenness(deal([4096], [0], places=8, room=512), [0]) == 1
 

@@ -60,7 +60,7 @@ def test_one_of_two_has_half_of_the_heads_the_width_and_the_vocabulary(model):
     assert found[f"{layer}self_attn.q_norm.weight"] == (16,)
     assert found[f"{layer}input_layernorm.weight"] == (64,)
     assert found["lm.model.embed_tokens.weight"] == (8, 64)
-    # Of a column-wise layer's adapter B is split, of a row-wise one's A.
+    # B of a column-wise layer's adapter is split, and A of a row-wise one's.
     assert found[f"{layer}self_attn.q_proj.lora_A.default.weight"] == (4, 64)
     assert found[f"{layer}self_attn.q_proj.lora_B.default.weight"] == (32, 4)
     assert found[f"{layer}mlp.down_proj.lora_A.default.weight"] == (4, 32)

@@ -126,7 +126,7 @@ def check_scores(linear, hidden, targets, settings, no_end, ends, lost):
 def by_hand(probabilities, targets, top_k, top_p) -> list[float]:
     """Return probabilities of targets after the cut, from logits that are log probabilities."""
     linear = nn.Linear(1, len(probabilities), bias=False)
-    # By Python, which has one logarithm of one number: kernels may have two, and break a tie.
+    # Python has one logarithm of one number: kernels may have two, and break a tie.
     linear.weight.data = torch.tensor([[math.log(p)] for p in probabilities]).double()
     settings = [(1.0, top_k, top_p)] * len(targets)
     hidden = torch.ones(len(targets), 1).double()

@@ -106,7 +106,7 @@ def test_grpo_without_accelerate(tiny_model, tmp_path, monkeypatch):
 def test_the_engine_follows(tiny_model, tmp_path):
     """The test runs in bfloat16, and with a LoRA, which is merged on the device.
 
-    Of single tokens it proves nothing: an order of adding takes one 0.2 nats away.
+    Single tokens prove nothing: an order of adding takes one 0.2 nats away.
     """
     watch = fitted(lora(tiny_model), tmp_path, **on_the_device("bf16-mixed"))
     assert 0 < watch.metrics[1]["sync/probe_gap_mean"] < 0.1

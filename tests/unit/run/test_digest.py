@@ -34,7 +34,7 @@ def by_hand(words, dtype, shape):
 
 
 def test_a_small_one_by_hand():
-    # Of one word below 2^29 nothing is left but the word: the first factors are 1.
+    # The sum of one word below 2^29 is the word alone: the first factors are 1.
     form = zlib.crc32(b"torch.int64 (1,)") * GOLDEN
     assert digest(torch.tensor([5])) == f"{(form + 5) % (1 << 64):016x}"
     # 1.0 is 0x3f800000: two words and a half, the last filled with zeros.

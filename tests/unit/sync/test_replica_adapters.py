@@ -69,7 +69,7 @@ def test_a_restarted_replica_gets_base_and_adapters(connect, engine, lora_policy
     wait_for(lambda: doomed.version == 1)
     assert doomed.life == 2
     assert holds(doomed, merged)
-    # And one that dies in a push, or lost what refills it: the base comes again, from its copy.
+    # The base comes again, from its copy, to one that dies in a push, or lost what refills it.
     merged = train_adapters(lora_policy, 3)
     doomed.dies_at = "update_weights"
     transport.push(transport.weights_of(lora_policy), 2)

@@ -46,7 +46,7 @@ def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_
         parts = plan(policy, pack, [policy], precision=precision, shards=4).parts
         assert parts["weights"] == parts["gradients"] == parts["other models"] == WHOLE
         assert parts["optimizer (AdamW)"] == 2 * WHOLE
-        # Of so few tokens the head's logits: beside what is outside, the message of the last layer.
+        # The peak of so few tokens is at the head's logits: outside weights and the last message.
         assert parts["gathered"] == width * (OUTSIDE + LAYER)
         assert "copies of weights" not in parts
 
@@ -85,7 +85,7 @@ def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, p
     layer = (part - outside) // 2
     assert parts["gathered"] == 4 * (outside + layer)
     assert parts["whole gradients"] == 4 * outside  # of the head and the last norm
-    # What is alike on both, the states between layers, and half of the rest.
+    # These are alike on both: the states between layers, and half of the rest.
     kept = f"activations of {forward_tokens(pack)} tokens"
     whole = plan(policy, pack).parts[kept]
     assert whole / 2 < parts[kept] < whole
@@ -131,7 +131,7 @@ def test_autocast_keeps_weights_twice_and_half_the_activations(tiny_model, pack)
     policy = Policy(str(tiny_model))
     full, mixed = (plan(policy, pack, precision=p).parts for p in ("32-true", "bf16-mixed"))
     assert mixed["weights"] == full["weights"] == 4 * WHOLE
-    # Of all matrices in the layers a copy of 2 bytes; and of the head its gradient.
+    # All matrices in the layers have a copy of 2 bytes; and the head has its gradient.
     assert mixed["copies of weights"] == 2 * 2 * MATRICES + 4 * 16 * 64
     activations = f"activations of {forward_tokens(pack)} tokens"
     assert 0.3 * full[activations] < mixed[activations] < 0.9 * full[activations]
@@ -171,7 +171,7 @@ def test_a_packed_base_takes_its_bytes_and_room_for_a_layer(tiny_model, pack, fo
         assert parts["gradients"] == width * trained
     # An engine holds them all.
     assert sum(weights_in(policy.lm).values()) == WHOLE + trained
-    # Of a plain one autograd keeps autocast's copies, but where no gradient comes through.
+    # Autograd keeps autocast's copies of a plain one, but where no gradient comes through.
     plain = plan(Policy(str(tiny_model), lora=LoRA(rank=4)), pack, precision="bf16-mixed").parts
     mixed = plan(policy, pack, precision="bf16-mixed").parts
     assert plain["copies of weights"] - mixed.get("copies of weights", 0) > 2 * MATRICES
@@ -184,7 +184,7 @@ def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, pack):
     activations = f"activations of {forward_tokens(pack)} tokens"
     kept = plan(Policy(str(tiny_model)), pack).parts[activations]
     policy = Policy(str(tiny_model), gradient_checkpointing=True)
-    # At least two layers' inputs and half of what both keep.
+    # Two layers keep at least their inputs, and half of what both keep.
     inputs = 2 * forward_tokens(pack) * 64 * 4
     assert inputs + kept // 2 <= plan(policy, pack).parts[activations] < kept
     assert all(layer.gradient_checkpointing for layer in policy.lm.model.layers)

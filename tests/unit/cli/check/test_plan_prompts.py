@@ -19,7 +19,7 @@ def test_the_longest_prompts_keep_their_pictures():
     assert [len(p.token_ids) for p in kept] == list(LENGTHS)
     assert [p.id for p in kept if p.pictures] == ["1", "3"]
     assert all(bool(p.places) == bool(p.pictures) for p in kept)
-    # So what is planned is what it was with all of them.
+    # The plan is therefore what it was with all of them.
     for groups in (1, 2):
         planned = largest_rollouts(kept, groups, 2, 3)
         expected = largest_rollouts(list(prompts()), groups, 2, 3)
