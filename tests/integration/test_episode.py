@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.agents.episode import Episode
-from lightning_rl.callbacks import RLCallback, WeightSync
+from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
@@ -18,7 +18,7 @@ from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.run.loop.background import run_async
 from tests.support.engine_checks import same_draws
-from tests.support.small_run import data_module, grpo, numbers, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, numbers, trainer_of
 from tests.support.three_calls import ThreeCalls
 
 pytest.importorskip("vllm")
@@ -30,20 +30,18 @@ def sevens(completions, completion_ids, **columns):
     return [text.count("7") / len(ids) for text, ids in pairs]
 
 
-class Watch(RLCallback):
+class Watch(Rows):
     """Weights of every version, and the rollouts that were trained on."""
 
     def __init__(self) -> None:
-        self.weights, self.rollouts, self.rows = {}, [], []
+        super().__init__()
+        self.weights, self.rollouts = {}, []
 
     def on_weights_synced(self, trainer, pl_module, version) -> None:
         self.weights[version] = {k: v.clone() for k, v in pl_module.policy.state_dict().items()}
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         self.rollouts += rollouts
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
 
 
 @pytest.fixture(scope="module")

@@ -5,20 +5,21 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 from lightning_rl import AsyncCollector, ReplayBuffer, StreamedCollector, VLLMLocal, WarmupCosine
-from lightning_rl.callbacks import Evaluate, HFExport, RLCallback, WeightSync
+from lightning_rl.callbacks import Evaluate, HFExport, WeightSync
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import Engine, Periodic, PolicyEngines, VLLMAdapters
 from lightning_rl.models.policy import Policy
-from tests.support.small_run import numbers, trainer_of
+from tests.support.small_run import Rows, numbers, trainer_of
 from tests.support.tiny_models import save_random_model
 from tests.support.two_roles import roles_data, roles_module
 
 
-class Watch(RLCallback):
+class Watch(Rows):
     """Records rows of metrics, and which versions wrote what."""
 
     def __init__(self) -> None:
-        self.rows, self.written = [], []
+        super().__init__()
+        self.written = []
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         versions = {role: set() for role in pl_module.roles}
@@ -26,9 +27,6 @@ class Watch(RLCallback):
             versions[row.role] |= {v for v, m in zip(row.versions, row.loss_mask, strict=True) if m}
         now = {role: {version} for role, version in pl_module.role_versions.items()}
         self.written.append((versions, now))
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
 
 
 def module_of(tiny_model):

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl import GAE
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.collect.evaluation import Evaluation
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
@@ -75,6 +76,16 @@ def fit(module, data, tmp_path, **options) -> tuple[Trainer, list[float]]:
     trainer = trainer_of(tmp_path, [losses], logger=False, **options)
     trainer.fit(module, data)
     return trainer, losses.seen
+
+
+class Rows(RLCallback):
+    """Records every iteration's metrics."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
+        self.rows.append(metrics)
 
 
 class SaveAfter(Callback):

@@ -15,7 +15,7 @@ from benchmarks import branching as benchmark
 from lightning_rl import GRPO, RLOO, Branching, MultiTurn, TreeRLOO
 from lightning_rl.agents.rows import captured
 from lightning_rl.algos.tree import Branched, tree_credits
-from lightning_rl.callbacks import RLCallback, WeightSync
+from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.preview import preview_table
 from lightning_rl.cli.view.flags import gaps
 from lightning_rl.cli.view.page import build_page
@@ -35,7 +35,7 @@ from lightning_rl.serving import FunctionAgent
 from tests.support.agents import Hashing, long_game
 from tests.support.lots import LotEngine
 from tests.support.planted_run import blocks_of
-from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, trainer_of
 from tests.support.three_calls import ThreeCalls
 from tests.support.tiny_models import chatml_tokenizer
 from tests.support.turn_rollouts import played, random_episodes
@@ -353,17 +353,15 @@ def test_previews_and_the_page_say_where_it_branched(tree, tmp_path):
     assert [fork and fork["calls"] for fork in forks] == [None, 1, 1, 2, None]
 
 
-class Seen(RLCallback):
+class Seen(Rows):
     """Records rollouts and rows of metrics of a run."""
 
     def __init__(self) -> None:
-        self.rollouts, self.rows = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         self.rollouts.append([r.to_dict() for r in rollouts])
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(dict(metrics))
 
     def on_train_end(self, trainer, pl_module) -> None:
         self.evaluated, _ = trainer.datamodule.evaluate()

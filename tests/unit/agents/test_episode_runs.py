@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rl.callbacks import IterationCheckpoint, RLCallback, RolloutRecorder, WeightSync
+from lightning_rl.callbacks import IterationCheckpoint, RolloutRecorder, WeightSync
 from lightning_rl.callbacks.preview import preview_table
 from lightning_rl.cli.view.flags import find_flags
 from lightning_rl.cli.view.page import build_page
@@ -24,7 +24,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Call, RolloutStatus, Row, SamplingDistribution
 from tests.support.lots import LotEngine
 from tests.support.planted_run import blocks_of
-from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, trainer_of
 from tests.support.three_calls import ThreeCalls
 from tests.support.tolerances import distance
 
@@ -182,17 +182,15 @@ def test_a_text_is_made_of_all_rows(talk, tiny_model):
 # ---------------------------------------------------------------- runs
 
 
-class Watching(RLCallback):
+class Watching(Rows):
     """Records rollouts and metrics of every iteration."""
 
     def __init__(self) -> None:
-        self.rollouts, self.rows = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_collect_end(self, trainer, pl_module, rollouts):
         self.rollouts.append([r.to_dict() for r in rollouts])
-
-    def on_iteration_end(self, trainer, pl_module, metrics):
-        self.rows.append(metrics)
 
 
 class Counting(LotEngine):

@@ -35,20 +35,10 @@ from lightning_rl.callbacks import (
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, GuardError
 from lightning_rl.module import PolicyModule
-from tests.support.small_run import adamw, data_module, grpo, trainer_of
+from tests.support.small_run import Rows, adamw, data_module, grpo, trainer_of
 from tests.support.tolerances import rounding
 
 PROMPT = [3, 2]
-
-
-class Rows(RLCallback):
-    """Records every iteration's metrics."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
 
 
 def batch_of(make_rollout, *rollouts):

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 from lightning_rl import LoRA
 from lightning_rl.algos.advantages import GAE
-from lightning_rl.callbacks import LogprobGapGuard, RLCallback, SkipUpdate, ZeroAdvantageGuard
+from lightning_rl.callbacks import LogprobGapGuard, SkipUpdate, ZeroAdvantageGuard
 from lightning_rl.config.hints import parse
 from lightning_rl.data.batch import token_rows
 from lightning_rl.engines import TransformersEngine
@@ -21,20 +21,10 @@ from lightning_rl.rollout import Row
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.support.small_run import adamw, grpo
+from tests.support.small_run import Rows, adamw, grpo
 from tests.support.two_roles import group, roles_module
 
 ROLES = ("first", "second")
-
-
-class Rows(RLCallback):
-    """Records rows of metrics."""
-
-    def __init__(self) -> None:
-        self.rows = []
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from lightning_rl.rollout import SamplingDistribution
 from tests.support.doubles import EXACT, doubled
 from tests.support.lots import LotEngine
 from tests.support.mixtures import saved_mixture
-from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, trainer_of
 from tests.support.three_calls import cut_in_two
 from tests.support.tolerances import rounding
 
@@ -327,17 +327,15 @@ def test_a_batch_that_is_more_than_its_groups_is_refused(
         trainer_of(tmp_path).fit(module, data)
 
 
-class Watching(RLCallback):
+class Watching(Rows):
     """Records rollouts and metrics of every iteration."""
 
     def __init__(self) -> None:
-        self.rollouts, self.rows = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_collect_end(self, trainer, pl_module, rollouts):
         self.rollouts.append([(r.id, r.seed, r.token_ids, r.reward) for r in rollouts])
-
-    def on_iteration_end(self, trainer, pl_module, metrics):
-        self.rows.append(metrics)
 
 
 def run(tiny_model, tmp_path, collector, callbacks=(), **options):

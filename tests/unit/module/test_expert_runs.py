@@ -7,26 +7,24 @@ import torch
 
 from lightning_rl import MultiTurn, Sampling
 from lightning_rl.agents.base import Environment, Reply
-from lightning_rl.callbacks import DeadExpertGuard, ExpertOverloadGuard, RLCallback, WeightSync
+from lightning_rl.callbacks import DeadExpertGuard, ExpertOverloadGuard, WeightSync
 from lightning_rl.data.routing import of_text
 from lightning_rl.extend import LoadBalance, OldRouting, RolloutRouting
 from lightning_rl.models.lora import LoRA
 from lightning_rl.rewards.rules import EnvironmentReward
 from tests.support.mixtures import saved_mixture
-from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, trainer_of
 
 
-class Seen(RLCallback):
+class Seen(Rows):
     """Records rows of metrics, and all rollouts."""
 
     def __init__(self) -> None:
-        self.rows, self.rollouts = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         self.rollouts += rollouts
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
 
 
 @pytest.fixture(scope="module")

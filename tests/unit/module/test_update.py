@@ -24,8 +24,9 @@ from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference
 from lightning_rl.module import PolicyModule
+from tests.support.small_run import Rows
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
-from tests.support.updates import Recorder, assert_close, last_gradients, sgd
+from tests.support.updates import assert_close, last_gradients, sgd
 
 
 def module_of(tiny_model, **options) -> PolicyModule:
@@ -235,7 +236,7 @@ def test_impossible_settings_are_refused(options, message):
 
 
 def test_the_reference_stays_where_the_policy_started(tiny_model, train_on, random_batch):
-    recorder = Recorder()
+    recorder = Rows()
     module = module_of(tiny_model, kl=K3Penalty(0.1))
     train_on(module, [random_batch(s) for s in (1, 2, 3)], callbacks=[recorder])
     kl = [row["policy/kl_ref"] for row in recorder.rows]
@@ -260,7 +261,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before(tiny_model, train_
     start = {
         n: p.clone() for n, p in AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters()
     }
-    recorder = Recorder()
+    recorder = Rows()
     module = module_of(tiny_model, max_grad_norm=0.01)
     train_on(module, [random_batch(18)], callbacks=[recorder])
     moved = torch.cat([(p - start[n]).flatten() for n, p in module.policy.lm.named_parameters()])
@@ -270,7 +271,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before(tiny_model, train_
 
 
 def test_metrics_of_a_uniform_policy_by_hand(tiny_model, train_on, make_rollout):
-    recorder = Recorder()
+    recorder = Rows()
     module = module_of(tiny_model)
     module.configure_model()
     torch.nn.init.zeros_(module.policy.lm.get_output_embeddings().weight)
@@ -291,7 +292,7 @@ def test_metrics_of_a_uniform_policy_by_hand(tiny_model, train_on, make_rollout)
 
 
 def test_the_schedule_steps_once_per_optimizer_step(tiny_model, train_on, random_batch):
-    recorder = Recorder()
+    recorder = Rows()
     module = module_of(
         tiny_model,
         minibatches=2,
