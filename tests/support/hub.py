@@ -6,9 +6,10 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.support.serving import Loopback, Quiet
 
 CARD = b"""---
 configs:
@@ -44,7 +45,7 @@ class Repository:
         return sha
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(Loopback):
     """Serves ``repositories``, by kind (``datasets`` or ``models``) and name.
 
     ``fail`` says what befalls the next requests whose method and path begin so: a status, a status
@@ -52,21 +53,14 @@ class Hub(ThreadingHTTPServer):
     ``requests`` counts those that came, and ``tokens`` holds the tokens that they brought.
     """
 
-    daemon_threads = True
-
     def __init__(self, token: str = "hf_of_this_hub") -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.token = token
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.faults: dict[str, Iterator[Any]] = {}
         self.requests: Counter[str] = Counter()
         self.tokens: set[str] = set()
         self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        """Return the URL for ``HF_ENDPOINT``."""
-        return f"http://127.0.0.1:{self.server_port}"
 
     def repository(self, name: str, kind: str = "datasets", gated: bool = False) -> Repository:
         """Return the repository of this name; made if it is not there."""
@@ -159,7 +153,7 @@ class Hub(ThreadingHTTPServer):
         return found
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: Hub
     protocol_version = "HTTP/1.1"
 
@@ -176,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer("PUT")
 
     def _answer(self, method: str) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         with self.server.lock:
             asked = f"{method} {unquote(urlsplit(self.path).path)}"
@@ -213,9 +207,6 @@ class _Handler(BaseHTTPRequestHandler):
         if method != "HEAD":
             self.wfile.write(part[: len(part) // 2] if cut else part)
         self.close_connection = self.close_connection or cut
-
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""
 
 
 def _entries(

@@ -6,9 +6,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from email.parser import BytesParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.serving import Quiet
 
 Record = dict[str, Any]
 FIELDS = {"model", "training_file", "suffix", "metadata", "seed", "method"}
@@ -171,7 +173,7 @@ class OpenAIServer(ThreadingHTTPServer):
         return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: OpenAIServer
 
     def do_GET(self) -> None:
@@ -181,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer("POST")
 
     def _answer(self, method: str) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         if self.headers.get("Transfer-Encoding") == "chunked":
             body = self._chunks()
         place = urlsplit(self.path)
@@ -205,7 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("lose", "hang"):
             self.close_connection = True
             return
-        self._send(*answer)
+        status, said, headers = answer
+        self.send(status, json.dumps(said).encode(), **headers)
 
     def _fault(self, fault: Any) -> tuple[int, Record, dict[str, str]]:
         status, headers = fault if isinstance(fault, tuple) else (fault, {})
@@ -218,15 +221,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         self.rfile.readline()
         return body
-
-    def _send(self, status: int, answer: Any, headers: dict[str, str]) -> None:
-        text = json.dumps(answer).encode()
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""

@@ -23,6 +23,7 @@ from lightning_rl.games import (
     StagedTrainer,
     TextScenario,
 )
+from tests.support.serving import Quiet
 
 CHATS, FILES, JOBS, JOB = "chats", "files", "jobs", "job"
 Answer = Callable[[BaseHTTPRequestHandler], object]
@@ -101,7 +102,7 @@ class API(ThreadingHTTPServer):
         """Ignore errors of clients that are gone."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: API
 
     def do_GET(self) -> None:
@@ -111,8 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(kind, empty if kind == JOBS else done)
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        asked = self.rfile.read(length)
+        asked = self.body()
         if self.path.endswith("/chat/completions"):
             text = "accept" if b"accept or reject" in asked else "It is."
             said = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
@@ -124,9 +124,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, kind: str, usual: Any) -> None:
         self.server.otherwise.get(kind, body(json.dumps(usual)))(self)
-
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""
 
 
 @contextmanager

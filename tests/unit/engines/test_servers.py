@@ -5,10 +5,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import urllib.error
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import pytest
@@ -34,6 +32,7 @@ from lightning_rl.errors import (
     WeightSyncError,
 )
 from tests.support.engine_checks import processes_of, wait_for
+from tests.support.serving import Loopback, Quiet, serving
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -125,20 +124,12 @@ def stranger():
     """Answers every request with the status and body that a test puts into ``says``."""
     says = {"status": 200, "body": b"<html></html>"}
 
-    class Stranger(BaseHTTPRequestHandler):
+    class Stranger(Quiet):
         def do_GET(self):
-            self.send_response(says["status"])
-            self.send_header("Content-Length", str(len(says["body"])))
-            self.end_headers()
-            self.wfile.write(says["body"])
+            self.send(says["status"], says["body"])
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", says
-        server.shutdown()
+    with serving(Loopback(Stranger)) as server:
+        yield server.url, says
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 
 import pytest
@@ -10,7 +9,7 @@ from lightning_rl.errors import PictureError
 from lightning_rl.vision.fetching import is_public
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
 from lightning_rl.vision.loading import load_picture
-from tests.support.serving import serving
+from tests.support.serving import Loopback, Quiet, serving
 
 STRANGER = PictureAccess(files=False, private_hosts=False)
 
@@ -21,7 +20,7 @@ def png():
     return file.getvalue()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Quiet):
     """Answers ``/404`` so; ``/to/x`` leads on to ``/x``, and others do as their names say."""
 
     def do_GET(self):
@@ -64,23 +63,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(200, b"<html>not here</html>")
         return self.send(int(path[1:]), b"")
 
-    def send(self, status, body, **headers):
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        """Quiet."""
-
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads, server.asked, server.closing = True, [], threading.Event()
-    server.url = f"http://127.0.0.1:{server.server_port}"
+    server = Loopback(Handler)
+    server.closing = threading.Event()
     with serving(server):
         yield server
         server.closing.set()
@@ -174,12 +161,9 @@ def test_a_host_can_be_allowed_and_does_not_lead_to_others(server):
             self.send(302, b"", Location=server.url + "/a.png")
 
     server.asked.clear()
-    other = ThreadingHTTPServer(("127.0.0.1", 0), Onward)
-    threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
-    refused(f"http://localhost:{other.server_port}/x", "public internet", access=allowed)
+    with serving(Loopback(Onward)) as other:
+        refused(f"http://localhost:{other.server_port}/x", "public internet", access=allowed)
     assert server.asked == []
-    other.shutdown()
-    other.server_close()
 
 
 @pytest.mark.parametrize(
