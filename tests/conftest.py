@@ -165,6 +165,11 @@ def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Sta
         yield import_module("my_transport").CompressedFiles
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def furnished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a good configuration, and the files and modules that it names."""

@@ -17,6 +17,7 @@ from lightning_rl.envs.maker import EnvMaker
 from tests.support.bad_configs import furnish
 from tests.support.ranks import Together
 from tests.support.ranks_checks import command
+from tests.support.recorded_run import stand_in
 from tests.support.shared_engines import actors, cluster, servers, transformers, vllm, vllm_in
 from tests.support.signalled import FIT, configure
 
@@ -120,8 +121,5 @@ def fault(record_property: Callable[[str, object], None]) -> Fault:
 def workplace(tiny_model, tmp_path, monkeypatch) -> Path:
     """Prepare the working directory: a good configuration, and what it names."""
     furnish(tmp_path, tiny_model)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    stand_in(tmp_path, monkeypatch)
     return tmp_path

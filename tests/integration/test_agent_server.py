@@ -23,11 +23,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chats") / "model"
     save_chat_model(directory, "qwen3")

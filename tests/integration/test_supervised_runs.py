@@ -13,6 +13,7 @@ import yaml
 
 from benchmarks.kill.compare import differences
 from lightning_rl.cli import main
+from tests.support.recorded_run import stand_in
 from tests.support.resumed import is_time
 from tests.support.tiers import slow
 
@@ -55,10 +56,7 @@ def place(tiny_model, tmp_path, monkeypatch) -> Path:
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:5]))
     (tmp_path / "killer.py").write_text(KILLER)
     (tmp_path / "model").symlink_to(tiny_model)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
+    stand_in(tmp_path, monkeypatch)
     return tmp_path
 
 

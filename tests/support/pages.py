@@ -5,9 +5,13 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -169,3 +173,17 @@ def visit(page: Path, model: Path, place: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(place))
     for module in place.glob("*.py"):  # another test's may have the same name
         monkeypatch.delitem(sys.modules, module.stem, raising=False)
+
+
+@contextmanager
+def as_modules(files: Mapping[str, str], place: Path) -> Iterator[dict[str, ModuleType]]:
+    """Write Python files, by name without ``.py``, and lend them as modules to the block."""
+    for name, code in files.items():
+        (place / f"{name}.py").write_text(code)
+    sys.path.insert(0, str(place))
+    try:
+        yield {name: import_module(name) for name in files}
+    finally:
+        sys.path.remove(str(place))
+        for name in files:
+            sys.modules.pop(name, None)

@@ -24,7 +24,7 @@ def make_place(here: Path) -> Path:
 
 
 def stand_in(place: Path, patch: pytest.MonkeyPatch) -> None:
-    """Work in that folder."""
+    """Work in that folder, with its modules, and put back what `seed_everything` sets."""
     patch.chdir(place)
     patch.syspath_prepend(place)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards

@@ -15,6 +15,7 @@ from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO
 from lightning_rl.run.files.resume import KeepConfigs
 from lightning_rl.run.files.rundir import run_dir
 from tests.support.bad_configs import CONFIG
+from tests.support.recorded_run import stand_in
 from tests.support.small_run import adamw, data_module, grpo
 
 ROWS = {"class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"}}
@@ -36,10 +37,7 @@ RUNS = {
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch, tmp_path):
     """Prepare the working directory, with a good configuration."""
-    monkeypatch.chdir(furnished)
-    monkeypatch.syspath_prepend(furnished)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    stand_in(furnished, monkeypatch)
     return furnished
 
 

@@ -10,15 +10,13 @@ from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
 from lightning_rl.config.layers import flatten
 from tests.support.bad_configs import CONFIG
+from tests.support.recorded_run import stand_in
 
 
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch):
     """Prepare the working directory, with a good configuration."""
-    monkeypatch.chdir(furnished)
-    monkeypatch.syspath_prepend(furnished)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    stand_in(furnished, monkeypatch)
     return furnished
 
 

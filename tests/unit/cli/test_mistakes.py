@@ -13,6 +13,7 @@ import yaml
 from lightning_rl.cli import main
 from lightning_rl.errors import ConfigError
 from tests.support.bad_configs import CONFIG, complaint
+from tests.support.recorded_run import stand_in
 
 HAS_LENGTH = """
 class HasLength:
@@ -27,10 +28,7 @@ class HasLength:
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch) -> Path:
     """Prepare the working directory, with a broken module and one with a reward's class."""
-    monkeypatch.chdir(furnished)
-    monkeypatch.syspath_prepend(furnished)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    stand_in(furnished, monkeypatch)
     (furnished / "broken.py").write_text("1 / 0\n")
     (furnished / "has_length.py").write_text(HAS_LENGTH)
     return furnished

@@ -15,18 +15,11 @@ from lightning_rl.games.staged.openai_jobs import OpenAIFineTuning
 from lightning_rl.games.staged.training_sets import Demonstrations, Example, Pair, Preferences
 from lightning_rl.rewards.openai_api import APIRefusal
 from lightning_rl.run.retry import ServerError
-from tests.support.openai_server import OpenAIServer, raw, said
-from tests.support.serving import serving
+from tests.support.openai_server import raw, said
 
 JOBS = "POST /v1/fine_tuning/jobs"
 CHATS = "POST /v1/chat/completions"
 ASKED = [{"role": "user", "content": "2 + 2?"}]
-
-
-@pytest.fixture
-def server():
-    with serving(OpenAIServer()) as server:
-        yield server
 
 
 def jobs_of(server, **options) -> OpenAIFineTuning:

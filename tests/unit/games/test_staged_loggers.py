@@ -12,15 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning_rl.callbacks.artifacts import keep_files
 from lightning_rl.cli import main
 from lightning_rl.games.staged.callbacks import STATE_FILES, StagedCallback
-from tests.support.openai_server import OpenAIServer
-from tests.support.serving import serving
 from tests.support.staged_runs import staged
-
-
-@pytest.fixture
-def server():
-    with serving(OpenAIServer()) as server:
-        yield server
 
 
 class Memory(Logger):

@@ -14,13 +14,6 @@ from tests.support.openai_server import OpenAIServer, said
 from tests.support.serving import serving
 from tests.support.staged_runs import group_of, staged
 
-
-@pytest.fixture
-def server():
-    with serving(OpenAIServer()) as server:
-        yield server
-
-
 OUTAGES = {
     "no chats": ("POST /v1/chat/completions", "drop", "sample_rollouts"),
     "chats of null": (

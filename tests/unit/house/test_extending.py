@@ -2,8 +2,6 @@
 
 import ast
 import re
-import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from lightning_rl.config.names import HOME, SURFACES
 from lightning_rl.envs import ActorCritic, ActorCriticModule, EnvDataModule, Gym, MLPBody
 from lightning_rl.extend import pack_rollouts
 from lightning_rl.games import Game
+from tests.support.pages import as_modules
 from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 PAGES = sorted((Path(__file__).parents[3] / "docs" / "extend").glob("*.md"))
@@ -28,14 +27,8 @@ FILES = {
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
     """Yield the pages' files, as modules by the part they are about."""
-    place = tmp_path_factory.mktemp("mine")
-    for name, code in FILES.items():
-        (place / f"{name}.py").write_text(code)
-    sys.path.insert(0, str(place))
-    yield {name.removeprefix("my_"): import_module(name) for name in FILES}
-    sys.path.remove(str(place))
-    for name in FILES:
-        del sys.modules[name]
+    with as_modules(FILES, tmp_path_factory.mktemp("mine")) as modules:
+        yield {name.removeprefix("my_"): module for name, module in modules.items()}
 
 
 def test_there_is_a_page_for_each_part_on_public_names_alone():

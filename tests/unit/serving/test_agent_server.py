@@ -37,11 +37,6 @@ pytestmark = pytest.mark.anyio
 CALLS = 'Let me add. <tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
-
-
 def render(messages, **options):
     return TurnTemplate(TOKENIZER, options).render(messages)
 

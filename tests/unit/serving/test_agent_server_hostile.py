@@ -29,11 +29,6 @@ from tests.support.served_chats import (
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
-
-
 HELLO = {"messages": QUESTION, "max_tokens": 20}
 CALL = {
     "id": "c",

@@ -24,11 +24,6 @@ from tests.support.served_chats import (
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
-
-
 SUB = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
 CHOSEN = {"type": "function", "function": {"name": "sub"}}
 
