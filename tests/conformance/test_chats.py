@@ -19,14 +19,12 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
-from tests.support.agents import add
+from tests.support.agents import Scripted, add
 from tests.support.chats import CHATS, EMPTY_THOUGHT
-from tests.support.engine_checks import FakeEngine
 from tests.support.real_models import MODELS, folder_of
 from tests.support.tiny_models import save_random_model
 from tests.support.tolerances import distance
@@ -101,21 +99,6 @@ def written(rollout):
     return [stretch for stretch in found if stretch]
 
 
-class Script(FakeEngine):
-    """Writes given turns, cut at a request's limit."""
-
-    max_length = 100_000
-
-    def __init__(self, *turns):
-        self.turns = list(turns)
-
-    async def generate(self, token_ids, sampling, seed):
-        wrote = self.turns.pop(0)
-        reason = "stop" if len(wrote) <= sampling.max_tokens else "length"
-        wrote = wrote[: sampling.max_tokens]
-        return Completion(wrote, [-0.5] * len(wrote), reason, [0] * len(wrote))
-
-
 class Asks:
     """Asks once more, and is done."""
 
@@ -133,7 +116,7 @@ def played(agent, tokenizer, prompt, *turns):
     sampling = Sampling(max_tokens=1000)
     [rollout] = new_rollouts([prompt], 1, sampling, 0, 0)
     agent.configure(tokenizer)
-    return asyncio.run(agent.run(rollout, Script(*turns), sampling))
+    return asyncio.run(agent.run(rollout, Scripted(turns, max_length=100_000), sampling))
 
 
 def test_ends_and_beginnings_are_the_familys(chats, tokenizer):

@@ -2,7 +2,7 @@
 
 Tensors are padded (B, T), in float64.
 
-Written anew from what they compute: nothing here is shared with what is tested against it.
+Formulas are written anew from what they compute: none is shared with what is tested against it.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
+
+from lightning_rl.data.batch import token_rows
+
+
+class Padded:
+    """Converts model tokens to (B, T) with a mask."""
+
+    def __init__(self, batch: TensorDict) -> None:
+        tokens, row = batch["tokens"], token_rows(batch)
+        live = tokens["loss_mask"].nonzero().squeeze(1)
+        self.live, self.row = live, row[live]
+        counts = torch.bincount(self.row, minlength=len(batch["rollouts"]))
+        step = torch.arange(len(live)) - (counts.cumsum(0) - counts)[self.row]
+        self.at, self.shape = (self.row, step), (len(counts), int(counts.max()))
+        self.mask = self(torch.ones(len(row), dtype=torch.double))
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.shape).index_put(self.at, values[self.live])
+
+    def flat(self, values: Tensor) -> Tensor:
+        return values[self.at]
 
 
 @dataclass

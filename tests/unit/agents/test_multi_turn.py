@@ -28,38 +28,18 @@ from lightning_rl.data.ends import Ends
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Picture, Prompt, Rollout, RolloutStatus
-from tests.support.agents import Sums, long_game
-from tests.support.engine_checks import FakeEngine, require_within_max_tokens, same_draws
+from tests.support.agents import Scripted, Sums, long_game
+from tests.support.engine_checks import require_within_max_tokens, same_draws
 from tests.support.tiny_models import CHATML, chatml_tokenizer
 from tests.support.tolerances import scores_rounding
 
 EOS, EQUALS = 1, 2  # and 3 to 12 are the digits 0 to 9
-
-
-class Scripted(FakeEngine):
-    """Writes given turns, one per request, cut at the request's limit; notes what it was asked."""
-
-    version = 7
-
-    def __init__(self, turns: list[list[int]], max_length: int = 100) -> None:
-        self.turns = list(turns)
-        self.max_length = max_length
-        self.requests: list[tuple[list[int], Sampling, int]] = []
-
-    async def generate(self, token_ids, sampling, seed) -> Completion:
-        self.require_room(len(token_ids), sampling)
-        self.requests.append((list(token_ids), sampling, seed))
-        written = self.turns.pop(0)
-        reason = "stop" if len(written) <= sampling.max_tokens else "length"
-        written = written[: sampling.max_tokens]
-        return Completion(written, [-0.5] * len(written), reason, [7] * len(written))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import itertools
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from lightning_rl import Critic, PolicyModule
 from lightning_rl.algos.objective import Objective, loss_tokens
@@ -24,6 +23,7 @@ from lightning_rl.extend import ValueLoss
 from lightning_rl.models.policy import Scores
 from tests.support.peer_objectives import (
     Leaves,
+    Padded,
     Sampled,
     prime_objective,
     trl_objective,
@@ -244,20 +244,6 @@ def batches(random_batch):
 
     keys = itertools.product((1, SIZE), (False, True))
     return {key: make(*key) for key in keys}
-
-
-class Padded:
-    """Converts model tokens to (B, T), and back."""
-
-    def __init__(self, batch: TensorDict) -> None:
-        live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
-        row = token_rows(batch)[live]
-        counts = torch.bincount(row, minlength=len(batch["rollouts"]))
-        step = torch.arange(len(live)) - (counts.cumsum(0) - counts)[row]
-        self.live, self.at, self.shape = live, (row, step), (len(counts), int(counts.max()))
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(self.shape).index_put(self.at, values[self.live])
 
 
 LEAVES = {"logprobs": "logprobs", "entropy": "entropy", "values": "now_values"}

@@ -5,7 +5,6 @@ Their formulas are written here on padded tensors (B, T) with a mask, as they ha
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.baselines import RLOO, ReinforcePlusPlus
@@ -15,6 +14,7 @@ from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PPOClip, Reinforce, Val
 from lightning_rl.algos.objective import SequenceMean, TokenMean, TokenSum
 from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.data.batch import token_rows
+from tests.support.peer_objectives import Padded
 
 # Each token takes a handful of float64 operations on numbers of order 1.
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-13}
@@ -36,25 +36,6 @@ def batch(random_batch):
     batch["tokens", "advantages"] = advantages[token_rows(batch)] * live
     batch["rollouts", "reward"] = batch["rollouts", "reward"].double()
     return batch
-
-
-class Padded:
-    """Converts model tokens to (B, T) with a mask."""
-
-    def __init__(self, batch: TensorDict) -> None:
-        tokens, row = batch["tokens"], token_rows(batch)
-        live = tokens["loss_mask"].nonzero().squeeze(1)
-        self.live, self.row = live, row[live]
-        counts = torch.bincount(self.row, minlength=len(batch["rollouts"]))
-        step = torch.arange(len(live)) - (counts.cumsum(0) - counts)[self.row]
-        self.at, self.shape = (self.row, step), (len(counts), int(counts.max()))
-        self.mask = self(torch.ones(len(row), dtype=torch.double))
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(self.shape).index_put(self.at, values[self.live])
-
-    def flat(self, values: torch.Tensor) -> torch.Tensor:
-        return values[self.at]
 
 
 def our_gradient(batch, loss, aggregation) -> torch.Tensor:

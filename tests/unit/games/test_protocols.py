@@ -11,6 +11,7 @@ from lightning_rl.games.protocols.single_prover import Adp, Nip, SoloVerifier
 from lightning_rl.games.protocols.text_scenario import TextScenario
 from lightning_rl.games.protocols.two_provers import Debate, MerlinArthur, Mnip
 from lightning_rl.games.protocols.zero_knowledge import ZeroKnowledge
+from tests.support.protocols import Panel
 
 
 def speakers(protocol: Protocol) -> str:
@@ -348,21 +349,6 @@ def test_an_adversary_plays_one_that_decides_alone():
 
 
 # ---------------------------------------------------------------- others that decide
-
-
-class Panel(Protocol):
-    """An advocate speaks in even rounds; of two judges the first is asked in 1, 3; both in 3."""
-
-    agent_names = ("advocate", "first", "second")
-    deciders = ("first", "second")
-    agent_channel_visibility = tuple((name, "main") for name in agent_names)
-
-    def __init__(self, **options) -> None:
-        super().__init__(4, 1, **options)
-
-    def is_active(self, agent, channel, round, seed=0):
-        now = torch.as_tensor(round)
-        return {"advocate": now % 2 == 0, "first": now % 2 == 1, "second": now == 3}[agent]
 
 
 def test_it_is_over_when_all_have_decided():
