@@ -39,7 +39,7 @@ class Bench:
 
     def note(self, figures: dict[str, Any] | None = None, **more: Any) -> None:
         """Add to the check's figures: numbers, texts, flags and dictionaries of them by name."""
-        self.figures |= {name: _short(value) for name, value in ((figures or {}) | more).items()}
+        self.figures |= {name: rounded(value) for name, value in ((figures or {}) | more).items()}
         self.write(None)
 
     def require(self, condition: object, message: str) -> None:
@@ -73,7 +73,8 @@ def last_lines(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-LAST_LINES:])
 
 
-def _short(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Round floats to four digits, in dictionaries too."""
     if isinstance(value, dict):
-        return {name: _short(part) for name, part in value.items()}
+        return {name: rounded(part) for name, part in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -41,7 +41,7 @@ from lightning_rl.errors import EngineError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
 from tests.support.engine_checks import same_draws
-from tests.support.small_run import numbers, trainer_of
+from tests.support.small_run import StopAfter, numbers, trainer_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,16 +221,6 @@ def test_callbacks_do_their_part(trained):
     assert max(row["sync/probe_gap"] for row in history if "sync/probe_gap" in row) < 1e-3
 
 
-class PowerCut(Callback):
-    def __init__(self, iteration, path) -> None:
-        self.iteration, self.path = iteration, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
-            trainer.save_checkpoint(self.path)
-            raise RuntimeError("power cut")
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -242,7 +232,7 @@ class PowerCut(Callback):
 def test_a_resumed_run_loses_and_doubles_no_prompt(tiny_model, tmp_path, vllm, make):
     path, first, then = tmp_path / "cut.ckpt", Watch(), Watch()
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(tiny_model, tmp_path / "a", vllm, make(), first, PowerCut(3, path), epochs=2)
+        fit(tiny_model, tmp_path / "a", vllm, make(), first, StopAfter(3, path), epochs=2)
     collector = make()
     _, data, _ = fit(tiny_model, tmp_path / "b", vllm, collector, then, epochs=2, ckpt_path=path)
     assert sorted(first.batches) == [0, 1, 2]

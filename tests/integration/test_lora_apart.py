@@ -8,6 +8,7 @@ import torch
 from transformers import GPT2Config
 
 from benchmarks.lora_gap import measure
+from lightning_rl import NF4, Int8
 from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.engines.vllm.lora import RANKS
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
@@ -206,8 +207,9 @@ def test_a_model_that_vllm_cannot_adapt_is_named_with_the_way_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_in_bfloat16_it_is_as_close_to_the_trainer_as_a_model_without_lora():
+@pytest.mark.parametrize("form", [None, NF4(), Int8()])
+def test_in_bfloat16_it_is_as_close_to_the_trainer_as_a_model_without_lora(form):
     """Merged weights are not what is trained, either: see benchmarks/lora_gap.py."""
-    found = measure("vllm", updates=20, every=10, rank=16)
+    found = measure("vllm", updates=20, every=10, rank=16, quantization=form)
     assert found["apart"]["gap"] < 1.3 * found["none"]["gap"]
     assert found["apart"]["drift"] < found["merged"]["drift"] / 3

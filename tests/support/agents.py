@@ -89,6 +89,14 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def tool_calls(asked) -> list[dict]:
+    """Return calls given as (name, arguments), as a message has them."""
+    return [
+        {"id": f"call{i:05d}", "type": "function", "function": {"name": n, "arguments": a}}
+        for i, (n, a) in enumerate(asked)
+    ]
+
+
 class AlwaysCalls(HermesParser):
     """Reads a call into whatever a random model writes."""
 

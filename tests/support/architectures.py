@@ -65,13 +65,22 @@ def saved(config, directory: Path) -> str:
     return str(directory)
 
 
-def own_scores(lm, rollouts) -> torch.Tensor:
-    """Return logprobs (M,) of what a model wrote, each rollout alone, by transformers' forward."""
-    found = []
+def scored_alone(model, rollouts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logprobs and entropies of all model tokens, one forward per rollout."""
+    logprobs, entropies = [], []
     for rollout in rollouts:
         ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
-        start, mask = len(rollout.prompt.token_ids), torch.tensor(rollout.loss_mask)
-        logits = lm(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
-        log_p = (logits / rollout.sampling.temperature).log_softmax(-1)
-        found.append(log_p.gather(-1, ids[start:, None]).squeeze(-1)[mask])
-    return torch.cat(found)
+        start = len(rollout.prompt.token_ids)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+        log_p = (logits / rollout.sampling.temperature).log_softmax(-1)[
+            torch.tensor(rollout.loss_mask)
+        ]
+        targets = ids[start:][torch.tensor(rollout.loss_mask)]
+        logprobs.append(log_p.gather(-1, targets[:, None]).squeeze(-1))
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def own_scores(lm, rollouts) -> torch.Tensor:
+    """Return logprobs (M,) of what a model wrote, each rollout alone, by transformers' forward."""
+    return scored_alone(lm, rollouts)[0]

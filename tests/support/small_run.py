@@ -89,14 +89,23 @@ class Rows(RLCallback):
 
 
 class SaveAfter(Callback):
-    """A checkpoint after some iteration."""
+    """Saves a checkpoint after some iteration, where ``path`` is given."""
 
-    def __init__(self, iteration: int, path) -> None:
+    def __init__(self, iteration: int, path=None) -> None:
         self.iteration, self.path = iteration, path
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
+        if pl_module.iteration == self.iteration and self.path is not None:
             trainer.save_checkpoint(self.path)
+
+
+class StopAfter(SaveAfter):
+    """Saves a checkpoint, and fails."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if pl_module.iteration == self.iteration:
+            raise RuntimeError("power cut")
 
 
 def adamw(lr: float):

@@ -37,7 +37,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.__main__ import sees_cuda
-from benchmarks.gpu.peers.task import EQUAL, LOT, Task, following, lines_of, rounded
+from benchmarks.gpu.bench import rounded
+from benchmarks.gpu.peers.task import EQUAL, LOT, Task, following, lines_of
 from benchmarks.gpu.runner import Process, Record
 from benchmarks.gpu.table import Check
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import Bench, rounded
 
 LOT, EQUAL = "lot", "equal"
 """Completions that end by lot, and completions that are all of the same length."""
@@ -92,13 +92,6 @@ class Lines:
         line = {"side": self._side} | {name: rounded(value) for name, value in figures.items()}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def rounded(value: Any) -> Any:
-    """Round floats to four digits, in dictionaries too."""
-    if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 @contextmanager

@@ -302,16 +302,6 @@ def test_the_running_baseline_survives_a_checkpoint(tiny_model, make_rollout, tr
 # ---------------------------------------------------------------- GAE with a reward per token
 
 
-def test_gae_with_rewards_of_tokens_by_hand(make_rollout):
-    batch = pack_rollouts([make_rollout([3], [4, 5, 1], reward=1.0, loss_mask=[True, False, True])])
-    batch["tokens", "values"] = torch.tensor([9.0, 0.5, 9.0, 0.25])
-    batch["tokens", "token_rewards"] = torch.tensor([0.0, -0.125, 0.0, -0.25])
-    batch = GAE(gamma=0.5, lam=0.5, whiten=False)(batch)
-    # last: 1 - 0.25 - 0.25 = 0.5; first: -0.125 + 0.5 * 0.25 - 0.5 + 0.25 * 0.5 = -0.375
-    assert batch["tokens", "advantages"].tolist() == [0, -0.375, 0, 0.5]
-    assert batch["tokens", "returns"].tolist() == [0, 0.125, 0, 0.75]
-
-
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 0.0)])
 def test_gae_with_rewards_of_tokens_in_float64(random_batch, gamma, lam):
     batch = with_token_rewards(random_batch(23), 2)

@@ -138,6 +138,10 @@ def fitted_both_ways(tiny_model, rollouts, streaming, **options):
     return modules
 
 
+def in_chunks(module, groups):
+    stream(module, groups, [[3, 1], [0], [4, 2]])
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_is_the_same_streamed_or_not(tiny_model, random_rollouts, in_double, name):
     rollouts = random_rollouts(1, groups=GROUPS, group_size=GROUP_SIZE)
@@ -147,9 +151,6 @@ def test_an_update_is_the_same_streamed_or_not(tiny_model, random_rollouts, in_d
         for rollout in rollouts[::GROUP_SIZE]:
             rollout.trained, rollout.sampling = False, SamplingDistribution(temperature=0.0)
         rollouts = [r for group in groups_of(rollouts) for r in ReMax().finish(group)]
-
-    def in_chunks(module, groups):
-        stream(module, groups, [[3, 1], [0], [4, 2]])
 
     (measured, ours), (expected, theirs) = fitted_both_ways(
         tiny_model, rollouts, in_chunks, **ALGORITHMS[name]
@@ -165,9 +166,6 @@ def test_an_update_is_the_same_streamed_or_not(tiny_model, random_rollouts, in_d
 def test_rollouts_of_several_rows_are_streamed_too(tiny_model, random_rollouts, in_double, name):
     rollouts = random_rollouts(1, groups=GROUPS, group_size=GROUP_SIZE)
     rollouts = [cut_in_two(r) if n % 3 else r for n, r in enumerate(rollouts)]
-
-    def in_chunks(module, groups):
-        stream(module, groups, [[3, 1], [0], [4, 2]])
 
     (measured, ours), (_, theirs) = fitted_both_ways(
         tiny_model, rollouts, in_chunks, **ALGORITHMS[name]
@@ -191,9 +189,6 @@ def test_turns_have_the_same_credit_streamed_or_not(tiny_model, random_rollouts,
         rollout.calls = rollout.model_calls()
         for number, call in enumerate(rollout.calls):
             call.reward, call.state = number / 8, f"state {number % 2}"
-
-    def in_chunks(module, groups):
-        stream(module, groups, [[3, 1], [0], [4, 2]])
 
     (measured, ours), (_, theirs) = fitted_both_ways(tiny_model, rollouts, in_chunks, **TURNS[name])
     assert differences(ours, theirs) <= EXACT

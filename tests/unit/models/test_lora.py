@@ -9,6 +9,7 @@ from transformers import (
     LlamaConfig,
 )
 
+from lightning_rl import NF4, Int8
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.lora_layers import largest_rank, merged_only
@@ -78,9 +79,12 @@ def test_adapters_are_on_all_linear_layers_but_the_output(model):
     assert len(adapted) == 7 * policy.lm.config.num_hidden_layers
 
 
-def test_only_adapters_train(tiny_model, train_on, random_batch):
+@pytest.mark.parametrize("form", [None, NF4(), Int8()])
+def test_only_adapters_train(tiny_model, train_on, random_batch, form):
     module = PolicyModule(
-        str(tiny_model), lora=LoRA(rank=4), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)
+        str(tiny_model),
+        lora=LoRA(rank=4, quantization=form),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
     )
     module.configure_model()
     before = {name: p.detach().clone() for name, p in module.policy.named_parameters()}

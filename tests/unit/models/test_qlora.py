@@ -17,7 +17,6 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, load_lm, of_same_weights
 from lightning_rl.models.quantized_layers import quantized_layers
 from lightning_rl.models.reference import BaseReference, FrozenReference
-from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
@@ -74,19 +73,6 @@ def test_all_linear_layers_but_the_output_are(tiny_model, form):
     linear = {name for name, module in plain.named_modules() if isinstance(module, nn.Linear)}
     assert kept == linear - {"lm_head"}
     assert len(kept) == 14
-
-
-def test_only_adapters_train(tiny_model, form, train_on, random_batch):
-    module = PolicyModule(
-        str(tiny_model), lora=lora(form), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)
-    )
-    module.configure_model()
-    before = {name: p.detach().clone() for name, p in module.policy.named_parameters()}
-    train_on(module, [random_batch(1), random_batch(2)])
-    for name, parameter in module.policy.named_parameters():
-        is_adapter = ".lora_" in name
-        assert parameter.requires_grad is is_adapter, name
-        assert torch.equal(parameter, before[name]) is not is_adapter, name
 
 
 def test_the_base_is_near_the_models_weights(tiny_model, form):

@@ -153,12 +153,15 @@ def test_policies_that_cannot_be_split_yet(model, options, message):
         policy.split(TensorRanks(None, 2))
 
 
-def test_the_strategy_knows_its_sizes(tmp_path):
-    with pytest.raises(ConfigError, match="tensor=0 must be >= 1"):
-        ShardedStrategy(tensor=0)
-    strategy = ShardedStrategy(tensor=2)
+@pytest.mark.parametrize("shared", ["tensor", "expert"])
+def test_the_strategy_knows_its_sizes(tmp_path, shared):
+    with pytest.raises(ConfigError, match=f"{shared}=0 must be >= 1"):
+        ShardedStrategy(**{shared: 0})
+    with pytest.raises(ConfigError, match="tensor=2, expert=2: matrices of a mixture"):
+        ShardedStrategy(tensor=2, expert=2)
+    strategy = ShardedStrategy(**{shared: 2})
     trainer_of(tmp_path, devices=3, strategy=strategy, logger=False)
-    with pytest.raises(ConfigError, match="tensor=2 does not divide the run's 3 processes"):
+    with pytest.raises(ConfigError, match=f"{shared}=2 does not divide the run's 3 processes"):
         strategy.setup_environment()
 
 
