@@ -1,5 +1,6 @@
 """Share between all tiers one thread, a tiny random model, and hand-made or random rollouts."""
 
+import asyncio
 import gc
 import os
 import random
@@ -163,6 +164,21 @@ def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Sta
         patch.syspath_prepend(place)
         patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
         yield import_module("my_transport").CompressedFiles
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return seconds that were to be waited, without waiting."""
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waited.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    monkeypatch.setattr("lightning_rl.run.retry._jitter", random.Random(0))
+    return waited
 
 
 @pytest.fixture(scope="session")

@@ -18,16 +18,11 @@ from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.run.loop.background import run_async
 from tests.support.engine_checks import same_draws
-from tests.support.small_run import Rows, data_module, grpo, numbers, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, numbers, share_of_sevens, trainer_of
 from tests.support.three_calls import ThreeCalls
 
 pytest.importorskip("vllm")
 SAMPLING = Sampling(max_tokens=10)
-
-
-def sevens(completions, completion_ids, **columns):
-    pairs = zip(completions, completion_ids, strict=True)
-    return [text.count("7") / len(ids) for text, ids in pairs]
 
 
 class Watch(Rows):
@@ -49,7 +44,7 @@ def trained(vllm, tiny_model, tmp_path_factory):
     """Train six iterations during which weights change between and within calls."""
     watch, module = Watch(), grpo(tiny_model)
     data = data_module(
-        train_prompts=numbers(100, 200, seed=1), evaluation=None, rewards=[sevens],
+        train_prompts=numbers(100, 200, seed=1), evaluation=None, rewards=[share_of_sevens],
         engine=vllm, agent=ThreeCalls(pause=0.3), sampling=SAMPLING, group_size=4,
         groups_per_iteration=4, iterations_per_epoch=6, collector=AsyncCollector(2),
     )  # fmt: skip
@@ -107,7 +102,9 @@ def answered_again(engine, rollout, sampling) -> list[tuple[Completion, Completi
 @pytest.fixture  # for each test anew: a run of another test ends with no version in the engine
 def pipeline(vllm, tiny_model, weights):
     vllm.load_weights(weights.items(), 9)
-    return RolloutPipeline(vllm, ThreeCalls(), Rewards([sevens]), load_tokenizer(str(tiny_model)))
+    return RolloutPipeline(
+        vllm, ThreeCalls(), Rewards([share_of_sevens]), load_tokenizer(str(tiny_model))
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

@@ -8,12 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.cli import main
+from tests.support.lightning_cases import added
 
 SAVES = ["--data.iterations_per_epoch=2", "--trainer.enable_checkpointing=true"]
-
-
-def added(name: str, arguments: str) -> str:
-    return f"--trainer.callbacks+={{class_path: {name}, init_args: {{{arguments}}}}}"
 
 
 def fit(*options: str) -> int:

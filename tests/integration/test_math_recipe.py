@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from recipes.math.data import problems
 from recipes.math.make_model import ROWS, SHAPES, SHARED, prepare
 from tests.support.hub import CARD, Hub
+from tests.support.serving import serving
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +44,8 @@ def hub():
         for split, rows in splits.items()
     }
     hub.repository("openai/gsm8k").commit(files | {"README.md": CARD.replace(b"socratic", b"more")})
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+    with serving(hub):
+        yield hub
 
 
 @pytest.fixture(scope="module")

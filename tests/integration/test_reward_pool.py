@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rewards.pool import Isolated
+from tests.support.engine_checks import is_running
 
 HELPERS = """
 import os
@@ -98,17 +98,9 @@ def run(pool, **columns):
     return asyncio.run(pool(**columns))
 
 
-def alive(pid: int) -> bool:
-    """Tell whether a process lives; a zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_until_gone(*pids: int) -> None:
     """Fails by the test's own time limit, not by a guess of how long it takes."""
-    while any(alive(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         time.sleep(0.01)
 
 
@@ -189,7 +181,7 @@ def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
 
     pool = Isolated(leave, workers=1)
     (pid,) = run(pool, completions=["x"])
-    assert not alive(int(pid))
+    assert not is_running(int(pid))
     pool.close()
 
 
@@ -264,7 +256,7 @@ def test_closing_ends_the_workers_and_grading_starts_new_ones(helpers):
     first = run(pool, completions=["x", "y"])
     assert first[0] == first[1]  # one worker serves again and again
     pool.close()
-    assert not alive(int(first[0]))
+    assert not is_running(int(first[0]))
     second = run(pool, completions=["x"])
     assert second[0] != first[0]
     pool.close()
@@ -284,8 +276,8 @@ def test_a_killed_trainer_leaves_no_process_and_no_directory(helpers, tmp_path):
         assert trainer.poll() is None
         time.sleep(0.01)
     worker, sample = map(int, (tmp_path / "pids").read_text().split())
-    assert alive(worker)
-    assert alive(sample)
+    assert is_running(worker)
+    assert is_running(sample)
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     wait_until_gone(worker, sample)

@@ -36,17 +36,13 @@ def last_line(*command: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(600)
-def test_killed_at_requests_a_run_buys_no_job_twice_and_ends_as_if_it_had_not_been(tmp_path):
-    told = last_line("tests.support.staged_kills", str(tmp_path), "40")
-    assert told["points"] > 6
-    assert (told["unequal"], told["jobs_repeated"]) == ([], 0)
-
-
 @pytest.mark.timeout(3600)
-def test_killed_at_all_requests(tmp_path):
-    told = last_line("tests.support.staged_kills", str(tmp_path), "1")
-    assert told["points"] > 100
+@pytest.mark.parametrize(("every", "least"), [("40", 6), ("1", 100)])
+def test_killed_at_requests_a_run_buys_no_job_twice_and_ends_as_if_it_had_not_been(
+    tmp_path, every, least
+):
+    told = last_line("tests.support.staged_kills", str(tmp_path), every)
+    assert told["points"] > least
     assert (told["unequal"], told["jobs_repeated"]) == ([], 0)
 
 

@@ -220,7 +220,7 @@ def _session(pid: int) -> int | None:
 def is_running(pid: int) -> bool:
     """Tell whether there is such a process, and it has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 

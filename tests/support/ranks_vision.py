@@ -16,7 +16,7 @@ from lightning_rl.vision.loading import decode
 from lightning_rl.vision.training import Vision
 from tests.support.lots import LotEngine
 from tests.support.ranks_run import fit, strategy_of
-from tests.support.tiny_vision import picture
+from tests.support.tiny_vision import picture, share_of_even
 
 
 def rows() -> list[dict[str, Any]]:
@@ -28,10 +28,6 @@ def rows() -> list[dict[str, Any]]:
         parts = [text] if number % 4 == 3 else [image, text]
         chats.append({"prompt": [{"role": "user", "content": parts}]})
     return chats
-
-
-def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 class Noting(LotEngine):
@@ -66,7 +62,7 @@ def see(model: str, way: str, layout: str = "one", *, where: Path) -> dict[str, 
         "engine": engine,
         "train_prompts": IterablePrompts(rows, shuffle=False),
         "evaluation": None,
-        "rewards": [even_tokens],
+        "rewards": [share_of_even],
     }
     kind, options = LAYOUTS[layout]
     strategy = strategy_of(kind, **options)

@@ -11,6 +11,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.trainers import WordLevelTrainer
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -109,3 +111,12 @@ def save_chat_model(directory: Path, name: str) -> None:
     """Save a model that reads bytes, with the named template."""
     sizes: dict[str, Any] = {"max_position_embeddings": 2048, "initializer_range": 0.1}
     save_random_model(directory, chat_tokenizer(name), vocab_size=288, **sizes)
+
+
+def save_untied_llama(directory: Path, model: Path) -> None:
+    """Save a model with an output layer of its own, that reads and writes another one's tokens."""
+    save_random_model(
+        directory, AutoTokenizer.from_pretrained(model), LlamaConfig, vocab_size=16,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, initializer_range=0.2,
+        tie_word_embeddings=False,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,13 @@ _MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "llava": _llava,
     "llava_siglip": partial(_llava, model_type="siglip_vision_model"),
 }
+
+
+def png(color: str, width: int = 32, height: int = 32) -> bytes:
+    """Return a PNG file of one colour."""
+    file = BytesIO()
+    Image.new("RGB", (width, height), color).save(file, "PNG")
+    return file.getvalue()
 
 
 def save_picture_rows(folder: Path) -> Path:

@@ -48,6 +48,15 @@ def rows(agent, count=24, seed=0):
     return Rows(observations, {"action": action}, learned)
 
 
+class Values(nn.Module):
+    def __init__(self, agent):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, observation):
+        return self.agent.values({"observation": observation}).unsqueeze(-1)
+
+
 def as_torchrl(agent, own):
     """Return the same agent and steps, as torchrl has them."""
     kind = agent.space.actions["action"]
@@ -64,14 +73,6 @@ def as_torchrl(agent, own):
                 return only.logits
             return only.mean, only.log_std.exp().expand_as(only.mean)
 
-    class Values(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.agent = agent
-
-        def forward(self, observation):
-            return self.agent.values({"observation": observation}).unsqueeze(-1)
-
     class Normal(torch.distributions.Independent):
         def __init__(self, loc, scale):
             super().__init__(torch.distributions.Normal(loc, scale), 1)
@@ -82,7 +83,7 @@ def as_torchrl(agent, own):
         in_keys=out,
         distribution_class=torch.distributions.Categorical if len(out) == 1 else Normal,
     )
-    critic = ValueOperator(Values(), in_keys=["observation"])
+    critic = ValueOperator(Values(agent), in_keys=["observation"])
     steps = TensorDict(
         {
             "observation": own.observations["observation"],

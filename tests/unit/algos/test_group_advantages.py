@@ -30,31 +30,21 @@ def advantages(advantage, make_rollout, rewards, groups=None) -> list[float]:
 # ---------------------------------------------------------------- by hand
 
 
-def test_dr_grpo(make_rollout):
-    assert advantages(DrGRPO(), make_rollout, [1, 0, 0, 0]) == [0.75, -0.25, -0.25, -0.25]
-
-
-def test_rloo(make_rollout):
-    # The others' means: 0 for the success, 1/3 for the rest.
-    expected = [1, -1 / 3, -1 / 3, -1 / 3]
-    assert advantages(RLOO(), make_rollout, [1, 0, 0, 0]) == pytest.approx(expected)
-
-
-def test_maxrl(make_rollout):
-    # mean 0.25: (1 - 0.25) / 0.25 = 3
-    assert advantages(MaxRL(), make_rollout, [1, 0, 0, 0]) == [3, -1, -1, -1]
-
-
-def test_pass_at_2(make_rollout):
-    # 3 of 4 wrong: mean 1 - 3/6 = 0.5, std 0.5; right 0.5/0.5, wrong (0.5 - 2/3)/0.5
-    expected = [1, -1 / 3, -1 / 3, -1 / 3]
-    assert advantages(PassAtK(k=2), make_rollout, [1, 0, 0, 0]) == pytest.approx(expected)
-
-
-def test_pass_at_1_is_grpo_with_the_biased_deviation(make_rollout):
-    # mean 0.25, std sqrt(3)/4
-    expected = [3**0.5, *[-(3**-0.5)] * 3]
-    assert advantages(PassAtK(k=1), make_rollout, [1, 0, 0, 0]) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (DrGRPO(), [0.75, -0.25, -0.25, -0.25]),
+        # The others' means: 0 for the success, 1/3 for the rest.
+        (RLOO(), pytest.approx([1, *[-1 / 3] * 3])),
+        (MaxRL(), [3, -1, -1, -1]),  # mean 0.25: (1 - 0.25) / 0.25 = 3
+        # 3 of 4 wrong: mean 1 - 3/6 = 0.5, std 0.5; right 0.5/0.5, wrong (0.5 - 2/3)/0.5
+        (PassAtK(k=2), pytest.approx([1, *[-1 / 3] * 3])),
+        # GRPO with the biased deviation: mean 0.25, std sqrt(3)/4
+        (PassAtK(k=1), pytest.approx([3**0.5, *[-(3**-0.5)] * 3])),
+    ],
+)
+def test_one_success_of_four(make_rollout, advantage, expected):
+    assert advantages(advantage, make_rollout, [1, 0, 0, 0]) == expected
 
 
 def test_opmd(make_rollout):

@@ -140,9 +140,3 @@ def test_weights_sum_to_one_and_are_zero_off_the_mask(random_batch, aggregation)
     weights = aggregation(batch)
     assert float(weights.sum()) == pytest.approx(1, abs=1e-6)
     assert torch.equal(weights > 0, batch["tokens", "loss_mask"])
-
-
-@pytest.mark.parametrize("aggregation", [TokenMean(), SequenceMean()])
-def test_a_rollout_without_model_tokens_weighs_nothing(make_rollout, aggregation):
-    rollouts = [make_rollout([3], [4, 5], loss_mask=[False, False]), make_rollout([3], [1])]
-    assert aggregation(pack_rollouts(rollouts)).tolist() == [0, 0, 0, 0, 1]

@@ -27,7 +27,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.extend import ValueLoss, as_torchrl, pack_rollouts
 from tests.support.env_agents import agent_for
 from tests.support.small_run import Rows, trainer_of
-from tests.support.torchrl_losses import DISCRETE, built, compare, loss_of, rows
+from tests.support.torchrl_losses import DISCRETE, Values, built, compare, loss_of, rows
 
 WALK = Gym("tests.support.worlds:Walk-v0")
 
@@ -114,15 +114,6 @@ def test_torchrls_buffer_and_advantages_take_it():
     torch.testing.assert_close(
         found["advantage"].flatten(), learned["advantages"], rtol=1e-5, atol=1e-5
     )
-
-
-class Values(nn.Module):
-    def __init__(self, agent):
-        super().__init__()
-        self.agent = agent
-
-    def forward(self, observation):
-        return self.agent.values({"observation": observation}).unsqueeze(-1)
 
 
 def test_torchrls_ppo_takes_it():

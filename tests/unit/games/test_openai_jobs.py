@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import sys
-from random import Random
 
 import pytest
 
@@ -141,19 +140,11 @@ def test_a_refusal_is_told_at_once(server):
     assert server.requests[JOBS] == 1
 
 
-def test_the_wait_that_the_server_asks_for_is_kept(server, monkeypatch):
-    waited, sleep = [], asyncio.sleep
-
-    async def note(seconds):
-        waited.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", note)
-    monkeypatch.setattr("lightning_rl.run.retry._jitter", Random(0))
+def test_the_wait_that_the_server_asks_for_is_kept(server, waits):
     server.fail(JOBS, (429, {"Retry-After": "20"}), (429, {"Retry-After": "40"}), 429)
     with pytest.warns(UserWarning, match="waiting 40 s, as the server asks"):
         create(jobs_of(server, first_wait_s=1.0))
-    first, second, own = waited
+    first, second, own = waits
     assert (first, second) == (20, 40)
     assert 2 <= own <= 4  # 1 s x 2^2, from half to all of it
 

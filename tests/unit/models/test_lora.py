@@ -6,7 +6,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
 )
 
 from lightning_rl import NF4, Int8
@@ -20,7 +19,7 @@ from lightning_rl.models.pretrained import PLAIN
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.support.tiny_models import save_random_model
+from tests.support.tiny_models import save_untied_llama
 from tests.support.tolerances import distance, forward_additions, norm_rounding, scores_rounding
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 2, 9, 1]])
@@ -40,11 +39,7 @@ def trained(policy: Policy) -> Policy:
 def untied_model(tiny_model, tmp_path_factory):
     """Return a random Llama with an output layer of its own."""
     directory = tmp_path_factory.mktemp("untied")
-    save_random_model(
-        directory, AutoTokenizer.from_pretrained(tiny_model), LlamaConfig, vocab_size=16,
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, initializer_range=0.2,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+    save_untied_llama(directory, tiny_model)
     return directory
 
 

@@ -1,23 +1,16 @@
 import re
 import threading
-from io import BytesIO
 
 import pytest
-from PIL import Image
 
 from lightning_rl.errors import PictureError
 from lightning_rl.vision.fetching import is_public
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
 from lightning_rl.vision.loading import load_picture
 from tests.support.serving import Loopback, Quiet, serving
+from tests.support.tiny_vision import png
 
 STRANGER = PictureAccess(files=False, private_hosts=False)
-
-
-def png():
-    file = BytesIO()
-    Image.new("RGB", (3, 2), "red").save(file, "PNG")
-    return file.getvalue()
 
 
 class Handler(Quiet):
@@ -29,7 +22,7 @@ class Handler(Quiet):
         if path.startswith("/twice/"):  # as the rest says, and then a picture
             path = "/a.png" if self.server.asked.count(path) > 2 else path.removeprefix("/twice")
         if path == "/a.png":
-            return self.send(200, png())
+            return self.send(200, png("red", 3, 2))
         if path == "/endless":
             self.send_response(200)
             self.end_headers()
@@ -48,7 +41,7 @@ class Handler(Quiet):
             self.send_response(200)
             self.send_header("Content-Length", "1000")
             self.end_headers()
-            self.wfile.write(png())
+            self.wfile.write(png("red", 3, 2))
             return self.connection.close()
         if path == "/drop":
             return self.connection.close()
@@ -82,7 +75,7 @@ def refused(url, words, access=None, **limits):
 
 def test_a_picture_of_a_server_also_where_it_leads_on(server):
     for path in ("/a.png", "/to/to/a.png"):
-        assert load_picture(server.url + path, PictureLimits()).data == png()
+        assert load_picture(server.url + path, PictureLimits()).data == png("red", 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +103,9 @@ def test_a_server_that_hangs_costs_a_time_limit(server):
 
 
 def test_what_may_pass_is_tried_again(server):
-    assert load_picture(server.url + "/twice/503", PictureLimits()).data == png()
+    assert load_picture(server.url + "/twice/503", PictureLimits()).data == png("red", 3, 2)
     assert server.asked == ["/twice/503"] * 3
-    assert load_picture(server.url + "/twice/drop", PictureLimits()).data == png()
+    assert load_picture(server.url + "/twice/drop", PictureLimits()).data == png("red", 3, 2)
     server.asked.clear()
     refused(server.url + "/404", "answered 404", retries=2)
     refused(server.url + "/503", "answered 503", retries=1)
@@ -154,7 +147,7 @@ def test_a_host_can_be_allowed_and_does_not_lead_to_others(server):
         found = load_picture(url + "/a.png", PictureLimits(), access=allowed)
     except PictureError as error:  # pragma: no cover - a machine without the name
         pytest.skip(str(error))
-    assert found.data == png()
+    assert found.data == png("red", 3, 2)
 
     class Onward(Handler):
         def do_GET(self):
