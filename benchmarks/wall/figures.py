@@ -57,7 +57,7 @@ def figures(task: Task, done: Runs) -> dict[str, Any]:
 
 
 def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the wall seconds that two cores need for an iteration that took this on one."""
+    """Return the least wall seconds of two cores for an iteration that took this on one."""
     parts = [part for run in runs for part in run["parts"][1:]]
     names = ("generate", "train", "iteration")
     generate, train, whole = (statistics.median(p[name] for p in parts) for name in names)

@@ -55,7 +55,7 @@ def tried(scratch, monkeypatch):
 
 
 def names_to_try():
-    """Yield all names but ``push-shared``, whose servers tests/integration/test_server.py tries."""
+    """Yield the names; ``push-shared`` is slow, as tests/integration/test_server.py starts two, too."""
     for check in CHECKS:
         if check in ONE_EACH.values():
             slow = [pytest.mark.slow] if check.name == "push-shared" else []

@@ -55,7 +55,7 @@ class Seen(RLCallback):
 
 
 def share_of_even_digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Reward so that groups differ within, and all of them teach something."""
+    """Return rewards that differ within groups, so that all of them teach something."""
     return [
         sum(c in "02468" for c in completion) / max(1, len(completion))
         for completion in completions

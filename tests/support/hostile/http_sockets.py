@@ -49,7 +49,7 @@ async def hundreds(desk: Desk) -> str:
 
 
 async def gone(desk: Desk) -> str:
-    """Leave in the middle of what clients send."""
+    """Leave in the middle of a request, at every tenth byte."""
     host, port = desk.server.url.removeprefix("http://").split(":")
     whole = desk.head(content_length=str(len(BODY))) + BODY
     for end in range(1, len(whole), 10):
@@ -76,13 +76,13 @@ async def reused(desk: Desk) -> str:
 
 
 async def reused_elsewhere(desk: Desk) -> str:
-    """Use it for another API."""
+    """Use the key for another API."""
     await desk.post(GOOD, idempotency_key="k")
     return await desk.post({**GOOD, "model": "policy"}, CLAUDE, idempotency_key="k")
 
 
 async def reused_streaming(desk: Desk) -> str:
-    """Use it for a streamed answer."""
+    """Use the key for a streamed answer."""
     await desk.post(GOOD, idempotency_key="k")
     return await desk.post({**GOOD, "stream": True}, idempotency_key="k")
 

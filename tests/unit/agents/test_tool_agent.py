@@ -213,7 +213,7 @@ def test_a_turn_that_a_parser_reads_too_slowly_is_one_without_a_call(monkeypatch
     said = f"slowly {call(a=1, b=1)}"
 
     async def read():
-        """Read two such turns, while the loop turns; and another beside them."""
+        """Read two such turns and another beside them, while the loop turns."""
         turns = [said, said, call(a=2, b=3)]
         reading = (agent._read(encoded(turn + END), [], parse=True) for turn in turns)
         return await asyncio.gather(*reading)

@@ -130,7 +130,7 @@ def with_one_that_is_asked(engine, weights):
 
 
 def asked(engine, leaving, then):
-    """Ask for a completion, then let something happen before ``leaving`` leaves."""
+    """Ask ``leaving`` for a completion before it leaves; then let something happen."""
 
     async def run():
         request = asyncio.create_task(engine.generate([3], ONE, 7))
