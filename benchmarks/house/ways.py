@@ -79,7 +79,7 @@ class Way:
             self.passes.append(_in_library(self.called))
 
     def files(self) -> list[str]:
-        """Return the files entered on every pass, since threads do not always wait for each other.
+        """Return the files entered on every pass: now and then one thread has to wait for another.
 
         Raises:
             RuntimeError: if it was not gone several times.

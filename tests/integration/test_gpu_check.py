@@ -55,7 +55,7 @@ def tried(scratch, monkeypatch):
 
 
 def names_to_try():
-    """Yield the names; ``push-shared`` is slow, as tests/integration/test_server.py starts two, too."""
+    """Yield the names; ``push-shared`` is slow: test_server.py starts two servers, too."""
     for check in CHECKS:
         if check in ONE_EACH.values():
             slow = [pytest.mark.slow] if check.name == "push-shared" else []
