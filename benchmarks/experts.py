@@ -16,7 +16,6 @@ of float32. ``reward`` is the mean at the end. ``--save`` also writes the table 
 docs/experts.md.
 """
 
-import asyncio
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -27,14 +26,13 @@ from lightning.pytorch import Trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.support.results import parser_of, report, write_block
+from benchmarks.support.task import sampled
 from lightning_rl import PolicyModule, RLDataModule, Sampling, TransformersEngine
-from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.extend import RolloutRouting
-from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.loop.background import run_async
+from lightning_rl.rollout import Prompt
 from recipes.sort_digits.prepare import make_tokenizer
 
 SAMPLING = Sampling(max_tokens=12)
@@ -61,25 +59,14 @@ def different_digits(completions: list[str], **_: Any) -> list[float]:
     return [len({letter for letter in text if letter.isdigit()}) / 10 for text in completions]
 
 
-def written(engine: TransformersEngine) -> list[Rollout]:
-    """Return four completions of each of 64 prompts."""
-    prompts = [Prompt(str(n), "", [3 + n % 10, 3 + n // 10, 2]) for n in range(64)]
-    rollouts = new_rollouts(prompts, 4, SAMPLING, 0, iteration=-2)
-
-    async def run() -> None:
-        await asyncio.gather(*(SingleTurn().run(one, engine, SAMPLING) for one in rollouts))
-
-    run_async(run())
-    return rollouts
-
-
 @torch.no_grad()
 def gaps(module: PolicyModule, engine: TransformersEngine, mixed: bool) -> dict[str, float]:
     """Return the gaps of the module's weights, once the engine has them."""
     policy = module.loaded_policy
     engine.load_weights(policy.named_weights(), engine.version + 1)
     found: dict[str, float] = {}
-    batch = pack_rollouts(written(engine))
+    prompts = [Prompt(str(n), "", [3 + n % 10, 3 + n // 10, 2]) for n in range(64)]
+    batch = pack_rollouts(sampled(engine, prompts, SAMPLING, seed=0))
     for suffix, replays in (("", False), ("_replayed", True)):
         policy.replays = replays
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):

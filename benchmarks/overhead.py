@@ -10,15 +10,13 @@ part of both. The last line is JSON with `ratio`, the median of CPU seconds per 
 bare; goal: <= 1.03.
 """
 
-import statistics
 import time
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.support.results import parser_of, report
+from benchmarks.support.results import parser_of, report_ratio
 from benchmarks.support.task import (
     GROUP_SIZE,
     GROUPS,
@@ -144,16 +142,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     prepare()
     rows = run(arguments.iterations, arguments.warmup)
-    result: dict[str, Any] = {
-        "ratio": statistics.median(row["fit"] / row["bare"] for row in rows),
-        "ratio_of_sums": sum(row["fit"] for row in rows) / sum(row["bare"] for row in rows),
-        "fit_cpu_s": statistics.median(row["fit"] for row in rows),
-        "bare_cpu_s": statistics.median(row["bare"] for row in rows),
-        "iterations": len(rows),
-    }
-    print(f"\nCPU seconds per iteration, median of {len(rows)}, {arguments.threads} thread(s):")
-    print(f"  Trainer.fit {result['fit_cpu_s']:.3f}\n  bare loop   {result['bare_cpu_s']:.3f}")
-    report("overhead", result, arguments.save)
+    sides = {"fit": "Trainer.fit", "bare": "bare loop"}
+    report_ratio("overhead", rows, sides, arguments.threads, arguments.save)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,6 +39,28 @@ def report(name: str, result: dict[str, Any], save: bool) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         (RESULTS / f"{name}-{device}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(rounded))
+
+
+def report_ratio(
+    name: str, rows: list[dict[str, float]], sides: dict[str, str], threads: int, save: bool
+) -> None:
+    """Report how many times the CPU seconds of the second side the first one takes.
+
+    Args:
+        rows: an iteration each, with the seconds of both sides.
+        sides: what to call each of the two.
+    """
+    over, base = sides
+    result: dict[str, Any] = {
+        "ratio": median(row[over] / row[base] for row in rows),
+        "ratio_of_sums": sum(row[over] for row in rows) / sum(row[base] for row in rows),
+        **{f"{side}_cpu_s": median(row[side] for row in rows) for side in sides},
+        "iterations": len(rows),
+    }
+    print(f"\nCPU seconds per iteration, median of {len(rows)}, {threads} thread(s):")
+    for side, called in sides.items():
+        print(f"  {called:12} {result[f'{side}_cpu_s']:.3f}")
+    report(name, result, save)
 
 
 def _rounded(value: Any) -> Any:

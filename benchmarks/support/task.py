@@ -1,5 +1,6 @@
 """Define the quickstart's task, as benchmarks build and run it."""
 
+import asyncio
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,12 @@ from lightning_rl import (
     Sampling,
     VLLMLocal,
 )
+from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.rollout import Prompt
+from lightning_rl.run.loop.background import run_async
 from recipes.sort_digits.reward import exact_match
 
 OUT = Path("runs/sort_digits")
@@ -76,6 +80,19 @@ def make_data(
         seed=seed,
         **options,
     )
+
+
+def sampled(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+) -> list[Rollout]:
+    """Return four completions of each prompt."""
+    rollouts = new_rollouts(prompts, 4, sampling, seed, iteration=-2)
+
+    async def run() -> None:
+        await asyncio.gather(*(SingleTurn().run(one, engine, sampling) for one in rollouts))
+
+    run_async(run())
+    return rollouts
 
 
 def quiet_trainer(
