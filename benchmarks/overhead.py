@@ -76,7 +76,7 @@ class BareLoop:
 class Compare(Rows):
     """Times the Trainer's iterations and the bare loop's, in turn the one and the other first.
 
-    For whoever comes second finds warm caches: both do the same.
+    Whoever comes second finds warm caches, so both do the same.
     """
 
     def __init__(self, warmup: int) -> None:

@@ -13,8 +13,8 @@ Published, of Qwen2.5-0.5B-Instruct, 3,916 tokens sampled by vLLM at temperature
 most 0.113 nats, the largest 0.477, 7.5% of ratios outside 0.9-1.1; for two passes of the trainer
 alone that differ in how many rows share one, 0.117, 0.656 and 8.0% (huggingface/trl#6789, comment
 of 2026-09-17). Student's t with 4.5 (3.6) degrees of freedom and a scale of 0.0426 (0.0401) has
-these 95% and largest gaps, and 7.1% (7.5%) of ratios outside. Of Qwen2.5-1.5B-Instruct 6.9% are
-outside, of 2,048 (huggingface/trl#7269).
+these 95% and largest gaps, and 7.1% (7.5%) of ratios outside. 6.9% of 2,048
+of Qwen2.5-1.5B-Instruct are outside (huggingface/trl#7269).
 """
 
 import argparse

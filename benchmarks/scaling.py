@@ -4,8 +4,8 @@
 
 The same GRPO, once on one process and once on two (DDP over gloo, an engine in each, one thread
 each), or on as many as ``--processes`` names, in turns. Completions are cut at a fixed length, and
-all train on the very same rollouts, which is checked. Per iteration: wall seconds and their parts,
-CPU seconds of all processes, and generated tokens per wall second. The last line is JSON.
+all train on the very same rollouts, which is checked. An iteration has wall seconds and their
+parts, CPU seconds of all processes, and generated tokens per wall second. The last line is JSON.
 ``--save`` also writes the table and the figure of docs/distributed.md. Only a quiet machine with a
 core per process can show a gain: four processes on two cores cannot be faster than two, and show
 what the further two cost.

@@ -278,8 +278,8 @@ def _gaps(
 def gap(bench: Bench, dtype: str) -> None:
     """Measure the gap of engine and trainer on sampled tokens, on which the probe's bound rests.
 
-    Of the recipe's model after its warm start (random weights if the check ``recipe`` was not
-    made) and of a random model of 0.5B parameters.
+    The models are the recipe's after its warm start (random weights if the check ``recipe`` was
+    not made) and a random one of 0.5B parameters.
     """
     recipe = warm_model(bench)
     if recipe.exists():

@@ -5,8 +5,8 @@
 ``ShardedStrategy(sequence=n)``, ``tensor=2`` and both, for tiny random models of two kinds, and for
 three that have fewer heads than that takes: with ``one_head`` two ranks, and with ``two_heads`` two
 pairs of ranks, share queries, and so do those that have the ``one_left`` after matrices are shared.
-And ``expert=n``, ``expert=2`` and ``sequence=n`` with it for two kinds of mixtures. All over gloo,
-in float64 and once in float32. Of each feature: the largest difference of scores (logprobs,
+Two kinds of mixtures have ``expert=n``, ``expert=2`` and ``sequence=n`` with it. All run over gloo,
+in float64 and once in float32. Each feature has the largest difference of scores (logprobs,
 entropies, values) and of gradients, relative to the largest of them or to 1, between packs that one
 process computes and those that several compute together. Each rank has packs of its own, with
 shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to

@@ -17,8 +17,8 @@ from torch import Tensor
 class Digests(Callback):
     """Writes into ``folder``, by rank: a line per iteration, and the weights at the end.
 
-    A line holds the metrics, and a digest of each tensor of the batch. Of the weights it is a
-    digest of each tensor, too.
+    A line holds the metrics, and a digest of each tensor of the batch; the last has one of each
+    weight.
     """
 
     def __init__(self, folder: str) -> None:

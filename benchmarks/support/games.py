@@ -143,7 +143,7 @@ def command(
 class Turns:
     """The turns of games that were played.
 
-    Of each its ``state``, its ``group``, the gradient of its log probability with respect to its
+    Each has its ``state``, its ``group``, the gradient of its log probability with respect to its
     state's logits (``score``), what is expected of the rest of its game (``value``), and what the
     turns before it earned (``before``).
     """

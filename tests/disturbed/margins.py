@@ -3,8 +3,8 @@
 ``python -m tests.disturbed`` loads it in each of its rounds. It notes both sides of every
 comparison of floating-point numbers by ``<``, ``<=``, ``>`` or ``>=`` within an ``assert`` (but for
 those with the clock), and error and tolerance of ``pytest.approx``, ``math.isclose``, and the
-``allclose`` and ``isclose`` of PyTorch and numpy, ``assert_close`` and ``assert_allclose``. Of
-tensors it notes the tightest element. Each process writes a file of lines of JSON into the folder
+``allclose`` and ``isclose`` of PyTorch and numpy, ``assert_close`` and ``assert_allclose``. It
+notes the tightest element of tensors. Each process writes a file of lines of JSON into the folder
 that ``FOLDER`` names.
 
 A margin needs two rounds. Where one side is an error that rounding makes up, the margin is bound

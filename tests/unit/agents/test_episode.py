@@ -435,7 +435,7 @@ def test_an_engine_that_fails_ends_the_run():
 class Programs:
     """A program made of steps; what it does follows from them, and from the answers that it gets.
 
-    But for what it breaks off: whether that was answered before depends on how long it took.
+    Only what it breaks off is chance: whether that was answered depends on how long it took.
     """
 
     steps: list
