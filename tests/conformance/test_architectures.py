@@ -4,7 +4,6 @@ Slow: sixty models, each loaded, trained, exported, resumed and sampled from.
 """
 
 import asyncio
-import copy
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -21,7 +20,7 @@ from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.run.loop.background import run_async
-from tests.support.architectures import own_scores
+from tests.support.architectures import own_scores, policy_of
 from tests.support.families import ARCHITECTURES
 from tests.support.tolerances import distance
 
@@ -52,16 +51,6 @@ def architecture(request):
 @pytest.fixture(scope="module")
 def model(architecture, folder_of):
     return folder_of(architecture)
-
-
-@cache
-def loaded(model):
-    return Policy(str(model))
-
-
-def policy_of(model):
-    """Return a policy of its own: to copy one takes less time than to load it."""
-    return copy.deepcopy(loaded(model))
 
 
 def in_float64(lm):

@@ -3,6 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 

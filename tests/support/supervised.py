@@ -1,9 +1,11 @@
 """Provide the four supervised learners on small rows, for tests of what they have in common."""
 
+import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
 import lightning_rl as rl
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.models.tokenizer import load_tokenizer
 from tests.support.small_run import adamw
 
 LR = 1e-3
@@ -64,3 +66,21 @@ def doubling() -> LambdaCallback:
 def _double(module):
     module.configure_model()
     module.double()
+
+
+def load_in_double(module, data):
+    """Load a model in float64 and the rows that it learns from; return its tokenizer."""
+    tokenizer = load_tokenizer(module.model)
+    data.train.load(tokenizer)
+    data._tokenizer = tokenizer
+    module.configure_model()
+    module.double()
+    return tokenizer
+
+
+def plain_logprob(lm, tokenizer, prompt: str, completion: str) -> torch.Tensor:
+    """Return the logprob of a completion and its end, by one forward of transformers."""
+    ids = torch.tensor([tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]])
+    start = len(tokenizer(prompt)["input_ids"])
+    logprobs = lm(input_ids=ids).logits[0].log_softmax(-1)
+    return logprobs[start - 1 : -1].gather(-1, ids[0, start:, None]).sum()

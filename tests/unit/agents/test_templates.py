@@ -11,18 +11,11 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.models.tokenizer import RunDay, with_chat_variables
 from tests.support.agents import add
+from tests.support.chats import TOOL
 from tests.support.pages import ROOT
 from tests.support.tiny_models import chat_tokenizer
 
 MORE = [{"role": "user", "content": "More."}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
 
 
 def calls(*arguments):

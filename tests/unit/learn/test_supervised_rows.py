@@ -20,20 +20,13 @@ from lightning_rl.learn.reward_model import RewardModelModule, RewardPairDataMod
 from lightning_rl.learn.sft import SFTDataModule, SFTModule
 from lightning_rl.models.reward_model import scored_text
 from lightning_rl.models.tokenizer import load_tokenizer
+from tests.support.chats import TOOL
 from tests.support.small_run import fit
 from tests.support.tiny_models import chat_tokenizer, save_chat_model
 
 TEMPLATES = ("qwen2_5", "qwen3", "llama3_1", "gemma", "mistral", "deepseek_r1_distill")
 ASK = {"role": "user", "content": "2 + 2?"}
 MORE = {"role": "user", "content": "And 1 more?"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
 GENERATION = """\
 {%- for m in messages -%}
 <|im_start|>{{ m.role }}

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Placed, Prompt, Rollout, Row
 from lightning_rl.vision.reader import encode
 from lightning_rl.vision.training import Vision
+from tests.support.architectures import policy_of
 from tests.support.doubles import EXACT
 from tests.support.followed import kept_for_backward
 from tests.support.tiny_vision import FAMILIES, VOCAB, picture, save_vision_model, vision_tokenizer
@@ -35,16 +35,6 @@ SAMPLING = Sampling(max_tokens=6)
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
     return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@cache
-def loaded(model):
-    return Policy(str(model))
-
-
-def policy_of(model):
-    """Return a policy of its own: to copy one takes a fifteenth of the time of loading it."""
-    return copy.deepcopy(loaded(model))
 
 
 def asked(policy, pictures, text="What?", number="p"):
