@@ -21,11 +21,8 @@ from lightning_rl.agents.base import (
     recorded_turns,
 )
 from lightning_rl.agents.multi_turn import MultiTurn
-from lightning_rl.algos.advantages import GAE
-from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.ends import Ends
-from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, EngineError
@@ -600,40 +597,6 @@ def test_the_environments_reward_is_a_reward(play):
     assert rollouts[0].reward_parts == {"environment": 1.25}
     with pytest.raises(ConfigError, match="MultiTurn"):
         EnvironmentReward()([0.5, None])
-
-
-@pytest.fixture
-def two_turns(make_rollout):
-    """Pack a pair; the first has an environment's two tokens between two of the model's."""
-    first = make_rollout([3], [4, 2, 5, 1], loss_mask=[True, False, False, True], reward=1.0)
-    return pack_rollouts([first, make_rollout([3], [1], reward=0.0)])
-
-
-def test_gae_steps_over_the_environments_tokens(two_turns):
-    # Values 0.5 and 0.25 where the model writes; 100 elsewhere must not matter.
-    values = torch.tensor([100, 0.5, 100, 100, 0.25, 100, 0.75])
-    two_turns["tokens", "values"] = values
-    batch = GAE(gamma=0.9, lam=0.5, whiten=False)(two_turns)
-    # Last turn: 1 - 0.25 = 0.75. First: 0.9 * 0.25 - 0.5 = -0.275, plus 0.9 * 0.5 * 0.75.
-    expected = [0, 0.0625, 0, 0, 0.75, 0, -0.75]
-    assert batch["tokens", "advantages"].tolist() == pytest.approx(expected)
-    # returns = advantage + value
-    expected = [0, 0.5625, 0, 0, 1.0, 0, 0.0]
-    assert batch["tokens", "returns"].tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        (TokenMean(), [1 / 3, 1 / 3, 1 / 3]),
-        (SequenceMean(), [1 / 4, 1 / 4, 1 / 2]),
-        (PromptMean(), [1 / 3, 1 / 3, 1 / 3]),
-        (TokenSum(max_tokens=4), [1 / 8, 1 / 8, 1 / 8]),
-    ],
-)
-def test_no_aggregation_weighs_the_environments_tokens(aggregation, expected, two_turns):
-    first, second, third = expected
-    assert aggregation(two_turns).tolist() == pytest.approx([0, first, 0, 0, second, 0, third])
 
 
 def test_a_rollout_with_turns_survives_json(play):
