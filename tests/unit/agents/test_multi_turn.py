@@ -1,4 +1,4 @@
-"""Test MultiTurn: token-exact turns, limits, resuming, failures, and who gets the credit."""
+"""Test MultiTurn: token-exact turns, limits, resuming, and failures."""
 
 import asyncio
 import os
